@@ -53,7 +53,9 @@ class TrackedCollator:
         self.counts = [0] * workers
         """How many batches each worker had made in the run that is resumed."""
         # one is being written, one is asked for, and one more may have been received
+        # These are reused in a ring: workers run up to `ahead` batches ahead of what the trainer has taken.
         self._board = torch.zeros(workers, ahead + 3, _BYTES, dtype=torch.uint8)
+        # Shared memory: a worker writes, the main process reads when it saves, and no message delays a batch.
         self._board.share_memory_()  # type: ignore[no-untyped-call]
         self._count: int | None = None
         self._own: OwnGenerators | None = None
@@ -75,14 +77,21 @@ class TrackedCollator:
 
     def _write(self, worker: Any) -> None:
         if self._own is None or self._count is None:
+            # A run that is not resumed has no StartOfWorker: the first batch begins the count.
             self._own, self._count = OwnGenerators(worker.dataset, self.collator), self.counts[worker.id]
         if self._count == self.counts[worker.id]:
             self._own.look()  # some are made at the first draw
         self._count += 1
+        # After the batch: where the next one of this worker will be drawn from. Workers have no GPU generators of
+        # use.
         state = packed({**rng_state(on_gpu=False), "own": self._own.states()})
         slots = self._board[worker.id].numpy()
+        # Slot and count belong together, so that the reader knows the slot by the count alone.
         slot = slots[(self._count - 1) % len(slots)]
+        # -1 tells "too long" from "not written": the state is then not known, and a note says so on resume.
         length = len(state) if len(state) <= _BYTES - _HEADER else -1
+        # Three int64 in 24 bytes. The run tells states of restarted workers from those of earlier ones with equal
+        # counts.
         slot[:_HEADER] = np.array([self.run, self._count, length]).view(np.uint8)
         if length > 0:
             slot[_HEADER : _HEADER + length] = np.frombuffer(state, np.uint8)
@@ -91,6 +100,7 @@ class TrackedCollator:
         """Return where a worker's generators were after it had made so many batches, None where that is not known."""
         slots = self._board[worker].numpy()
         slot = slots[(count - 1) % len(slots)]
+        # copy: the slice is a view of bytes that a worker goes on to write into.
         run, written, length = slot[:_HEADER].copy().view(np.int64).tolist()
         if (run, written) != (self.run, count) or length < 0:
             return None
@@ -143,7 +153,9 @@ class WatchedLoader:
         base = loader.base_dataloader
         self._wrapped = Wrapped(base, "__iter__", self._iterate)
         self.collator, self.tracked = base.collate_fn, None
+        # Out of order (in_order=False), a batch's worker cannot be told from its number.
         if loader.num_workers and self.is_indexed and getattr(base, "in_order", True):
+            # In the base loader: accelerate's own __iter__ runs the base's, which hands the collator to its workers.
             base.collate_fn = self.tracked = TrackedCollator(self.collator, loader.num_workers, base.prefetch_factor)
             self.made = [0] * loader.num_workers
 
@@ -155,6 +167,7 @@ class WatchedLoader:
     @property
     def fetches(self) -> int:
         """How many batches of the loader under it this process reads for one of accelerate's."""
+        # A dispatcher reads on the main process for all: one batch a process, or one that is then split.
         if not isinstance(self.loader, DataLoaderDispatcher):
             return 1
         return 1 if self.loader.split_batches else world_size()
@@ -176,6 +189,7 @@ class WatchedLoader:
 
     def random(self) -> dict[str, Any]:
         """Return where all generators are that a batch may be drawn from."""
+        # Some generators are made at the first draw, so they are looked for again each time.
         self.own.look()
         return {**rng_state(), "own": self.own.states()}
 
@@ -197,6 +211,8 @@ class WatchedLoader:
         """Return each worker's generators before its first batch of the round that goes on, None where not known."""
         if self.tracked is None or self.made is None:
             return None
+        # Counted to the beginning of the round: that is where a resumed loader starts its workers, each with a first
+        # batch.
         counts = self.counts(self.made, taken)
         if not any(counts):
             return []
@@ -205,7 +221,9 @@ class WatchedLoader:
 
     def counts(self, made: Sequence[int], taken: int) -> list[int]:
         """Return how many batches each worker has made at the beginning of a round, or at the epoch's end."""
+        # Batches are dealt round-robin: in whole rounds, each worker has made the same number.
         workers = self.loader.num_workers
+        # At the end the last round may be short: worker `one` has made ceil((length - one) / workers).
         if self.length is not None and taken >= self.length:
             return [made[one] + (self.length - one + workers - 1) // workers for one in range(workers)]
         return [one + taken // workers for one in made]
@@ -213,15 +231,21 @@ class WatchedLoader:
     def mark(self) -> str | None:
         """Return a text that tells the batch read ahead from others, None where there is none."""
         if self._ahead is None:
+            # Equal bits of the next batch show that the data, their order and what is drawn are those of the stopped
+            # run.
             return None
         return hashlib.sha256("\n".join(map(digest, _values(self._ahead))).encode()).hexdigest()
 
     def _iterate(self, method: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        # A look at the loader that is not the training's own (len, a debug loop) must not count as a start of
+        # workers.
         base, before_it = self.loader.base_dataloader, self.tracked.run if self.tracked else 0
+        # Persistent workers live in the base loader's `_iterator`: with one there, no process is started.
         is_fresh = not self.loader.persistent_workers or base._iterator is None
         self._runs += is_fresh
         if self.tracked is not None and is_fresh:
             self.tracked.run = self._runs
+        # Draws the seeds of the workers, in `DataLoader.__iter__`, and the shuffle, with the first batch.
         batches = method()
         if not self._is_recording:
             if self.tracked is not None:
@@ -234,7 +258,9 @@ class WatchedLoader:
             self.made, self.is_fresh = [0] * self.loader.num_workers, True
         self._iteration = self.loader.iteration
         self._ahead, self._before_ahead, self._is_complete = None, {}, False
+        # Taken out first: what they do may begin another iteration, with none of its own.
         before, self.before, after, self.after = self.before, {}, self.after, {}
+        # The iterator is made and has drawn its seeds: what follows begins from where the checkpoint says.
         before.pop(-1, _nothing)()
         return self._recorded(batches, before, after)
 
@@ -247,6 +273,9 @@ class WatchedLoader:
         number = 0
         while True:
             before.get(number, _nothing)()
+            # Without workers, batches are drawn in this process: the state before the newest fetch is what a resumed
+            # run redraws it from, since accelerate holds one batch that the trainer has not seen. A dispatcher's one
+            # batch is several fetches.
             if self.loader.num_workers == 0 and number % self.fetches == 0:
                 self._before_ahead = {**rng_state(), "own": self.own.states()}
             try:
@@ -282,6 +311,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def _of_samplers(loader: Any) -> list[Any]:
+    # accelerate nests samplers (BatchSamplerShard, SeedableRandomSampler), and each level may have a generator.
     owners = [loader, loader.sampler, loader.batch_sampler]
     for name in ("batch_sampler", "sampler"):
         owners += [getattr(owner, name, None) for owner in owners[2:]]
@@ -301,6 +331,7 @@ class ReplayedBatches(BatchSampler):
         self._batches, self._skip, self._before_ahead = batches, skip, before_ahead
 
     def __getattr__(self, name: str) -> Any:
+        # Unpickling asks for attributes before there are any: without this, endless recursion.
         if name == "_batches":
             raise AttributeError(name)
         return getattr(self._batches, name)
@@ -309,11 +340,15 @@ class ReplayedBatches(BatchSampler):
         return len(self._batches) - self._skip
 
     def __iter__(self) -> Iterator[list[int]]:
+        # The indices of left-out batches are drawn, as in the stopped run, but no sample is read.
         batches = iter(self._batches)
         for _ in itertools.islice(batches, self._skip):
             pass
+        # For this epoch alone: a later iteration has all batches.
         self._skip = 0
         if self._before_ahead is not None:
+            # Between the last left-out batch and the next: here the generators must be where they were before the
+            # read-ahead.
             self._before_ahead()
         yield from batches
 
@@ -382,6 +417,8 @@ class DataResume:
         """Return the trainer's; one whose workers lived on in the stopped run draws no seeds for them."""
         loader = method(*args, **kwargs)
         known = getattr(self._trainer, "_eval_dataloaders", {})
+        # In the stopped run these workers lived already and no seed was drawn. A generator of its own takes the draw,
+        # so that the global one stays where the checkpoint left it.
         if any(known.get(key) is loader for key in self._saved.get("evaluating", ())) and loader._iterator is None:
             loader.base_dataloader.generator = torch.Generator()
         return loader
@@ -397,6 +434,7 @@ class DataResume:
 
     def load_rng_state(self, method: Callable[[Any], None], checkpoint: Any) -> None:
         """Put the generators of a checkpoint back, once: the trainer does it when draws have followed."""
+        # The trainer restores after its own skipping of batches; here the moment is chosen by `batches`.
         if self._is_restored:
             return
         method(checkpoint)
@@ -414,6 +452,7 @@ class DataResume:
         """Return an epoch's batches: the trainer's own iterator, or in a resumed epoch one that goes on."""
         if self._now is None:
             return given
+        # The trainer calls once for each accumulation window with one iterator: another one is another epoch.
         if given is not self._given:
             is_first, self._given = self._given is None, given
             if not (is_first and self._checkpoint is not None and self._goes_on()):
@@ -421,12 +460,15 @@ class DataResume:
         return self._counted(self._now)
 
     def _begin_epoch(self, given: Iterator[Any]) -> None:
+        # The resumed epoch's loader has its workers running with the right states: stay with it, as a stopped run
+        # would.
         if self._now is not self._stock and self._now.loader.persistent_workers:
             self._now.loader.set_epoch(self._stock.loader.iteration)
             given = iter(self._now.loader)  # whose workers live on
         elif self._now is not self._stock:
             self._now.stop()
             self._now = self._stock
+        # What the shuffle and the workers' seeds of this epoch are drawn from, for a resume within it.
         self._batches, self._begin, self._taken = given, self._now.random(), 0
 
     def _counted(self, watched: WatchedLoader) -> Iterator[Any]:
@@ -442,12 +484,14 @@ class DataResume:
     def _goes_on(self) -> bool:
         """Go to the place of the checkpoint; return whether the data go on from there."""
         args, layout, saved = self._trainer.args, self._layout(), self._saved
+        # As the trainer counts: the last window of an epoch may be short (ceil). A stream has one epoch of max_steps.
         steps = None if layout["length"] is None else max(-(-layout["length"] // args.gradient_accumulation_steps), 1)
         trained = self._trainer.state.global_step % (steps or self._trainer.state.max_steps)
         lives_on = bool(layout["persistent"] and layout["workers"])
         if args.ignore_data_skip or (trained == 0 and not lives_on):
             return False  # the trainer begins an epoch
         expected = layout["length"] if trained == 0 else trained * args.gradient_accumulation_steps
+        # What decides how batches and processes meet must be the same; the first difference is told.
         reason = next((name for name, value in layout.items() if saved and saved.get(name) != value), None)
         if not saved:
             reason = "it was saved without them"
@@ -475,20 +519,29 @@ class DataResume:
 
     def _replay(self, saved: Mapping[str, Any]) -> None:
         stock, taken = self._stock, int(saved["taken"])
+        # Seedable samplers shuffle by epoch number: that of the stopped run.
         stock.loader.set_epoch(saved["iteration"])
         before_ahead: Callable[[], None] = functools.partial(stock.put, saved["before_ahead"])
+        # The number of fetch that the read-ahead batch is at differs in the three ways below; each puts generators in
+        # before the fetch that drew from them, checks the batch, and goes to the checkpoint's state after it.
         check: Callable[[], None] = functools.partial(self._check, saved["mark"])
         now, read, per = stock, taken, stock.fetches
+        # In this process: leave the taken batches out by index. Fetch 0 is the batch that had been read ahead.
         if stock.loader.num_workers == 0 and stock.is_indexed:
             now, read = WatchedLoader(self._skipping(taken, before_ahead, saved["iteration"]), stock.own), 0
             now.before, now.after = {1: self.restore}, {0: check}
+        # In workers: this process draws nothing once the iterator is there, so its generators are put back at once
+        # (-1).
         elif stock.loader.num_workers:
             if saved["in_workers"]:
+                # With known states, only the begun round is read again: at most one batch a worker.
                 now, read = self._with_workers(saved), taken % stock.loader.num_workers
             now.before, now.after = {-1: self.restore}, {read: check}
         else:
+            # A stream cannot be skipped: all is read again, from where the epoch began.
             stock.before = {taken * per: before_ahead, (taken + 1) * per: self.restore}
             stock.after = {(taken + 1) * per - 1: check}
+        # Shuffle and seeds are drawn from here when `iter` runs.
         stock.put(saved["begin"])
         self._now, self._batches = now, iter(now.loader)
         for _ in itertools.islice(self._counted(now), read):
@@ -498,6 +551,8 @@ class DataResume:
         self._begin, self._taken = saved["begin"], taken
 
     def _skipping(self, taken: int, before_ahead: Callable[[], None] | None, iteration: int) -> Any:
+        # accelerate's own skipping loader of no batches: it has the wrappers that a shard needs, around a sampler of
+        # ours.
         loader = skip_first_batches(self._stock.loader)
         skipping: Any = loader.batch_sampler
         skipping.batch_sampler = ReplayedBatches(skipping.batch_sampler, taken, before_ahead)
@@ -508,14 +563,18 @@ class DataResume:
         """Return a loader that goes on at the round of its workers that the next batch is in."""
         stock, taken = self._stock, int(saved["taken"])
         is_end = taken == stock.length
+        # In whole rounds: each worker then begins with its own first batch of the round, as it was dealt.
         loader = self._skipping(0 if is_end else taken - taken % stock.loader.num_workers, None, saved["iteration"])
         base = loader.base_dataloader
+        # The stock loader's collator, as skip_first_batches copied the watched one; the new watcher puts its own
+        # around it.
         base.collate_fn = stock.collator
         now = WatchedLoader(loader, stock.own)
         now.length, now.made, now.is_fresh = stock.length, saved["made"], saved["is_fresh"]
         tracked: Any = now.tracked
         tracked.given, tracked.counts = saved["in_workers"], now.counts(saved["made"], taken)
         base.worker_init_fn = StartOfWorker(base.worker_init_fn, tracked)
+        # At an epoch's end the workers' next batches are those of the next epoch.
         if is_end:
             now.made = tracked.counts
         if is_end or not saved["is_fresh"]:

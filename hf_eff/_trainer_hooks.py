@@ -65,6 +65,7 @@ class GivenCallbacks:
 
     def gone(self) -> list[Any]:
         """Return the callbacks that the user removed, the driver among them."""
+        # By identity: callbacks of users may define __eq__.
         there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
         return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
 
@@ -85,6 +86,7 @@ class GivenCallbacks:
         """Return the techniques of a session without those of callbacks that were removed, which forget it."""
         gone = self.gone()
         out = {key for callback in gone if callback is not self._driver for key in callback.recipe}
+        # The driver itself removed: nothing drives the session, so nothing is left of it.
         left = {key: config for key, config in recipe.items() if key not in out and self._driver not in gone}
         for callback in gone if left else self.callbacks:
             callback.session = None
@@ -113,6 +115,7 @@ def add_section(card: Path, section: str) -> None:
     text = card.read_text(encoding="utf-8")
     before, begin, rest = text.partition(_BEGIN)
     after = rest.partition(_END)[2] if begin else ""
+    # Text before and after ours stays: a user may have written on below an earlier section.
     kept = (before.rstrip() + after).rstrip()
     with atomic_write(card) as temporary:
         temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")
@@ -166,6 +169,7 @@ class SessionCallback(TrainerCallback):
         if self._training:
             raise TrainingError("hf", "techniques must join before training starts", "pass all callbacks together")
         merged = self.session.recipe.merged(recipe)
+        # Before the new one attaches: hooks and replaced modules of the old session must be gone from the model.
         self.session.detach()
         self._new_session(merged)
 
@@ -177,6 +181,7 @@ class SessionCallback(TrainerCallback):
             adapter.check()
         if trainer.model is None:
             return  # a search dropped the model of its last trial; `model_init` makes another
+        # Without torch.compile's wrapper: names and modules must be those that checkpoints have.
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
             self.session.detach()  # `model_init` made a new model
@@ -212,8 +217,11 @@ class SessionCallback(TrainerCallback):
             for adapter in self._adapters
             for name, outer in adapter.around().items()
         ]
+        # Later wrappers stand outside: the session's own around the adapters', so that an adapter sees a forward in
+        # progress.
         pairs += around.items()
         self._wrapped = [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in pairs]
+        # Last, since it belongs to the accelerator and is made anew with it (`_wrapped[-1]` in a search).
         self._wrapped.append(self._scale.watch())
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
@@ -222,11 +230,13 @@ class SessionCallback(TrainerCallback):
     def _where_asked(
         self, adapter: Adapter, outer: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        # Asked at each call: adapters whose technique joins later are wrapped already.
         return outer(method, *args, **kwargs) if adapter.technique is not None else method(*args, **kwargs)
 
     # --- the whole of training
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Called within itself by a subclass: once, around the outermost.
         if self._training:
             return method(*args, **kwargs)
         if self.given.gone() and not self._drop_removed_callbacks():
@@ -237,15 +247,18 @@ class SessionCallback(TrainerCallback):
             for adapter in self._asked:
                 adapter.check_data()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
+            # What a killed run left half-written goes before anything in the folder is read.
             clean_run(str(self._trainer.args.output_dir))
             trial = args[1] if len(args) > 1 else kwargs.get("trial")
             path = resumed_from(resume, self._trainer, trial, self.session)
+            # As it was given, in position or by name, since subclasses may take other arguments.
             if args:
                 output = method(path, *args[1:], **kwargs)
             else:
                 output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
             if not self.session.is_finished:
                 self.given.check(self.session.step)
+        # Whatever stopped training: the user's model must be left without hooks and wrappers.
         except BaseException:
             self.session.detach()
             raise
@@ -271,6 +284,7 @@ class SessionCallback(TrainerCallback):
                 self._verify_saved(folder, Where.TRAINED)
         except ReceiptError as error:
             found = str(error)
+        # One process reads the folder, all must raise: those that go on would hang in the next collective.
         if found := from_main(found):
             raise ReceiptError(found)
 
@@ -324,6 +338,7 @@ class SessionCallback(TrainerCallback):
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = method(*args, **kwargs)
+        # `model_init` gives a new model for each trial: techniques have nothing of it yet.
         self.session.detach()
         self.session.attach(model, surroundings(self._trainer))
         return model
@@ -348,21 +363,26 @@ class SessionCallback(TrainerCallback):
     ) -> None:
         """Restore the state of a resumed run and begin."""
         session = self.session
+        # Again: wrapping and the optimizer have come since `attach`, and some rules are about these.
         compatibility.check(session.recipe, surroundings(self._trainer))
         self._services.saved_steps, self._passed_over = [], False
         mine: Mapping[str, Any] = {}
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
             mine = _own_state.load(session, saved)
+            # A metric of a model with other sparsity or bits cannot be compared: else the old one would be loaded at
+            # the end.
             if session.is_changed and state.best_global_step is not None:
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
                 session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
             self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
         loader = kwargs.get("train_dataloader")
         try:
+            # As the trainer counts steps: a short last window is a step too.
             steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
         except TypeError:  # a data set without length
             steps_per_epoch = None
+        # torch's own optimizer: accelerate's wrapper has no hooks, and skips steps by itself.
         session.begin(
             [inner_optimizer(self._trainer.optimizer)],
             total_steps=state.max_steps,
@@ -406,6 +426,8 @@ class SessionCallback(TrainerCallback):
             fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
         with loading(self.session):
             method(folder, *args, **kwargs)
+        # After the trainer's own, which compares names as they stand in the file and only warns of what it did not
+        # find.
         self._load_renamed(Path(folder))
 
     def _load_renamed(self, folder: Path) -> None:
@@ -414,6 +436,7 @@ class SessionCallback(TrainerCallback):
             load_renamed_(self.session.context.model, folder)
 
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        # Before the state is loaded: torch casts what it loads to the parameters that it finds in the groups.
         if self.session.is_attached:
             self.session.prepare_optimizers([inner_optimizer(self._trainer.optimizer)])
         if not self._trainer.is_fsdp_enabled:
@@ -431,6 +454,7 @@ class SessionCallback(TrainerCallback):
     def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         """Compare models that hold what was asked for; early stopping waits for the first of them, too."""
         state, session = self._trainer.state, self.session
+        # The trainer writes both before it returns; a model that may not be the best must leave them as they were.
         before = state.best_metric, state.best_global_step
         is_best = method(*args, **kwargs)
         compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
@@ -446,6 +470,7 @@ class SessionCallback(TrainerCallback):
             method(*args, **kwargs)
         self._load_renamed(best)
         session.note(f"the model is the best one, {best.name}, not that of the last step")
+        # Techniques go to the state of that checkpoint: its masks and ranges belong to its weights.
         session.load_state_dict(load_state(best))
         for technique in session.techniques.values():
             if session.context is not None:
@@ -464,6 +489,7 @@ class SessionCallback(TrainerCallback):
         if self._is_over:
             return [], None
         window, num_items = method(self._data.batches(batches), *args, **kwargs)
+        # Only if something weighs the loss by tokens: else batches of a window would be held for nothing.
         looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
         self._window.open(window if looked_at else [], num_items)
         return window, num_items
@@ -472,6 +498,8 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
+        # Proof that `compute_loss` is called: a subclass that computes a loss elsewhere would train without
+        # techniques.
         self._computed = True
         self.given.check(self.session.step)
         self._task.look(method, model, inputs, *args, **kwargs)
@@ -479,6 +507,7 @@ class SessionCallback(TrainerCallback):
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
     def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # The outermost function is that of the last adapter; the trainer's own is innermost.
         task = functools.partial(self._task.of, method)
         for adapter in self._asked:
             task = functools.partial(adapter.loss, task)
@@ -494,8 +523,11 @@ class SessionCallback(TrainerCallback):
     # --- optimizer step
 
     def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Two of the trainer's methods come before a step (clipping, and the norm for logs): the first of them counts,
+        # once.
         if not self._complete and self.session.is_attached and self.session.has_begun:
             self._complete = True
+            # Techniques look at gradients: they must not be a loss scale's multiple of themselves, which changes.
             self._scale.unscale()
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
@@ -531,6 +563,7 @@ class SessionCallback(TrainerCallback):
         """Tell the session whether the step was applied."""
         self._complete = self._computed = False
         optimizer = cast(Any, self._trainer.optimizer)
+        # Raised by us for the last step: accelerate sets it itself, but only where it has a scaler.
         if self._discarded:
             optimizer._is_overflow = self._discarded = False
         skipped = self._trainer.accelerator.optimizer_step_was_skipped
@@ -548,6 +581,7 @@ class SessionCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look now and then whether steps are applied as planned: many may be skipped."""
+        # At powers of two: often enough early, where a plan that cannot be met should be told, and at no cost later.
         if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
             self.session.look_ahead(min(state.global_step / state.max_steps, 1.0))
 
@@ -560,6 +594,7 @@ class SessionCallback(TrainerCallback):
     def _save_checkpoint(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         trainer, session = self._trainer, self.session
         with session.saving():
+            # Inside `saving`: on every process, as sharded state is gathered by all.
             save_whole(trainer, method, *args, **kwargs)
         for adapter in self._asked:
             adapter.saved(args[1])
@@ -582,6 +617,7 @@ class SessionCallback(TrainerCallback):
             self._baking = False
         if not _internal_call and self.session.is_finished:
             self._verify_saved(Path(output_dir or str(self._trainer.args.output_dir)), Where.END)
+        # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:
             self._save_state(Path(str(output_dir)), step)
@@ -589,6 +625,7 @@ class SessionCallback(TrainerCallback):
     def _save(
         self, method: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
+        # FSDP and others hand in what they gathered; else the model's own tensors are baked into copies.
         if self._baking and self._trainer.args.should_save and self.session.context is not None:
             state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
         method(output_dir, state_dict=state_dict)

@@ -51,14 +51,19 @@ def load_optimizers_apart(
         state: The module and its optimizers.
         options: Further ones of it.
     """
+    # Lightning's loader of distributed checkpoints asks for every state that the optimizer would have; one that a
+    # parameter without a gradient never got is then an error. So weights are loaded by it, optimizers apart.
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
     rest = {name: value for name, value in state.items() if name not in optimizers}
     found = original(path=path, state=rest, **options)
     (module,) = rest.values()
     for number, (name, optimizer) in enumerate(optimizers.items()):
         fresh = get_optimizer_state_dict(module, optimizer)  # steps with a rate of 0, which makes all states
+        # A folder of shards: ask for those states only that the folder has, each key being
+        # `name.state.parameter.part`.
         if Path(path).is_dir():
             saved, how = _of_folder(fabric, Path(path), name, fresh), StateDictOptions(cpu_offload=True)
+        # A file holds whole tensors: the main process reads, and torch cuts and sends the parts.
         elif "optimizer_states" in found:
             saved = _by_names(found["optimizer_states"][number], module)
             how = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=options.get("strict", True))
@@ -69,6 +74,7 @@ def load_optimizers_apart(
 
 
 def _of_folder(fabric: ModuleType, path: Path, name: str, fresh: dict[str, Any]) -> dict[str, Any]:
+    # Metadata alone, no tensors are read.
     there = FileSystemReader(path).read_metadata().state_dict_metadata
     states = {
         key: state
@@ -76,11 +82,13 @@ def _of_folder(fabric: ModuleType, path: Path, name: str, fresh: dict[str, Any])
         if all(f"{name}.state.{key}.{part}" in there for part in state)
     }
     asked: dict[str, Any] = {name: {**fresh, "state": states}}
+    # Loads into `asked` in place: the fresh tensors give dtype, layout and device.
     fabric._distributed_checkpoint_load(asked, path)
     return dict(asked[name])
 
 
 def _by_names(saved: dict[str, Any], module: Any) -> dict[str, Any]:
+    # Older files number parameters as torch's optimizers do; sharded ones go by name.
     numbered = any(isinstance(key, int) for group in saved["param_groups"] for key in group["params"])
     if not numbered:
         return saved
@@ -90,17 +98,21 @@ def _by_names(saved: dict[str, Any], module: Any) -> dict[str, Any]:
 def _put(
     module: Any, optimizer: Optimizer, saved: dict[str, Any], fresh: dict[str, Any], how: StateDictOptions
 ) -> None:
+    # torch refuses a state dict that lacks a parameter. Its fresh state stands in, and is taken out again below: a
+    # parameter that has never stepped must begin with step 0 and no moments.
     lacking = {key: state for key, state in fresh["state"].items() if key not in saved["state"]}
     if not fresh["state"]:  # torch looks for a device among states
         for group, told in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in told.items() if key != "params"})
         return
+    # In a full state dict all tensors must be whole, so the stand-ins too.
     if how.full_state_dict:
         lacking = {key: {part: whole(value) for part, value in state.items()} for key, state in lacking.items()}
     both = {**saved, "state": {**saved["state"], **lacking}}
     set_optimizer_state_dict(module, optimizer, optim_state_dict=both, options=how)
     for group, told in zip(optimizer.param_groups, fresh["param_groups"], strict=True):
         for parameter, key in zip(group["params"], told["params"], strict=True):
+            # Groups and names are in one order.
             if key in lacking:
                 optimizer.state.pop(parameter, None)
 
@@ -148,6 +160,7 @@ class Sharding:
                 f"module must not shard itself, but {sharded} is sharded",
                 "leave fully_shard out of configure_model, or pass strategy=ModelParallelStrategy()",
             )
+        # Blocks are the units that are gathered, computed and freed: their size decides the peak.
         blocks = named_blocks(root, self.blocks) if self.blocks else repeated_blocks(root)
         if not blocks and (self.forward_prefetch or self.backward_prefetch):
             raise ConfigError(
@@ -160,6 +173,7 @@ class Sharding:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
         # the root's own weights are wanted again as soon as backward begins
         fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        # In the order of the forward. The wrong order would gather what is not wanted next, and hold it.
         _prefetch(blocks, self.forward_prefetch, "set_modules_to_forward_prefetch")
         _prefetch(blocks[::-1], self.backward_prefetch, "set_modules_to_backward_prefetch")
 
@@ -180,6 +194,7 @@ def named_blocks(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     Raises:
         MatchError: If a pattern matches no module with parameters.
     """
+    # Without parameters there is nothing to shard: activations, containers of none.
     able = {name: module for name, module in root.named_modules() if name and _uses(module)}
     found = set()
     for pattern in patterns:
@@ -212,6 +227,8 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         ['Linear', 'Linear']
     """
     found: list[nn.Module] = []
+    # How often each parameter is used in the whole model, and in a block: a block with all uses of its own weights
+    # can be sharded. A weight tied to one outside (embedding and head) must stay with the root.
     uses = Counter(_uses(root))
 
     def search(module: nn.Module) -> None:
@@ -219,6 +236,8 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for child in module.children():
             own = Counter(_uses(child))
+            # An adapter (LoRA) around a user's layer belongs to the block that this layer is in: it is no block
+            # itself.
             stays = not hasattr(child, "user_layer")
             if listed and stays and kinds[type(child)] > 1 and own and all(uses[key] == own[key] for key in own):
                 found.append(child)
@@ -230,6 +249,7 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _uses(module: nn.Module) -> list[int]:
+    # Parameters in the order of registration; ties appear as often as they are registered.
     modules = itertools.chain.from_iterable(inner.parameters(recurse=False) for inner in module.modules())
     return [id(parameter) for parameter in modules]
 
@@ -239,6 +259,8 @@ def through_root(root: Any, function: Callable[..., Any], *args: Any, **kwargs: 
 
     Inside, the root's own forward is in place again.
     """
+    # In the instance: a class's own forward stays, and an instance's wrapper (ours, a compiler's) is put back as it
+    # was.
     was_set, before = "forward" in vars(root), root.forward
 
     def restore() -> None:
@@ -248,11 +270,13 @@ def through_root(root: Any, function: Callable[..., Any], *args: Any, **kwargs: 
             vars(root).pop("forward", None)
 
     def once(*args: Any, **kwargs: Any) -> Any:
+        # First, so that the function may call the module's real forward.
         restore()
         return function(*args, **kwargs)
 
     root.forward = once
     try:
+        # __call__ and not forward: FSDP2's gathering is in hooks around it.
         return root(*args, **kwargs)
     finally:
         restore()

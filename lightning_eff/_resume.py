@@ -51,12 +51,14 @@ def random_state(loaders: Any) -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
     """Put generators back to where `random_state` found them; loaders without or with others keep theirs."""
     set_rng_state(state)
+    # By position: generators have no names. strict=False, as a resumed run may have other loaders.
     for generator, saved in zip(_generators(loaders), state.get("loaders", ()), strict=False):
         generator.set_state(saved)
 
 
 def _generators(loaders: Any) -> list[torch.Generator]:
     found: dict[int, torch.Generator] = {}
+    # By identity: sampler and batch sampler may share one generator, which must be saved once.
     for loader in tree_leaves(getattr(loaders, "flattened", loaders)):
         batches = getattr(loader, "batch_sampler", None)
         for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
@@ -82,8 +84,10 @@ def place_of(trainer: Any, is_validating: bool) -> Place:
         trainer: In the middle of `fit`.
         is_validating: Whether a validation has begun and not ended.
     """
+    # Lightning counts ready, started, processed, completed in this order; which of them are equal tells the place.
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     if epochs.started == epochs.processed:
+        # `completed` lags behind while the hooks of an epoch's end run, where callbacks save.
         return {"epoch": "ended" if epochs.completed < epochs.processed == epochs.ready else "begins", "left": ""}
     if batches.ready > batches.processed:
         return {"epoch": "within", "left": "batch"}
@@ -91,6 +95,7 @@ def place_of(trainer: Any, is_validating: bool) -> Place:
         return {"epoch": "within", "left": "validation"}
     if batches.completed < batches.processed:
         return {"epoch": "within", "left": "end"}
+    # A checkpoint callback saves within validation's last hooks: what follows a validation is then left.
     return {"epoch": "within", "left": "rest" if trainer.validating else ""}
 
 
@@ -102,16 +107,21 @@ def put_back(trainer: Any, place: Place) -> None:
         place: Where that was saved.
     """
     fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    # Lightning resets counters of a loop that restarts, to the last completed step. Here the place is known exactly,
+    # so no loop is to reset anything.
     for one in (fit_loop, loop, loop.val_loop, loop.automatic_optimization, loop.manual_optimization):
         one._restarting = one._loaded_from_state_dict = False
     is_within = place["epoch"] == "within"
+    # Within an epoch: it is ready and started but not processed.
     for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
         count.completed = count.processed
         count.ready = count.started = count.processed + is_within
     if not is_within:
         return
+    # A batch that was begun is run again from its start: counters go to what was processed.
     for count in (loop.batch_progress.total, loop.batch_progress.current):
         count.ready = count.started = count.completed = count.processed
+    # Steps that were tried and not completed count as not tried.
     steps = loop.automatic_optimization.optim_progress.optimizer
     for progress in (steps.step, steps.zero_grad, loop.manual_optimization.optim_step_progress):
         progress.total.reset_on_restart()
@@ -120,6 +130,8 @@ def put_back(trainer: Any, place: Place) -> None:
         loop.batch_progress.is_last_batch = False
     if place["left"] == "validation":
         total, current = loop.val_loop.batch_progress.total, loop.val_loop.batch_progress.current
+        # The validation is run again: its share so far is taken out of the totals, then the current counters begin at
+        # 0.
         for name, number in vars(current).items():
             setattr(total, name, getattr(total, name) - number)
         loop.val_loop.batch_progress.reset_on_run()
@@ -129,6 +141,7 @@ def finish_batch(trainer: Any, place: Place, fetcher: Any) -> None:
     """Do what comes after the last batch: a validation that is due, schedulers on a plateau, its count for loggers."""
     if place["left"] in ("end", "validation", "rest"):
         loop = trainer.fit_loop.epoch_loop
+        # `on_advance_end` does validation and what follows; after a finished validation only the latter is left.
         loop._skip_next_val = place["left"] == "rest"
         loop.on_advance_end(fetcher)
 
@@ -171,6 +184,8 @@ class ExactResume:
         """Whether the optimizer step of the last batch of a resumed run was tried and not applied."""
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
+            # Wrappers around the places where Lightning makes an iterator, fetches, or counts: the draws of random
+            # numbers happen there, and no callback hook comes as close before them.
             Wrapped(trainer.fit_loop, "reset", self._on_run_reset),
             Wrapped(trainer.fit_loop, "on_advance_start", self._before_epoch),
             Wrapped(loop, "reset", self._on_epoch_reset),
@@ -214,12 +229,15 @@ class ExactResume:
         That is its gradients in the middle of an accumulation window, and what differs in its buffers and its session's
         state (a teacher's batch norms, ranges observed on its own micro-batches).
         """
+        # A run that was loaded but has not reached its place (a crash in setup): its state is passed on unchanged.
         if self._saved is not None:  # not yet back there
             return {"ranks": [self._saved] if world_size() == 1 else everyones(dict(self._saved))}
         gradients, trainer = None, self._trainer
         is_validating = trainer.validating and self._before_validation is not None
+        # Only inside an accumulation window: else gradients are zeroed before the next batch.
         if self._is_inside_window():
             named = trainer.lightning_module.named_parameters()
+            # This process's part: what was reduced so far. Every process saves its own.
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
             "rng": self._random(),
@@ -239,6 +257,7 @@ class ExactResume:
         }
         if world_size() == 1:
             return {"ranks": [mine]}
+        # Buffers differ between processes (BatchNorm without sync), and Lightning saves the main one's alone.
         mine |= own_state(session)
         module, wrapped = trainer.lightning_module, trainer.strategy.model
         mine["buffers"] = own_buffers(module, wrapped, is_inside_window=gradients is not None)
@@ -246,6 +265,8 @@ class ExactResume:
 
     def _put_buffers(self, saved: Mapping[str, Any]) -> None:
         put_buffers_(self._trainer.lightning_module, saved.get("buffers", {}))
+        # DDP broadcasts buffers in the first forward after a step, and not inside a window: it would overwrite what
+        # was put back.
         if saved["gradients"] is not None and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
             self._trainer.strategy.model.require_forward_param_sync = False  # as DDP's last forward left it
 
@@ -279,6 +300,8 @@ class ExactResume:
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
             return with_own_state(of_main, self._saved)
+        # Generators, windows and buffers of other processes have no meaning here; fresh ones differ between
+        # processes, as they must. The mean gradients are what all ranks together held.
         of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "windows": {}, "buffers": {}}
         self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
         self._note(other_processes(len(ranks)))
@@ -296,6 +319,7 @@ class ExactResume:
             self._trainer.fit_loop._restart_stage = "restarted_mid_epoch"  # the epoch's start has been told
 
     def _on_epoch_reset(self, original: Callable[[], None]) -> None:
+        # Inside an epoch Lightning's reset would zero the counters that `put_back` has set.
         if not self._goes_on_within:
             original()
         self._goes_on_within = False
@@ -319,6 +343,8 @@ class ExactResume:
     def _metrics(self) -> list[dict[str, torch.Tensor]]:
         """Return what is logged, and after an epoch's last batch the means of the epoch that are about to be."""
         loop, means = self._trainer.fit_loop.epoch_loop, {}
+        # Schedulers and callbacks at the epoch's end read means over the epoch, and the sums behind them are not
+        # saved.
         if loop.batch_progress.is_last_batch:
             means = loop._results.metrics(on_step=False)["callback"]
         return [
@@ -349,14 +375,17 @@ class ExactResume:
         found = [one["gradients"] for one in ranks if one["gradients"]]
         if not found:
             return None
+        # FSDP: a part of a gradient is of no use to processes with other parts.
         if any(hasattr(parameter, "to_local") for parameter in self._trainer.lightning_module.parameters()):
             self._note("gradients of the unfinished accumulation window are dropped: they were cut for other processes")
             return None
+        # Each new process gets the mean, and averaging equal gradients again keeps it.
         return {name: sum(one[name] for one in found) / len(ranks) for name in found[0]}
 
     def use_up(self) -> None:
         """Restore the generators of a saved run that had nothing left to train."""
         if self._saved is not None:
+            # No batch is left, so no fetch restores them: counters and generators go to the end of the saved run.
             set_rng_state(self._saved["rng"])
             put_back(self._trainer, self._saved["place"])
             if self._saved["place"]["epoch"] == "ended":
@@ -380,6 +409,8 @@ class ExactResume:
     def _is_inside_window(self) -> bool:
         loop, progress = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress.current
         if progress.ready > progress.processed:  # this batch is run again, its share must not be there twice
+            # The batch's own gradients must not be in what is saved; once backward began they are, mixed with the
+            # window's.
             return bool(progress.processed % self._trainer.accumulate_grad_batches) and not self.backward_began
         return bool(progress.ready and loop._should_accumulate())
 
@@ -390,16 +421,19 @@ class ExactResume:
                 # Lightning (2.6) asks it as an epoch starts, but not for one that it goes on within.
                 accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
                 self._trainer.accumulate_grad_batches = accumulate
+        # Taken: from here on the run is at its place, and saving means the present state.
         saved, self._saved = self._saved, None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         if saved is not None:
             self._know(saved["metrics"][0])
+            # A run saved before its first batch is within its first epoch too: its iterator was made from iter_rng.
             is_first = not loop.batch_progress.total.ready and saved["iter_rng"] is not None
             if saved["place"]["epoch"] == "within" or is_first:
                 self._first_epoch = False
                 original(fetcher)
                 self._go_on_within_epoch(fetcher, saved)
                 return
+            # Between epochs: the next epoch's shuffle comes from the saved generators.
             self._set_random(saved["rng"])
             self._iterate_anew = True
         if self._iterate_anew and any(_is_stateful(part) for part in loader.flattened):
@@ -413,9 +447,12 @@ class ExactResume:
             # Made by Lightning before the generators were restored.
             self._set_random(now)
             iter(fetcher)
+        # In the first epoch Lightning made the iterator earlier (`_on_loader`); in later ones it does in `original`.
         if self._iterate_anew or not self._first_epoch:
             self._iter_rng = now
         self._first_epoch = self._iterate_anew = False
+        # With a known length nothing is fetched ahead: other hooks may draw before the first fetch, so `_on_fetch`
+        # records that moment.
         self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
     def _before_epoch(self, original: Callable[[], None]) -> None:
@@ -430,15 +467,21 @@ class ExactResume:
 
     def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any]) -> None:
         loop, place = self._trainer.fit_loop.epoch_loop, saved["place"]
+        # Batches that the epoch has behind it; their data are drawn again, in `_fetch_again`, and thrown away.
         consumed: int = loop.batch_progress.current.processed
         self._iter_rng, self._fetch_rng, self._cycled = saved["iter_rng"], saved["fetch_rng"], saved["cycled"]
         is_over = consumed > 0 and loop._num_ready_batches_reached()
+        # A stateful loader goes on by itself: Lightning has given it its own state.
         if not is_over and not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
             self._fetch_again(fetcher, consumed)
         self._capture_fetch = not consumed and fetcher.length is not None
         # a first batch that was cut short is fetched again, and that draws the shuffle
         fetches_first = place["left"] == "batch" and not consumed and saved["fetch_rng"] is not None
+        # The three are points of time of one epoch: before a validation that is run again, before the first fetch, or
+        # at saving.
         self._set_random(saved["before_validation"] or (saved["fetch_rng"] if fetches_first else saved["rng"]))
+        # After the generators: zeros_like and copies draw nothing, and a window's gradients must be there before its
+        # next batch.
         self._put_gradients(saved["gradients"])
         session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
         finish_batch(self._trainer, place, fetcher)
@@ -447,6 +490,7 @@ class ExactResume:
     def _fetch_again(self, fetcher: Any, consumed: int) -> None:
         """Iterate anew over the epoch's data, up to the batch that comes next."""
         loaders = fetcher.combined_loader.flattened
+        # From where the iterator was made: shuffle and worker seeds are drawn as then.
         self._set_random(self._iter_rng)
         for adapter in self._adapters:
             adapter.replay(loaders, consumed)
@@ -454,11 +498,14 @@ class ExactResume:
             if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
                 part._iterator = None  # a first iterator draws one number more than one that is used again
         iter(fetcher)
+        # Between making the iterator and the first fetch, other code may have drawn (sanity checks, hooks): go to the
+        # latter.
         if self._fetch_rng is not None:
             self._set_random(self._fetch_rng)
         if hasattr(fetcher, "iterator_wrapper"):
             self._note("training_step fetches its own batches: the epoch starts over at its first batch")
             return
+        # By the number of the fetch: a loader that is over while others are not begins again, with a new shuffle.
         began_again = dict(self._cycled.values())
         for number in range(consumed):
             if number in began_again:
@@ -473,6 +520,8 @@ class ExactResume:
             self._fetch_rng = self._random()
         fetcher = self._trainer.fit_loop._data_fetcher
         loader = fetcher.combined_loader
+        # max_size_cycle: the shorter loaders start over within the epoch, and each start draws a shuffle from the
+        # generators.
         if loader._mode == "max_size_cycle" and len(loader.flattened) > 1 and fetcher.fetched and fetcher.length:
             for place, part in enumerate(loader.flattened):
                 if (length := length_hint(part)) and fetcher.fetched % length == 0:
@@ -485,6 +534,8 @@ class ExactResume:
             if name not in gradients:
                 continue
             if hasattr(parameter, "to_local"):  # sharded: what was saved is this process's part
+                # Made as a DTensor of the parameter's layout: a plain tensor is refused as a gradient of a sharded
+                # parameter.
                 parameter.grad = torch.zeros_like(parameter)
                 local_part(parameter.grad).copy_(gradients[name])
             else:

@@ -49,8 +49,12 @@ class WatchedSteps:
         self._trainer, self._session = trainer, session
         self._hooks: list[Any] = []
         self._wrapped: list[Wrapped] = []
+        # A step of the last batch before a resume was tried: schedulers that follow at the epoch's end must know of
+        # it.
         self._tried, self._applied, self._discarded = skipped, False, False
         for optimizer in trainer.optimizers:
+            # Hooks of the optimizer, not of Lightning: torch's scaler skips `optimizer.step` itself, and only an
+            # applied step calls it.
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(self._stepped))
             else:  # DeepSpeed's, which steps torch's own once for each of its groups
@@ -62,6 +66,7 @@ class WatchedSteps:
         """Give optimizers and module their own methods back."""
         for hook in self._hooks:
             hook.remove()
+        # In reverse: where a method is wrapped twice, the inner one must be put back last.
         for wrapped in reversed(self._wrapped):
             wrapped.undo()
 
@@ -80,8 +85,10 @@ class WatchedSteps:
 
     def batch_ended(self) -> bool:
         """Count a skipped step; return whether an accumulation window ended."""
+        # Manual optimisation steps when it likes: only automatic steps are expected once a window.
         window_ended = not self._trainer.fit_loop._should_accumulate()
         automatic = self._trainer.lightning_module.automatic_optimization
+        # A discarded step was told by `after_optimizer_step` already.
         if automatic and window_ended and self._tried and not (self._applied or self._discarded):
             self._session.skipped_optimizer_step()
         return window_ended
@@ -173,6 +180,7 @@ class EffCallback(Callback):
         _joining.refuse_other_module(trainer, mine[0].session, pl_module)
         before, self.session = self.session, None
         self._leader = mine[0]
+        # All callbacks of a run join in the first one's session; the others stay to be asked for their recipe.
         if mine[0] is not self:
             return
         recipe = _joining.joined_recipe(trainer, [callback.recipe for callback in mine])
@@ -184,12 +192,15 @@ class EffCallback(Callback):
         check_private_names(_surroundings.namespace_of(trainer))
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
         earlier = _joining.replaced(trainer, recipe)
+        # The recount of an earlier run's checkpoints ends here: the module's weights change from now on.
         for one in (self, earlier):
             if one is not None and one._recount is not None:
                 one._recount.close()
         if earlier is not None and before is None:
             before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
+        # `fit` again on the same Trainer, after an end: it trains on from baked weights.
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
+        # Broadcast: checkpoints of one run carry one id, and each process would draw its own.
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
         services = LightningServices(trainer, self._run_id)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -210,6 +221,7 @@ class EffCallback(Callback):
             ("on_train_end", self._module_ends),
         )
         self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
+        # On the instance: a class's method would be replaced for all its models.
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._best = BestCheckpoints(trainer, self.session)
@@ -218,6 +230,7 @@ class EffCallback(Callback):
         self._recount = Recount(trainer, pl_module, self.session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
+        # keep_signature: Lightning looks at the parameters of `training_step` (batch_idx, dataloader_iter).
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _configure_model(self, original: Callable[[], None]) -> None:
@@ -232,9 +245,11 @@ class EffCallback(Callback):
         if trainer.state.fn != "fit" or _callbacks(trainer):
             return
         callback = cls({})
+        # In front: ours must be told before user callbacks of the same event.
         trainer.callbacks.insert(0, callback)
         callback.setup(trainer, pl_module, "fit")
         callback._session.attach(pl_module, _surroundings.surroundings(trainer, pl_module))
+        # The checkpoint was read before this callback was there to be told.
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         if loaded:
             callback.on_load_checkpoint(trainer, pl_module, loaded)
@@ -251,12 +266,14 @@ class EffCallback(Callback):
         """Refuse what cannot work with these optimizers; prepare for their state."""
         if self.session is None:
             return
+        # Again: wrapping and optimizers have come since `setup`, and some rules are about these.
         check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
         folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
         self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
         for adapter in self._adapters:
             adapter.start_fit()
         if self._session.is_attached:
+            # Loading of optimizer states comes next: techniques that hold other tensors put these in for it.
             self._session.prepare_optimizers(trainer.optimizers)
         if self._resume is not None:
             self._resume.mark_fit_start()
@@ -266,12 +283,14 @@ class EffCallback(Callback):
         self._check_set_up(trainer)
         if self.session is None or self._resume is None:
             return
+        # Lightning restores loops before this, and callbacks such as finetuning have run by now.
         self._resume.mark_train_start()
         for adapter in self._adapters:
             adapter.start_training()
         self._begin(trainer, pl_module)
         preflight(trainer, self.session, self._services, self._seen)
         if self._best is not None and self.session.is_changed:
+            # Best checkpoints of another recipe cannot be compared with what comes.
             self._best.forget()
         self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
 
@@ -279,6 +298,8 @@ class EffCallback(Callback):
         session = self._session
         if self._saved is not None:
             session.load_state_dict(self._saved)
+        # The learning rate schedule and Lightning's averaging may shorten the run: total steps are those that will
+        # come.
         with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
             total_steps = _surroundings.total_steps(trainer, pl_module)
         session.begin(
@@ -294,6 +315,7 @@ class EffCallback(Callback):
         """Nothing was tried or applied in this batch so far."""
         self._check_set_up(trainer)
         if self._steps is not None and self._resume is not None:
+            # Before the batch's forward: flags of the batch before it would count twice.
             self._steps.next_batch()
             self._resume.backward_began = False
 
@@ -323,6 +345,7 @@ class EffCallback(Callback):
     on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module
 
     def _check_there(self) -> None:
+        # A tuner's trials take callbacks away on purpose, and put them back.
         if self._tries_first and not self._session.has_begun:
             return
         error = _joining.removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
@@ -337,11 +360,14 @@ class EffCallback(Callback):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_there()
         for adapter in self._adapters:
+            # Adapters replace arguments only, and the signature that Lightning saw stays.
             args = adapter.arguments(original, args, kwargs)
         self._services.step_arguments = (args, kwargs)
         with self._session.forward():
             output = original(*args, **kwargs)
             if isinstance(output, Tensor):
+                # Lightning takes a tensor or a mapping with "loss"; anything else (None skips the batch) is passed
+                # on.
                 output = self._session.loss(output)
             elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
                 output = {**output, "loss": self._session.loss(output["loss"])}
@@ -355,6 +381,7 @@ class EffCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
+        # SWA's last epoch updates BatchNorm only: no backward, no step.
         if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
             self._steps.before_step()
             self.session.before_optimizer_step()
@@ -364,10 +391,13 @@ class EffCallback(Callback):
         session = self.session
         if session is None or self._steps is None:
             return
+        # Powers of two, as in the Trainer's hook; the epoch's last batch also, since its length may be unknown
+        # before.
         seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         looks = seen & (seen - 1) == 0 or trainer.is_last_batch
         if looks and (done := _surroundings.share_done(trainer, pl_module, batch_idx)) is not None:
             session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
+        # After the window: figures are of applied steps, and Lightning logs at its own interval.
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
                 pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
@@ -377,6 +407,7 @@ class EffCallback(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validation starts, or the sanity check, which comes before `begin` and changes nothing."""
         if self.session is not None:
+            # The sanity check's metrics are of an untrained model: no save may carry them.
             self._validated_at = -1 if trainer.sanity_checking else self.session.step
             self.session.before_eval()
 
@@ -392,6 +423,7 @@ class EffCallback(Callback):
     # -- checkpoints
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        # In `saving`: state of shards is gathered by all processes, also by those that write nothing.
         with self._session.saving():
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
@@ -404,6 +436,8 @@ class EffCallback(Callback):
         """Add what an exact resume needs; files with weights alone do without."""
         if self.session is None or self._resume is None or self.session.context is None:
             return
+        # After the end the module is baked, and a state taken now would describe no training state: keep the one of
+        # the end.
         checkpoint[_STATE_KEY] = (ended := self.session.is_finished and self._final) or self.session.state_dict()
         if ended:
             checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
@@ -438,6 +472,7 @@ class EffCallback(Callback):
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
         module = self._trainer.lightning_module
+        # Before weights are loaded: adapters and quantisers of the checkpoint must be there for its keys to fit.
         fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _surroundings.surroundings(self._trainer, module))
         restore_raw(module, checkpoint)
 
@@ -448,6 +483,7 @@ class EffCallback(Callback):
         session = self.session
         if session is None or self._resume is None or self._best is None:
             return
+        # A resumed run without batches left never restored its generators: the callbacks after this one may draw.
         self._resume.use_up()
         session.finish()
         if self._averages is not None:
@@ -470,7 +506,10 @@ class EffCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
         if self.session is not None:
+            # A validation that was interrupted has swapped weights or quantisers in: out with them first.
             self.session.after_eval()
+        # Other callbacks save on exceptions (OnExceptionCheckpoint): detach after the last of them, or it would save
+        # a model without state.
         last = _joining.last_on_exception(trainer.callbacks, self)
         if self.session is None or last is None:
             self._cut_short()
@@ -493,6 +532,7 @@ class EffCallback(Callback):
 
     def _cut_short(self) -> None:
         if self.session is not None:
+            # In one process only: gathering would wait for others that the exception may not have reached.
             if self.session.is_attached and self.session.has_begun and world_size() == 1:
                 self._final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
@@ -511,6 +551,8 @@ class EffCallback(Callback):
             self._write_receipt()
         else:
             self._begin(trainer, pl_module)
+            # The model was loaded with latent weights and never trained: bake a copy, detach, and load it as plain
+            # weights.
             baked = session.bake(pl_module.state_dict())
             session.detach()
             pl_module.load_state_dict(baked)
@@ -523,6 +565,7 @@ class EffCallback(Callback):
             self._undo()
 
     def _undo(self) -> None:
+        # In reverse: see `WatchedSteps.stop`.
         for wrapped in reversed(self._wrapped):
             wrapped.undo()
         if self._steps is not None:

@@ -49,7 +49,9 @@ def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device)
         >>> tile_rows(256, 32_000_000, torch.float32, torch.device("cpu"))
         1
     """
+    # A sixteenth of a chunk at most: five tiles of float32 for half logits then weigh less than the chunk itself.
     most = max(1, rows // 16)
+    # A GPU has no cache to fit: one launch over more rows is faster.
     if device.type != "cpu":
         return most
     return max(1, min(most, torch.get_num_threads() * _CACHE_BYTES // (max(classes, 1) * dtype.itemsize)))
@@ -176,21 +178,28 @@ def kd_rows_torch_(
     size = tile_rows(rows, classes, dtype, student_logits.device)
     soft = student_logits.new_empty(rows, dtype=dtype)
     hard = torch.zeros_like(soft)
+    # Four (tile, classes) buffers, named a to d below; each step says which it overwrites.
     scratch = student_logits.new_empty(_SCRATCH, min(size, rows), classes, dtype=dtype)
     differentiate = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}[divergence]
     for first in range(0, rows, size):
         here = slice(first, first + size)
         student, tiles = student_logits[here], scratch[:, : rows - first].unbind(0)
+        # a = student / T and b = teacher / T, after the softcap.
         a = _scaled(student, temperature, student_softcap, tiles[0])
         b = _scaled(teacher_logits[here], temperature, teacher_softcap, tiles[1])
         divergences, grad, free = differentiate(a, b, tiles[2], tiles[3], beta, ruled_out)
+        # Both sides' gradients by a come from the divergence of one row; T² multiplies value and gradient.
         soft[here] = divergences.squeeze(-1).mul_(temperature**2)
+        # ∂(T² D)/∂z = T² ∂D/∂a / T, since a = z / T.
         grad.mul_(soft_weight * temperature)
+        # The cross-entropy is of the logits at T = 1.
         a.mul_(temperature)
         if labels is not None:
             hard[here] = _add_cross_entropy(a, labels[here, None], hard_weight, grad, free)
         if student_softcap:
+            # z' = c tanh(z / c) has the derivative 1 - (z' / c)²; `a` holds z' now.
             grad.mul_(a.div_(student_softcap).square_().neg_().add_(1.0))
+        # The logits are overwritten last, rounded once from the arithmetic dtype.
         student.copy_(grad)
     return soft, hard
 
@@ -205,11 +214,13 @@ def _forward_kl(
     a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the divergence of rows of softened logits `a` from `b`, its gradient by `a`, a free tile; keeps `a`."""
+    # c = log q, d = log p; then d = log(p / q), c = p. The gradient by a is q - p.
     torch.log_softmax(a, -1, out=c)
     torch.log_softmax(b, -1, out=d)
     d.sub_(c)
     # softmax, vectorised over the row, takes less time than exp (torch 2.13, CPU)
     torch.softmax(b, -1, out=c)
+    # p = 0: log p - log q may be -inf - -inf = NaN, and its term is 0.
     if ruled_out:
         d.masked_fill_(c == 0, 0.0)
     divergences = d.mul_(c).sum(-1, keepdim=True)
@@ -220,31 +231,38 @@ def _forward_kl(
 def _reverse_kl(
     a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # c = log q, d = log p; then c = log(q / p), d = q. The gradient by a is q (log(q / p) - KL).
     torch.log_softmax(a, -1, out=c)
     torch.log_softmax(b, -1, out=d)
     c.sub_(d)
     torch.softmax(a, -1, out=d)
     if ruled_out:
         c.masked_fill_(d == 0, 0.0)
+    # b is free: the teacher's logits are not needed again.
     divergences = torch.mul(c, d, out=b).sum(-1, keepdim=True)
     return divergences, c.sub_(divergences).mul_(d), d
 
 
 def _jsd(a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool) -> tuple[Tensor, Tensor, Tensor]:
+    # m = β p + (1 - β) q. The gradient by a is (1 - β) q (log(q / m) - KL(q || m)).
     log_teacher, log_student = math.log(beta), math.log1p(-beta)
     torch.log_softmax(a, -1, out=c)
     torch.log_softmax(b, -1, out=d)
+    # b = log m
     torch.logaddexp(c.add_(log_student), d.add_(log_teacher), out=b)
     if ruled_out:
+        # Both sides rule the class out: log m = -inf, and the differences below would be NaN.
         b.masked_fill_(b == -math.inf, 0.0)
     # log p_s/m and log p_t/m, and β p_t
     c.sub_(b).sub_(log_student)
     d.sub_(b)
+    # d holds log(β p / m) here: plus log m it is log(β p).
     b.add_(d).exp_()
     d.sub_(log_teacher)
     if ruled_out:
         d.masked_fill_(b == 0, 0.0)
     divergences = d.mul_(b).sum(-1, keepdim=True)
+    # d = q from here on; β KL(p || m) is in `divergences` already.
     torch.softmax(a, -1, out=d)
     if ruled_out:
         c.masked_fill_(d == 0, 0.0)
@@ -260,8 +278,10 @@ def _add_cross_entropy(logits: Tensor, labels: Tensor, weight: float, grad: Tens
     labels = labels.clamp(min=0)
     # the probability of the likeliest class cannot underflow, that of the label can
     largest = logits.amax(-1, keepdim=True)
+    # logsumexp(z) - z_y, with logsumexp(z) = max z - log p_max.
     loss = (largest - logits.gather(-1, labels)).sub_(free.amax(-1, keepdim=True).log_())
     weights = labelled.to(grad.dtype).mul_(weight)
+    # ∂CE/∂z = p - onehot, times the weight of the row, 0 for one without a label.
     grad.addcmul_(free, weights)
     # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
     starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)

@@ -120,6 +120,8 @@ def _count(tensors: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
     for index, tensor in enumerate(tensors):
         for piece in torch.split(tensor.detach().reshape(-1), size):
             if piece.numel():
+                # Widening to float32 is exact, so that all dtypes share one layout: 8 bits of exponent, and integers
+                # in the order of magnitudes.
                 count(piece.float().view(torch.int32) & MAGNITUDE, bound, histogram[index], rest[index])
     return histogram, rest
 
@@ -130,8 +132,10 @@ def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> 
     histogram += bins
     lowest, highest = int(bins[0]), int(bins[-1])
     zeros = bits.numel() - int(torch.count_nonzero(bits)) if lowest else 0
+    # Only a threshold inside a column needs a comparison of each number.
     # a power of two is the edge of a column
     below = int((bits < bound).sum()) if bound & ~INFINITY else int(bins[: bound >> 23].sum())
+    # Zeros are in column 0 and below every threshold, and are told apart.
     rest[0] += zeros
     rest[1] += below - zeros
     if highest:
@@ -195,6 +199,7 @@ def count_exponents(tensor: Tensor) -> Exponents:
     layout = _LAYOUTS.get(tensor.dtype)
     if layout is None:
         raise TypeError(f"count_exponents: dtype must be one of {', '.join(map(str, _LAYOUTS))}, got {tensor.dtype}")
+    # 2^(1 - bias) is the smallest normal number; subnormal ones go `mantissa` bits below it.
     lowest = 1 - layout.bias - layout.mantissa
     if tensor.dtype != torch.float64 and runs_in_one_launch([tensor]):
         return Exponents(lowest, count_exponents_of(tensor.detach()))
@@ -238,6 +243,7 @@ def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
     smallest_normal, fields = 1 << layout.mantissa, 1 << layout.exponent
     field = bits >> layout.mantissa
     bins = torch.bincount(field.to(torch.uint8) if fields <= NUM_BINS else field, minlength=fields)
+    # Columns: zero, `mantissa` exponents of subnormals, then normal ones, infinity, NaN.
     counts[layout.mantissa + 1 : -2] += bins[1:-1]
     if special := int(bins[-1]):
         nans = int((bits > (fields - 1) << layout.mantissa).sum())
@@ -245,6 +251,7 @@ def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
         counts[-1] += nans
     if bins[0]:
         counts[0] += bits.numel() - int(torch.count_nonzero(bits))
+        # Subnormal: the exponent is that of the highest bit set, one column for each.
         below = bits[(bits < smallest_normal) & (bits > 0)]
         if below.numel():
             counts[1 : layout.mantissa + 1] += torch.bincount(_highest_bit(below), minlength=layout.mantissa)
@@ -252,6 +259,7 @@ def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
 
 def _exponents_on_device(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
     infinity = ((1 << layout.exponent) - 1) << layout.mantissa
+    # field + mantissa is the column of normal numbers, and of infinity; NaN, above it, is the next one.
     normal = (bits >> layout.mantissa) + layout.mantissa + (bits > infinity)
     column = torch.where(bits >> layout.mantissa > 0, normal, torch.where(bits > 0, _highest_bit(bits) + 1, 0))
     # histc needs no host read where its range is given; bincount does
@@ -348,6 +356,7 @@ def _unscale_and_scan(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor,
     rest = histogram.new_zeros(len(grads), 3)
     if not bound:
         for row, grad in zip(rest, grads, strict=True):
+            # clamp: NaN's bits lie above infinity's; both say "not finite" alike.
             row[2] = (grad.float().view(torch.int32) & MAGNITUDE).max().clamp(max=INFINITY) if grad.numel() else 0
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     return count_magnitudes_of(grads, bound) if bound else (histogram, rest)

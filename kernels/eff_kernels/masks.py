@@ -78,9 +78,12 @@ def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
     groups = last.reshape(-1, m)
     if m <= COMPARED:
         columns = groups.unbind(1)
+        # before[i]: how many of the group come before i. As if every later one did, then one comparison a pair
+        # corrects both.
         before = [columns[0].new_full(columns[0].shape, m - 1 - i, dtype=torch.int8) for i in range(m)]
         for i in range(m):
             for j in range(i + 1, m):
+                # >= lets the earlier of two equal ones come first.
                 first = (columns[i] >= columns[j]).view(torch.int8)
                 before[j].add_(first)
                 before[i].sub_(first)
@@ -88,6 +91,7 @@ def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
         for count, column in zip(before, kept.unbind(1), strict=True):
             torch.lt(count, n, out=column)
         return kept.view(last.shape).movedim(-1, axis).contiguous()
+    # Groups too long for m² comparisons are sorted.
     mask = torch.zeros_like(groups, dtype=torch.bool)
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]
     mask.scatter_(1, order, True)

@@ -52,10 +52,12 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
 def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for tensor, mask in pairs:
+        # Zeroed as integers: a product of floats would keep the sign of -0.0 and turn inf * 0 into NaN.
         bits = tensor.detach().view(_BITS[tensor.element_size()])
         if _numpy_is_faster(bits, mask):
             values = bits.numpy()
             np.multiply(values, mask.numpy(), out=values)
+            # numpy writes behind autograd's back: a graph that saved this tensor must notice.
             torch.autograd.graph.increment_version(bits)
         else:
             bits.mul_(mask)
@@ -121,6 +123,7 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
     kind = _BITS[scores.element_size()]
     exponent = 1 << round(-math.log2(torch.finfo(scores.dtype).eps))
     for bits, kept in _pieces(scores.view(kind), mask):
+        # kept is 1 or 0, so kept - 1 is 0 or -1: added times 2^mantissa it leaves live scores, and makes zeros -inf.
         bits.add_(kept.to(kind).sub_(1), alpha=exponent)
     return scores
 
@@ -153,10 +156,14 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
         (1.0, tensor([ True,  True,  True, False]))
     """
     numel = sum(mask.numel() for mask in masks)
+    # Floyd and Rivest's idea: a sample tells between which two scores the threshold lies, 6 standard deviations of a
+    # binomial rank on either side. One pass then counts what is below, keeps what is above, and collects the few
+    # between.
     stride = max(1, numel // _SAMPLE) | 1  # odd: row lengths are powers of two
     sample = np.concatenate([part(i, slice(None, None, stride)).numpy() for i in range(len(masks))])
     sample.sort()
     share = num_pruned / numel
+    # The threshold's rank in the sample.
     at = share * (len(sample) - 1)
     margin = 6 * math.sqrt(len(sample) * share * (1 - share)) + 2
     # what was pruned before ranks at -inf; it lies below every bracket, so that it need not be collected
@@ -179,6 +186,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
             np.greater(piece, high, out=kept)
             reached = above(piece, low)
             num_reached = int(np.count_nonzero(reached))
+            # NaN is not above or below anything, so it is counted as below: looked for only where something was.
             num_below += piece.size - num_reached
             if num_reached < piece.size and np.isnan(piece.min()):
                 raise ValueError(f"keep_largest_: scores must not be NaN, got one in tensor {i}")
@@ -186,8 +194,11 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
             index = np.flatnonzero(reached)
             inside.append(piece[index])
             places.append((kept, index))
+    # The threshold's rank among those collected; the selection is exact from here on.
     rank = num_pruned - num_below
     values = np.concatenate(inside)
+    # Everything between has to stay, and of those equal to `low` some too: found in a second pass, as they were not
+    # kept.
     if rank <= 0 and above is np.greater:
         for kept, index in places:
             kept[index] = True
@@ -195,6 +206,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     if not 0 < rank <= values.size:
         return None
     threshold = np.partition(values, rank - 1)[rank - 1]
+    # Ties at the threshold go by lowest index: the first stay.
     ties_to_keep = int(np.count_nonzero(values <= threshold)) - rank
     for (kept, index), found in zip(places, inside, strict=True):
         kept[index[found > threshold]] = True
@@ -253,6 +265,8 @@ def kth_smallest(
     width = 8 * dtype.itemsize
     largest = torch.iinfo(kind).max
     rank, prefix = k, 0
+    # Radix selection: the digit of the k-th smallest is found from the top, 16 bits a pass, by a histogram of those
+    # scores that share the digits found so far. Exact, and its memory does not grow with the number of scores.
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, dtype=np.int64)
         # the top digit carries the sign: shifted up so that digits count from 0
@@ -273,6 +287,8 @@ def kth_smallest(
                 array = values.numpy()
                 values = torch.from_numpy(array[(array >= low) & (array <= high)])
             bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
+            # Two's complement orders positive floats as they are and negative ones reversed: all but their sign is
+            # flipped.
             key = bits ^ ((bits >> (width - 1)) & largest)  # as integers in the order of the floats
             if not offset:
                 key = key[(key >> (shift + _DIGIT)) == prefix]
@@ -290,6 +306,7 @@ def kth_smallest(
         cumulative = counts.cumsum()
         if not 1 <= rank <= cumulative[-1]:
             raise ValueError(f"kth_smallest: k must be in [1, {cumulative[-1]}], got {k}")
+        # The first digit whose cumulative count reaches the rank; below it lie cumulative - counts scores.
         digit = int(np.searchsorted(cumulative, rank))
         rank -= int(cumulative[digit] - counts[digit])
         prefix = digit - offset if offset else (prefix << _DIGIT) | digit

@@ -30,6 +30,7 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, leave_out: Sequence[int],
     """
     rank = torch.full((1,), k, dtype=torch.int64, device=device)
     prefix = torch.zeros_like(rank)
+    # Rank and prefix stay tensors: each pass takes the digit from the one before without a host read.
     total = prefix
     shift = _WIDTH
     for bits in _DIGITS:
@@ -40,6 +41,7 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, leave_out: Sequence[int],
         cumulative = counts.cumsum(0)
         if shift == _WIDTH - bits:
             total = cumulative[-1:]
+        # clamp: a k beyond the count has no digit; the host sees it by `total`, after the last pass.
         digit = torch.searchsorted(cumulative, rank).clamp_(max=len(counts) - 1)
         rank = rank - (cumulative - counts).gather(0, digit)
         prefix = prefix << bits | digit
@@ -65,6 +67,7 @@ def count_digits_(counts: Tensor, values: Tensor, prefix: Tensor, left_out: int,
             count_digits_triton_(counts, values, prefix, left_out, shift)
         return
     bits = len(counts).bit_length() - 1
+    # Keys: int32 bits of a float in the order of floats, negative ones flipped, then shifted to start at 0.
     patterns = (values.reshape(-1).float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals +0.0
     keys = (patterns ^ ((patterns >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
     takes_part = keys >> (shift + bits) == prefix

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shared_core.errors import ConfigError
 
+# Recomputation time is counted in this many units at least: the programme's second dimension.
 _UNITS = 1024
 _HALVINGS = 7  # the peak of a plan is within 2^-7 of the way to the least one of the plans that take its time
 _MIB = float(1 << 20)
@@ -92,6 +93,8 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
         8
     """
     chain = _Chain(cost)
+    # `held` grows along the chain: forward reaches the last block holding all inputs and what was kept. The peak
+    # inside a block comes on top; backward releases in reverse, so no later moment holds more.
     peak = held = 0
     for first, last, recomputed in chain.items(segments):
         if recomputed:
@@ -155,6 +158,8 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
             "raise it, or make the batch smaller",
         )
     low, peak = float(least), peak_bytes(cost, segments)
+    # The cheapest plan may hold more than it must. Among plans that take no more time, a lower peak is searched by
+    # halving.
     units = chain.units_of(segments)
     for _ in range(_HALVINGS if segments else 0):
         if peak <= low * 1.01:
@@ -189,16 +194,19 @@ class _Chain:
         # a multiple of the number of blocks, so that like blocks take the same number of units
         self._units = len(blocks) * math.ceil(_UNITS / max(len(blocks), 1))
         scale = self._units / (cost.forward_seconds or 1.0)
+        # Times are rounded to units as prefix sums, so that the units of a segment do not depend on how it is cut.
         times = np.cumsum([0.0] + [block.seconds for block in blocks])
         self._ticks = np.rint(times * scale).astype(np.int64)
         tails = np.rint([block.tail * scale for block in blocks]).astype(np.int64)
         self._tails = np.clip(tails, 0, np.diff(self._ticks))
+        # A segment cannot pass a block whose input is not the output of the one before.
         breaks = [i for i, block in enumerate(blocks) if not block.follows] + [len(blocks)]
         self._stops = [min(stop for stop in breaks if stop > i) for i in range(len(blocks))]
 
     def recomputed(self, first: int) -> NDArray[np.float64]:
         """Return the bytes that recomputing adds to a segment's input, for one from `first` on, by its last block."""
         stop = self._stops[first]
+        # All that the segment's blocks save, without the input, which is counted as held, and the worst block inside.
         within = self._sums[first + 1 : stop + 1] - self._sums[first] - self.inputs[first]
         total: NDArray[np.float64] = within + np.maximum.accumulate(self.inner[first:stop])
         return total
@@ -225,6 +233,7 @@ class _Chain:
 
     def least_peak(self) -> int:
         """Return the least bytes that a step can hold at most, whatever the time."""
+        # Peaks are whole bytes: bisection ends at the exact least one.
         low, high = -1, peak_bytes(self._cost, ())
         while high - low > 1:
             middle = (low + high) // 2
@@ -240,6 +249,7 @@ class _Chain:
                 held[a + 1] = min(held[a + 1], held[a] + self.kept[a])
             with_input = held[a] + self.inputs[a]
             fits = with_input + self.recomputed(a) <= budget
+            # All segments that begin at block a at once, by their last block.
             reached = held[a + 1 : stop + 1]
             reached[fits] = np.minimum(reached[fits], with_input)
         return bool(held[-1] + self._cost.head <= budget)
@@ -260,11 +270,14 @@ class _Chain:
             held[a + 1][better], begun[a + 1][better] = alone[better], -1
             with_input = held[a] + self.inputs[a]
             times, room = self._time(a), budget - self.recomputed(a)
+            # Only ends that some state can afford. Times rise with the end, so few are tried for small budgets.
             for i in np.flatnonzero((room >= with_input.min()) & (times < width)):
                 units = int(times[i])
+                # One row of the table shifted by the segment's time: all t at once.
                 candidate, there = with_input[: width - units], held[a + 1 + i, units:]
                 better = (candidate < there) & (candidate <= room[i])
                 there[better], begun[a + 1 + i, units:][better] = candidate[better], a
+        # The first reachable t is the least time.
         reachable = np.flatnonzero(held[-1] + self._cost.head <= budget)
         return self._segments(begun, int(reachable[0])) if len(reachable) else None
 

@@ -116,6 +116,7 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
+    # A model without a loss is profiled on the sum of its outputs: only memory and time matter.
     values = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not values:
         raise TrainingError(
@@ -128,6 +129,7 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _without_trace(model: nn.Module) -> Iterator[None]:
+    # Profiling runs real steps: gradients, buffers, modes and random state are put back.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
@@ -250,6 +252,7 @@ class LazyBudget:
             stack, peak = self._measuring
             self._measuring = None
             stack.close()
+            # The slowest or largest process decides: all must follow one plan, as DDP and FSDP2 expect equal steps.
             most = all_reduce_(torch.tensor(peak.activations, device=device_of(self._model)), "max")
             self.measured_peak = int(most.item())
             return
@@ -292,6 +295,7 @@ class LazyBudget:
 
 def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
     """Return the most of every figure over all processes; every process must call it."""
+    # `not follows` as 0 or 1: the maximum is then "breaks on any process".
     rows = [[*(float(getattr(block, name)) for name in _COLUMNS), float(not block.follows)] for block in cost.blocks]
     figures = torch.tensor([[cost.head] + [0] * len(_COLUMNS), *rows], dtype=torch.float64)
     (head, *_), *rows = all_reduce_(figures.to(device), "max").tolist()

@@ -36,6 +36,7 @@ def find_blocks(model: nn.Module) -> list[str]:
         ['1.0', '1.1', '1.2']
     """
     groups = list(_groups(model, "", in_lists=True))
+    # Classes, not instances: another technique may have swapped them (`own_class` sees through).
     kinds = [own_class(group[0][1]) for group in groups]
     repeated = [g for g, kind in zip(groups, kinds, strict=True) if len(g) > 1 or kinds.count(kind) > 1]
     classes = {own_class(group[0][1]) for group in repeated} - {nn.Sequential}  # its lists of such are such themselves
@@ -70,6 +71,7 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = 
     taken: set[str] = set()
     stages: set[str] = set()
     for group in by_class.values():
+        # In lists: all compound children of one class. Elsewhere: several of one class beside each other.
         if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
             if in_stage or not _are_stages(group):
                 taken |= {name for name, _ in group}
@@ -99,6 +101,7 @@ def _is_compound(module: nn.Module) -> bool:
 
 def _are_stages(group: _Group) -> bool:
     """Whether modules hold the blocks rather than are them: no two of one shape, and lists of blocks inside."""
+    # Stages of a CNN have other shapes each and hold lists of blocks; equal shapes are blocks themselves.
     shapes = [tuple((n, tuple(p.shape)) for n, p in module.named_parameters()) for _, module in group]
     if len(set(shapes)) < len(shapes):
         return False

@@ -81,6 +81,8 @@ def chosen_blocks(model: nn.Module, include: Iterable[str] = ()) -> list[str]:
 
 def _segments(model: nn.Module, policy: str, blocks: Sequence[str], k: int) -> list[list[str]]:
     if policy == "sqrt":
+        # √n segments of about √n blocks: n inputs become √n, plus one segment's activations (Chen et al. 2016,
+        # arXiv:1604.06174).
         number = round(math.sqrt(len(blocks)))
         edges = [round(place * len(blocks) / number) for place in range(number + 1)]
         return [list(blocks[low:high]) for low, high in itertools.pairwise(edges)]
@@ -117,6 +119,7 @@ def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
     """Return the blocks by resolution: a list of the model, or a stride, begins a new one."""
     segments: list[list[str]] = []
     for name in blocks:
+        # A new resolution has activations of another size: a segment of one size holds only its first input.
         is_next = not segments or segments[-1][-1].rpartition(".")[0] != name.rpartition(".")[0]
         if is_next or _down_samples(model.get_submodule(name)):
             segments.append([])

@@ -61,6 +61,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        # `_cdata` is the storage's address in C++: the same for all views of it.
         if storage._cdata in self._numbers or tensor.device.type != self._device_type or not storage.nbytes():
             return
         number = len(self.sizes)
@@ -68,6 +69,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes.append(storage.nbytes())
         self.events.append((storage.nbytes(), number))
         # by the storage, which all views share, and not the tensor: autograd saves others over the same memory
+        # atexit False: at the end of the process nobody asks.
         weakref.finalize(storage, self._released, storage._cdata).atexit = False
 
     def _released(self, address: int) -> None:
@@ -95,6 +97,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
+        # An address may be used again, so storages have numbers. The last event of a number is its release, or a
+        # moment until which it counts as held (`keep_until_now`).
         for i, (size, number) in enumerate(self.events):
             if number in without:
                 continue
@@ -252,6 +256,7 @@ class StepProfile:
             )
         if all(call.backward is None for call in step.calls.values()):
             return
+        # Parameter gradients are there with and without checkpointing.
         gradients = step.live.numbers(parameter.grad for parameter in self._model.parameters())
         self._costs.append(step.cost(gradients))
 
@@ -267,6 +272,7 @@ class StepProfile:
         def kind(block: BlockCost) -> Hashable:
             return own_class(self._modules[block.name]), block.saved
 
+        # Blocks of one class that save as much do the same work: the median is steadier than one block's own clock.
         for block in merged.blocks:
             alike.setdefault(kind(block), []).append(block)
         blocks = (
@@ -281,6 +287,7 @@ class StepProfile:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         step = self._step
+        # A second call of one block has no place in a chain.
         if name in step.calls:
             step.again = name
             return
@@ -314,9 +321,12 @@ class StepProfile:
         call.marks.append(self._mark())
         number = self._step.live.number(tensor)
         made_here = number is not None and number not in call.weights
+        # A saved tensor goes to the CPU while profiling: the profile of a model that does not fit must run in little
+        # memory.
         packed = _Packed(self._away(tensor) if made_here else tensor, tensor.device, tensor.stride(), call)
         if number is not None and made_here:
             call.saved.add(number)
+            # Its values are away, but without the profile it would be held until backward: counted so.
             weakref.finalize(packed, self._step.live.keep_until_now, number).atexit = False
         call.marks.append(self._mark())
         return packed
@@ -326,6 +336,7 @@ class StepProfile:
         if packed.call.backward is None:
             packed.call.backward = len(live.events)
         tensor = packed.back()
+        # What comes back for backward is no activation of the step.
         if tensor is not packed.tensor:
             self._step.copies |= live.numbers([tensor])
         return tensor
@@ -406,6 +417,7 @@ class _Step:
     def cost(self, gradients: set[int]) -> StepCost:
         """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""
         calls = list(self.calls.items())
+        # An argument of several blocks (mask, position embeddings) is held anyway, whatever is checkpointed.
         uses = Counter(number for _, call in calls for number in call.arguments)
         # masks and position embeddings are there for all blocks, checkpointed or not; an output is for what follows
         counted = {number for number, count in uses.items() if count > 1}
@@ -435,14 +447,17 @@ class _Step:
         ``inner(i) = max(held(e) - kept(i))`` over the events e of its forward and of its backward, which goes on until
         that of the block before begins: what a plan adds to what it keeps itself.
         """
+        # The chain's backward begins with the first block that unpacks anything.
         backward = min(call.backward for call in calls if call.backward is not None)
         # what a step leaves behind is no activation: buckets of DDP, tables that are kept; but for the output
         lasting = self.live.lasting().items()
         without = without | {number for number, made in lasting if not calls[0].begun <= made < backward}
         held = self.live.held(without)
         ends = [*(call.begun for call in calls[1:]), self.last_event]
+        # Beside what the chain holds by then: the block's own intermediate results.
         inner = [max(held[call.begun : end + 1]) - own for call, end, own in zip(calls, ends, kept, strict=True)]
         end = len(held)
+        # Backward runs the blocks in reverse; each one's part ends where the one before it began.
         for i, call in enumerate(calls):
             if call.backward is not None:
                 inner[i], end = max(inner[i], max(held[call.backward : end + 1]) - kept[i]), call.backward
@@ -462,6 +477,7 @@ def _merged(costs: Sequence[StepCost]) -> StepCost:
                 "blocks must run in one order in every step to keep a budget, got another",
                 "use a policy without one",
             )
+    # Times: the least of several steps, as the first is slowed by what happens once. Bytes: the most.
     blocks = tuple(
         BlockCost(
             name=same[0].name,

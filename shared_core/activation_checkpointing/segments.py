@@ -41,6 +41,7 @@ class Snapshot:
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
+        # Without a record of what moves, every buffer is copied; after the first forward only those that did.
         self._now = {
             (module, name): (
                 buffer,
@@ -59,6 +60,7 @@ class Snapshot:
         self.before = {
             (module, name): clone
             for (module, name), (buffer, version, clone) in self._now.items()
+            # Moved: replaced, written in place (version), or written behind autograd's back by a norm's kernel.
             if name in _UNCOUNTED or module._buffers.get(name) is not buffer or buffer._version != version
         }
         self._now = {}
@@ -69,6 +71,8 @@ class Snapshot:
         now = {(module, name): module._buffers[name] for module, name in self.before}
         try:
             for (module, name), before in self.before.items():
+                # None: it moved for the first time, so its old value is unknown; the present one is run on, in a
+                # copy.
                 source = now[module, name] if before is None else before
                 module._buffers[name] = None if source is None else source.clone()
             yield
@@ -111,6 +115,8 @@ class Surroundings:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
+        # Random state and autocast must be those of the forward, or dropout masks and dtypes differ in the
+        # recomputation.
         devices = {value.device for value in values if isinstance(value, Tensor)}
         self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self._cpu = torch.get_rng_state()
@@ -171,6 +177,7 @@ class Tally:
         """Count one recomputation of a region."""
         self.recomputations += 1
         self.blocks.update(names)
+        # Inside one backward the id is the same: bytes are counted for the first backward only.
         backward = torch._C._current_graph_task_id()
         if self._first_backward is None:
             self._first_backward = backward
@@ -200,6 +207,7 @@ class _Input:
     """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
 
     def __init__(self, tensor: Tensor) -> None:
+        # requires_grad is kept apart: the detached tensor has lost it, and the recomputed graph needs it.
         self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
 
     def is_changed(self) -> bool:
@@ -247,6 +255,7 @@ class Region:
         self._packed: list[StorageWeakRef] | None = None if tally.has_measured else []
         self._handed_on: set[int] = set()
 
+    # A tensor counts as this region's own output only if neither its memory nor its version has changed since.
     def _source(self, value: Tensor) -> _Output | None:
         """Return where in this region a tensor was computed, None if elsewhere or if it was changed since.
 
@@ -272,6 +281,8 @@ class Region:
         contexts: Contexts | None = None,
     ) -> Any:
         """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
+        # Arguments as a flat list: tensors become references (inputs of the region, or outputs of an earlier call of
+        # it).
         values, spec = tree_flatten((args, kwargs))
         inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
         computed: dict[_Output, Tensor] = {}
@@ -280,6 +291,7 @@ class Region:
             if not isinstance(value, Tensor):
                 return value
             source = self._source(value)
+            # `is` matters: two arguments that are the same tensor must be the same one again.
             if source is not None and computed.setdefault(source, value) is value:
                 return source
             return inputs.setdefault(id(value), _Input(value))
@@ -290,17 +302,20 @@ class Region:
             name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), Surroundings(values)
         )
         kept = KeptBytes() if contexts else None  # type: ignore[no-untyped-call]
+        # Every tensor that autograd would save becomes an empty slot in the graph: this is what frees the memory.
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with hooks, kept or contextlib.nullcontext(), forward_context:
             output = run(*args, **kwargs)
         snapshot.close()
         self._kept_elsewhere += kept.num_bytes if kept else 0
+        # A changed input would give other values in backward; refused now, where the block's name is known.
         for kept_input in inputs.values():
             if kept_input.is_changed():
                 raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        # Outputs live on in what follows: they are not memory that checkpointing saved.
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -315,6 +330,7 @@ class Region:
 
     def _unpack(self, slot: _Slot) -> Tensor:
         if slot.value is None:
+            # The first tensor that backward asks for runs the whole region again and fills all slots.
             self._recompute()
         value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
         if value is None or version_of(value) != slot.version:
@@ -333,20 +349,26 @@ class Region:
                 )
         kept: list[Tensor] = []
 
+        # The n-th tensor saved now is the n-th of the forward: saved tensors come in one order if the block does the
+        # same.
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             reference, looks = self._slots[len(kept)]
             if looks != _looks(tensor):
                 raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
+            # A slot nobody holds any more belongs to a part of the graph that is gone: nothing to keep.
             if (slot := reference()) is not None:
                 slot.value, slot.version = tensor, version_of(tensor)
             kept.append(tensor)
+            # All slots filled: what the forward computes after its last saved tensor is not needed. Leave by an
+            # exception.
             if len(kept) == len(self._slots):
                 raise _Done
             return tensor
 
         names = []
         try:
+            # The inner hooks see tensors being saved; what the recomputed graph itself holds is dropped with it.
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
                 outputs: list[list[Any]] = []
                 for call in self.calls:
@@ -360,6 +382,8 @@ class Region:
     def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
         if self._packed is None:
             return 0
+        # Saved bytes: the recomputed storages, without weights and outputs that live on, less the inputs held
+        # instead.
         inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
         held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
@@ -409,6 +433,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def _weights_version(block: nn.Module) -> int:
+    # Sharded weights are swapped on every gather: versions would tell changes that are none.
     if any(hasattr(module, "unshard") for module in block.modules()):
         return 0  # FSDP2 puts gathered weights in place of sharded ones and back, whose versions are their own
     return sum(version_of(parameter) for parameter in block.parameters())
@@ -418,6 +443,7 @@ def _looks(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
+# Address alone is not enough: a view, or another tensor at freed memory, must not be taken for the output.
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
 
@@ -558,7 +584,10 @@ class _Segment:
 
     def region(self, place: int, args: Any) -> Region:
         """Return the region that a call belongs to: the open one if the call goes on from its last output."""
+        # A weak reference: a region that backward has consumed, or that never will be, is not extended.
         region = self._open() if self._open is not None else None
+        # A call that comes before the last one, or on other inputs, begins a new region (weights shared over time
+        # steps).
         if region is None or place <= self._last or not region.feeds(args):
             region = Region(self.tally)
         self._open = weakref.ref(region) if place + 1 < self.length else None
@@ -597,6 +626,7 @@ class _Checkpointed:
         if not self.block.training:
             return self.run(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
+        # torch.compile traces one block's checkpoint into its graph; a region over several calls it cannot.
         if torch.compiler.is_compiling() and self.segment.length > 1:
             self.segment.tally.uncompiled = True
         elif torch.compiler.is_compiling():
@@ -613,6 +643,7 @@ class _Checkpointed:
         region = self.segment.region(self.place, (args, kwargs))
         snapshot = Snapshot(self.block, self.moving)
         output = region.call(self.name, self.block, self.run, args, kwargs, snapshot, self.segment.contexts)
+        # Buffers seen moving are copied before each later forward.
         self.moving = (self.moving or set()) | set(snapshot.before)
         return output
 

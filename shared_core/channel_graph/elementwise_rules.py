@@ -44,6 +44,7 @@ def view(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def move(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tracked]:
     """Return what the same operator makes of labels and constants."""
     source = tracer.get(args[0]) or Tracked()
+    # The operator itself runs on the int64 ids: what moves elements moves their ids to the same places.
     labels = [_listed(func(label, *args[1:], **kwargs)) for label in source.labels]
     count = len(_listed(out))
     values = [None] * count if source.value is None else _listed(func(source.value, *args[1:], **kwargs))
@@ -55,6 +56,7 @@ def copy(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Return the same labels, and constants of the new type."""
     source = tracer.get(args[0]) or Tracked()
     target = out[0] if isinstance(out, tuple) else out
+    # Integers made of constants (masks, indices) are not followed as constants: their values may depend on sizes.
     value = source.value if source.value is None or not target.is_floating_point() else source.value.to(target.dtype)
     return Tracked(list(source.labels), value, source.is_parameter)
 
@@ -63,6 +65,7 @@ def copy(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def filled(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
     """Return the labels of what gave the shape."""
     source = tracer.get(args[0]) or Tracked()
+    # Zeros as wide as another tensor shrink with it, so they get its labels though no value came from it.
     return Tracked(list(source.labels), out if out.is_floating_point() and tracer.constants else None)
 
 
@@ -70,6 +73,7 @@ def filled(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def copy_into(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
     """Return labels after writing into a tensor: into a view of another, which keeps its own, they are fixed."""
     target, source = tracer.get(args[0]), tracer.get(args[1])
+    # A view shares memory with its base, whose labels would have to change too: pin instead.
     if tracer.is_aliased(args[0]) or source is None or target is not None:
         tracer.pin(args[:2], f"it is written into a part of another tensor in {tracer.here()}")
         return Tracked()
@@ -82,8 +86,10 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     found = [tracer.get(tensor) or Tracked() for tensor in tensors]
+    # Labels along the dim are laid end to end; those across it must agree between operands.
     across = [[label for label in item.labels if dim not in varying_dims(label)] for item in found]
     along = [[label for label in item.labels if dim in varying_dims(label)] for item in found]
+    # Across the dim a label is the same at each index, so one slice of it, expanded, fits the longer result.
     wide = [[label.narrow(dim, 0, 1).expand(out.shape) for label in labels] for labels in across]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(tensors):
@@ -95,12 +101,14 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for labels, tensor in zip(along, tensors, strict=True):
             for extra in labels[1:]:
                 tracer.positions.pin(extra, f"it is concatenated with another axis in {tracer.here()}")
+            # An operand without a label along the dim takes its place with ids that can never be removed.
             fixed = torch.full((1,), FIXED, device=tensor.device).expand(tensor.shape)
             pieces.append(labels[0] if labels else fixed)
         merged.append(torch.cat(pieces, dim))
     value = None
     if any(item.value is not None for item in found):
         parts = [
+            # Unknown constants are NaN throughout this module; known parts of a concatenation stay known.
             torch.full_like(tensor, float("nan"), dtype=out.dtype) if item.value is None else item.value.to(out.dtype)
             for item, tensor in zip(found, tensors, strict=True)
         ]
@@ -117,6 +125,7 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     wide = [[label.unsqueeze(dim).expand(out.shape) for label in item.labels] for item in found]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(args[0]):
+            # As in `cat`: an operand without a label of its own has a fixed size, which binds the others.
             if other != index:
                 restrict(tracer, labels, tensor.unsqueeze(dim).expand(out.shape), wide[other])
     values = [item.value for item in found]
@@ -134,6 +143,8 @@ def pad(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     source = tracer.get(args[0]) or Tracked()
     labels = []
     for label in source.labels:
+        # Padding adds positions without an id along a labelled dim, and its size would be the old one plus the
+        # padding.
         if any(label.shape[dim] != out.shape[dim] for dim in varying_dims(label)):
             tracer.positions.pin(label, f"it is padded to a fixed size in {tracer.here()}")
             continue
@@ -152,11 +163,13 @@ def index(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     name = func._schema.name
     if name == "aten::index":
         picked = {dim for dim, item in enumerate(args[1]) if item is not None}
+        # A bool index over several dims takes as many of them as it has: which ones is not worth finding out, so all.
         if any(item is not None and item.dtype == torch.bool and item.ndim > 1 for item in args[1]):
             picked = set(range(args[0].ndim))
     elif name in ("aten::index_select", "aten::gather"):
         picked = {args[1] % args[0].ndim}
         if name == "aten::gather":
+            # gather also shortens the other dims to those of its index.
             picked |= {dim for dim in range(out.ndim) if out.shape[dim] != args[0].shape[dim]}
     else:
         picked = set(range(args[0].ndim))
@@ -176,6 +189,8 @@ def embedding(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     source = tracer.get(args[0]) or Tracked()
     labels = []
     for label in source.labels:
+        # The table is (rows, columns); only the columns live on in the output. A row's id goes for every token at
+        # once.
         if varying_dims(label) == (1,):
             tracer.positions.mark(label, Role.OUT)
             labels.append(label[0].expand(out.shape))
@@ -183,6 +198,7 @@ def embedding(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
             tracer.positions.pin(label, f"its rows are picked by the input in {tracer.here()}")
     value = None
     if source.value is not None:
+        # The output is known where all rows agree, whichever the input picks.
         same = (source.value == source.value[:1]).all(0)
         value = torch.where(same, source.value[0], torch.full_like(source.value[0], float("nan"))).expand(out.shape)
     return Tracked(labels, value)
@@ -217,12 +233,16 @@ def pointwise(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return Tracked()
     operands = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     found = [tracer.get(item) or Tracked() for item in operands]
+    # Broadcasting is an expand, of labels too: stride 0 keeps saying that ids do not differ along the new dims.
     wide = [[label.expand(out.shape) for label in item.labels] for item in found]
+    # Both ways: each operand's size may bind the labels of every other.
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(operands):
             if other != index and labels:
                 restrict(tracer, labels, tensor.expand(out.shape), wide[other])
     parameter = all(item.is_parameter for item in found)
+    # A parameter that meets an activation scales it (NORM) or makes part of it (OUT), as a bias does. Two parameters
+    # alone (weight norm) give a parameter, whose role is found where it is used.
     if not parameter:
         for item in found:
             for label in item.labels if item.is_parameter else ():
@@ -240,11 +260,13 @@ def _constants(
     def constant(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
+        # An in-place operator would write into the constants that other tensors share.
         value = known[id(item)]
         if value is not None:
             return value.clone() if func._schema.is_mutable and item is args[0] else value
         return torch.full_like(item, float("nan")) if item.is_floating_point() else item
 
+    # An index or a bool that is unknown may choose any value, so nothing of the result is known.
     if name not in ("where", "masked_fill") and any(
         isinstance(item, Tensor) and not item.is_floating_point() and known[id(item)] is None and item.numel() > 1
         for item in args
@@ -252,6 +274,7 @@ def _constants(
         return None
     found_args, found_kwargs = tree_map(constant, args), tree_map(constant, kwargs)
     value = constants.unless_unknown(constants.pointwise(name, func, found_args, found_kwargs))
+    # These four are computed by rules of their own, where 0 times unknown is 0; others give NaN for NaN.
     if value is None or name in ("mul", "div", "where", "masked_fill"):
         return value
     for item in found_args:  # some operators give a number for NaN: sign, fmax, nan_to_num
@@ -276,6 +299,7 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(out, tuple):
         tracer.pin(args[0], f"{name} in {tracer.here()} is not followed")
         return Tracked()
+    # norm(x, p, dim): the dims come after p.
     if name in _SUMS[1:]:
         dims = _dims((args[0], *args[2:]), kwargs) if len(args) > 2 else _dims((args[0],), kwargs)
     else:
@@ -286,6 +310,7 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         summed = tuple(dim for dim in varying_dims(label) if dim in dims)
         if summed:
             reduce_label(tracer, label, summed, source.value, name)
+        # A label that lies along reduced dims alone is gone from the result.
         if summed and summed == varying_dims(label):
             continue
         for dim in sorted(dims, reverse=True):
@@ -305,12 +330,14 @@ def reduce_label(tracer: Tracer, label: Tensor, dims: tuple[int, ...], value: Te
         value: Constants of the tensor.
         name: The operator; after a sum zeros are not missed, a norm divides by their number.
     """
+    # It varies along other dims too ((head, channel), reduced over channels): per other index all goes or nothing.
     if dims != varying_dims(label):
         tracer.positions.unite_along(label, dims, "")
     elif name in _SUMS:
         _summed(tracer, label, value)
     elif name in ("mean", "rms", "layer"):
         _summed(tracer, label, value)
+        # A mean divides by the number of positions, which changes with them: who removes some must rescale.
         tracer.norms.append(Normalised(name, tracer.here(), core(label), dims))
     else:
         tracer.positions.pin(label, f"{name} in {tracer.here()} needs all of it")
@@ -321,6 +348,7 @@ def _summed(tracer: Tracer, label: Tensor, value: Tensor | None) -> None:
         tracer.sum_over(label, None)
         return
     dims = tuple(dim for dim in range(label.ndim) if dim not in varying_dims(label))
+    # Constants must agree over all dims that are not the label's own, or what arrives there is no single number.
     found = constants.agreed(value.expand(label.shape), dims)
     # what is not zero has no bias to go into
     tracer.sum_over(label, torch.where(found == 0, found, torch.full_like(found, float("nan"))))
@@ -332,6 +360,7 @@ def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     source = tracer.get(args[0]) or Tracked()
     name = func._schema.name.removeprefix("aten::")
     default = {"topk": -1, "sort": -1}.get(name, 0)
+    # topk(x, k, dim).
     position = 2 if name == "topk" else 1
     given = args[position] if len(args) > position else kwargs.get("dim", default)
     dim = (given if isinstance(given, int) else default) % args[0].ndim
@@ -339,6 +368,7 @@ def needs_all(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     labels = []
     for label in source.labels:
         if dim in varying_dims(label):
+            # softmax over channels: without one of them all others get other values, so all of the axis stays.
             tracer.positions.unite_along(label, (dim,), f"{name} in {tracer.here()} needs all of it")
         if label.shape == outs[0].shape:
             labels.append(label)
@@ -356,6 +386,7 @@ def pool(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     target = out[0] if isinstance(out, tuple) else out
     labels = []
     for label in source.labels:
+        # Pooling acts on the last dims, which have other sizes after it; ids cannot be followed through a resize.
         if any(label.shape[dim] != target.shape[dim] for dim in varying_dims(label)):
             tracer.positions.pin(label, f"{func._schema.name.removeprefix('aten::')} in {tracer.here()} resizes it")
             continue
@@ -385,8 +416,10 @@ def batch_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
         labels = _parameter(tracer, item, role)
         operands.append([label.reshape(shape).expand(tensor.shape) for label in labels])
     value = _affine(tracer, weight, bias, shape)
+    # In eval mode (running statistics as arguments) a constant input gives a constant output.
     if len(statistics) == 2 and source.value is not None:
         found = func(source.value, *args[1:], **kwargs)
+        # Where the input is unknown the output is still the bias if the scale is 0.
         value = found[0] if value is None else torch.where(found[0].isnan(), value.expand(tensor.shape), found[0])
     return Tracked(join(tracer, operands), None if value is None else value.expand(tensor.shape))
 
@@ -407,10 +440,12 @@ def layer_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if isinstance(weight, Tensor):
         restrict(tracer, source.labels, weight.expand(tensor.shape), operands[1])
     for label in source.labels:
+        # Normalised over labelled positions: removing some changes the mean and variance of those that stay.
         over = tuple(dim for dim in varying_dims(label) if dim in dims)
         if over:
             reduce_label(tracer, label, over, source.value, "rms" if is_rms else "layer")
     value = _affine(tracer, weight, bias, None)
+    # RMS norm maps 0 to 0. Layer norm subtracts a mean of all, so a constant input is no constant output there.
     if is_rms and source.value is not None:
         zero = torch.where(source.value == 0, source.value, torch.full_like(source.value, float("nan")))
         value = zero if value is None else torch.where(zero.isnan(), value.expand(tensor.shape), zero)
@@ -431,6 +466,7 @@ def group_norm(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[st
         if varying_dims(label) != (1,):
             tracer.positions.pin(label, f"{tracer.here()} normalises over it")
             continue
+        # (groups, channels of a group): each group has its own statistics, so it goes whole or stays.
         channels = along(label, 1).reshape(groups, -1)
         if groups == 1:
             tracer.positions.pin(label, f"{tracer.here()} normalises over all of it")

@@ -33,6 +33,7 @@ def product(first: Tensor, second: Tensor) -> Tensor:
         tensor([0., 6.])
     """
     result = first * second
+    # IEEE gives 0 * NaN = NaN; NaN stands for an unknown finite number here, and 0 times that is 0.
     return torch.where((first == 0) | (second == 0), torch.zeros_like(result), result)
 
 
@@ -49,7 +50,10 @@ def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tenso
         >>> contraction(torch.tensor([[nan, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.mm)
         tensor([[2., nan]])
     """
+    # Sums with the unknown as 0. How many terms are unknown times nonzero: (nonzero · nonzero) - (known · known),
+    # both counted by the same contraction; where that is above 0 the sum is unknown.
     value = contract(first.nan_to_num(0.0), second.nan_to_num(0.0))
+    # Counts up to 2^24 are exact in float32, not in half precision.
     precise = torch.promote_types(value.dtype, torch.float32)
     nonzero = [(item != 0).to(precise) for item in (first, second)]  # NaN != 0
     known = [((item != 0) & ~item.isnan()).to(precise) for item in (first, second)]
@@ -73,6 +77,7 @@ def pointwise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
         return torch.where(args[0] == 0, torch.zeros_like(result), result)
     if name == "where":
         first, second = (item if isinstance(item, Tensor) else torch.tensor(item) for item in args[1:3])
+        # The condition may be a mask of the input: known only where both branches agree.
         return torch.where(first == second, first, torch.full_like(first, float("nan")))
     if name == "masked_fill":
         value, fill = args[0], args[2]
@@ -128,6 +133,7 @@ def varying_dims(label: Tensor) -> tuple[int, ...]:
 
     A label is an int64 tensor of the shape of what it labels; along every other dim its stride is 0.
     """
+    # An expanded dim has stride 0: the way a label says that its ids are the same along it, without memory.
     return tuple(
         dim
         for dim, (size, stride) in enumerate(zip(label.shape, label.stride(), strict=True))
@@ -164,6 +170,8 @@ def compact(label: Tensor) -> Tensor:
         >>> varying_dims(compact(torch.tensor([[1, 2], [1, 2]])))
         (1,)
     """
+    # Operators that compute (cat, index, reshape) return dense labels: find the dims that repeat, and expand them
+    # again.
     shape, inner = label.shape, core(label)
     for dim in range(inner.ndim):
         first = inner.narrow(dim, 0, 1)
@@ -197,24 +205,30 @@ class Positions:
         """Return the label of one axis of a tensor, in the tensor's shape."""
         found = self.axes[name, axis]
         ids = torch.arange(found.start, found.start + found.size, device=like.device)
+        # One arange along the axis, expanded to the tensor's shape: O(size) memory for any tensor.
         return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
         """Note that ids at equal places are removed together; the labels broadcast against each other."""
         first, second = core(first), core(second)
         shape = np.broadcast_shapes(first.shape, second.shape)
+        # Cores broadcast to the smallest common shape: a label of a (batch, tokens, channels) tensor has `channels`
+        # ids.
         flat = [label.expand(shape).reshape(-1).cpu().numpy() for label in (first, second)]
+        # Equal pairs repeat over every dim that neither varies along.
         pairs = np.unique(np.stack(flat), axis=1)
         self._pairs.append((pairs[0], pairs[1]))
 
     def unite_along(self, label: Tensor, dims: tuple[int, ...], reason: str) -> None:
         """Note that along `dims` all goes or nothing; where nothing else varies, it stays, for `reason`."""
+        # Nothing is left that tells members apart: they all go together, which is never.
         varying = varying_dims(label)
         dims = tuple(dim for dim in dims if dim in varying)
         if dims == varying:
             self.pin(label, reason)
             return
         inner = core(label)
+        # Each member with the first along `dims`: a star is enough for a union.
         first = inner
         for dim in dims:
             first = first.narrow(dim, 0, 1)
@@ -236,11 +250,15 @@ class Positions:
             return parent
         first = np.concatenate([pair[0] for pair in self._pairs])
         second = np.concatenate([pair[1] for pair in self._pairs])
+        # Connected components by hooking and pointer jumping: every pair hooks the larger root onto the smaller one,
+        # then paths are halved until each id points at its root. A few rounds, each a pass in numpy, for millions of
+        # ids.
         while True:
             low, high = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
             open_pairs = low != high
             if not open_pairs.any():
                 return parent
+            # `minimum.at` is unbuffered: of several hooks onto one root the smallest wins, so no cycle can form.
             np.minimum.at(parent, high[open_pairs], low[open_pairs])
             while not np.array_equal(parent, parent[parent]):
                 parent = parent[parent]
@@ -256,6 +274,7 @@ class Positions:
 
 def flat_ids(label: Tensor) -> Ids:
     """Return the different ids of a label."""
+    # Pins and marks repeat over batch and tokens; the core has each id once.
     found: Ids = np.unique(core(label).reshape(-1).cpu().numpy())
     return found
 
@@ -314,6 +333,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen: set[Tensor] = set()
         persistent = set(model.state_dict(keep_vars=True))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            # Buffers that no file holds (position ids, causal masks) are made again at any size, and are not cut.
             if name in persistent and tensor not in seen:
                 seen.add(tensor)
                 self.names[name] = tensor
@@ -330,6 +350,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in self.names.items():
             labels = [self.positions.label(name, axis, tensor) for axis in range(tensor.ndim)]
             for label in labels:
+                # An axis of one position cannot lose it.
                 if not varying_dims(label):
                     self.positions.pin(label, "it is the only one")
             tracked = Tracked([label for label in labels if varying_dims(label)], is_parameter=True)
@@ -341,6 +362,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._tracked.get(tensor) if isinstance(tensor, Tensor) else None
         if found is None:
             return None
+        # The version counter tells an in-place write that came through a view, by which no rule noticed it: labels
+        # say which positions there are and stay true, constants do not.
         tracked, version = found
         return tracked if version == tensor._version else Tracked(tracked.labels, None, False)
 
@@ -360,6 +383,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_aliased(self, tensor: Tensor) -> bool:
         """Return whether a tensor without labels may have another name: what is written to it cannot be followed."""
+        # Any tensor made from another without a copy; its storage was noted when the view was made.
         tracked = self.get(tensor)
         return not (tracked and tracked.labels) and tensor.untyped_storage().data_ptr() in self._viewed
 
@@ -376,12 +400,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         ids = core(label).reshape(-1).cpu().numpy()
         found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
+        # The same ids may be met at several places of the label (heads, tokens): sort by id, then compare within each
+        # run.
         order = np.argsort(ids, kind="stable")
         ids, found = ids[order], found[order]
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+        # min = max where all that arrives at one id is equal; NaN if one is, which then differs from itself.
         low, high = np.minimum.reduceat(found, starts), np.maximum.reduceat(found, starts)
         found, ids = np.where(low == high, low, np.nan), ids[starts]
         old = self.constant_of[ids]
+        # A weight that is used twice must get the same constant both times.
         self.constant_of[ids] = np.where(self.is_summed[ids] & (old != found), np.nan, found)
         self.is_summed[ids] = True
 
@@ -396,14 +424,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = not func._schema.is_mutable and any(item.alias_info is not None for item in func._schema.returns)
         if is_view and isinstance(args[0], Tensor):
             self._viewed.add(args[0].untyped_storage().data_ptr())
+        # No operand is followed: nothing to learn, and the rules cost far more than the operator.
         if not before:
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) and not is_view and not func._schema.is_mutable:
                 self._viewed.discard(out.untyped_storage().data_ptr())  # the memory of a view that is gone
             return out
         known = RULES.get(name.removesuffix("_") if mutates else name)
+        # torch tags element-wise operators; one rule serves all of them.
         if known is None and torch.Tag.pointwise in func.tags:
             known = RULES["pointwise"]
+        # An unknown operator may do anything with positions, so all that went into it stays.
         if known is None or (func._schema.is_mutable and not mutates and "batch_norm" not in name):
             out = func(*args, **kwargs)
             self.pin((args, kwargs), f"the operator {name} in {self.here()} is not followed")
@@ -411,10 +442,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not mutates:
             out = func(*args, **kwargs)
             found = self._follow(known, func, args, kwargs, out)
+            # A view has its base's version, which is set only after dispatch returns.
             self._note(out, found, args[0]._version if is_view and isinstance(args[0], Tensor) else None)
             return out
         found = self._follow(known, func, args, kwargs, args[0])  # before the tensor is written to
         out = func(*args, **kwargs)
+        # The counter goes up by one when this dispatch returns; what is noted must match it then.
         self._note(args[0], found, args[0]._version + 1)
         return out
 
@@ -444,6 +477,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def real_dims(tensor: Tensor) -> set[int]:
     """Return the dims along which a tensor has different elements, not one that is repeated."""
+    # The same rule as for labels: an expanded dim holds one element.
     return {
         dim
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -465,6 +499,7 @@ def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: 
         other: The other operand, expanded to that shape.
         other_labels: Its labels in that shape.
     """
+    # Dims along which another operand has different elements, but no label of its own that could shrink with ours.
     fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
     # what is the same for all positions is made as wide as it must be: zeros to which a mask was added
     if fixed and other.untyped_storage().data_ptr() not in tracer.inputs:
@@ -491,6 +526,8 @@ def join(tracer: Tracer, operands: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _add(tracer: Tracer, merged: list[Tensor], label: Tensor) -> list[Tensor]:
+    # Labels of one result by the dims along which they vary. Apart (channels, heads): both hold. Equal: united. One
+    # within the other: `_follow`. Crossing: neither can be cut without the other, so both stay.
     kept: list[Tensor] = []
     dims = set(varying_dims(label))
     for other in merged:
@@ -514,10 +551,12 @@ def _add(tracer: Tracer, merged: list[Tensor], label: Tensor) -> list[Tensor]:
 
 def _follow(tracer: Tracer, fine: Tensor, coarse: Tensor) -> None:
     fine_dims, coarse_dims = varying_dims(fine), varying_dims(coarse)
+    # Fine (head, channel of a head) meets coarse (head): a head goes with all of its channels.
     if fine_dims[0] in coarse_dims:
         rest = tuple(dim for dim in fine_dims if dim not in coarse_dims)
         tracer.positions.unite_along(fine, rest, "")
         tracer.positions.unite(fine, coarse)
         return
+    # Fine (head, channel) meets coarse (channel): one channel is shared by all heads, so it can go in none alone.
     tracer.positions.unite_along(fine, coarse_dims, f"it meets a shared axis in {tracer.here()}")
     tracer.positions.pin(coarse, f"it is shared by several heads in {tracer.here()}")

@@ -37,10 +37,14 @@ def run(model: nn.Module, example_inputs: Any, *, constants: bool) -> Tracer:
     The model's modes are restored, and nothing of it is changed.
     """
     tracer = Tracer(model, constants=constants)
+    # Storages of the inputs: `restrict` must not take an input's repeated values for a constant that any width may
+    # have.
     leaves = [] if callable(example_inputs) else tree_leaves(dict(_named_inputs(example_inputs)))
     tracer.inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+    # The tracer is innermost: it sees the operators that attention and compiled modules decompose into.
     with evaluated(model), decomposed(), _hooked(model, tracer), tracer:
         out = call(model, example_inputs)
+    # Outputs are what users and losses read: their size and order stay.
     for name, tensor in outputs_of(out):
         tracer.pin(tensor, f"it is an output of the model{f' ({name})' if name else ''}")
     return tracer
@@ -74,6 +78,7 @@ def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
 @contextmanager
 def decomposed() -> Iterator[None]:
     """Have attention and compiled modules run as the operators they are made of."""
+    # Fused attention and the encoder fast path are single operators, in which no channel can be followed.
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -94,6 +99,7 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         tracer.module_names.pop()
 
     for name, module in model.named_modules():
+        # Before the user's hooks, so that operators inside those have a module's name too.
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
@@ -186,6 +192,7 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
     positions = tracer.positions
     components = positions.components()
     reasons = positions.pinned(components)
+    # By component, what it has of each axis. `parts` come in the order of axes, the same for units that are alike.
     units: dict[int, _Unit] = {}
     for axis in positions.axes.values():
         roots = components[axis.start : axis.start + axis.size]
@@ -193,11 +200,14 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
         found, starts = np.unique(roots[order], return_index=True)
         for root, members in zip(found, np.split(order, starts[1:]), strict=True):
             units.setdefault(int(root), _Unit(int(root))).parts.append((axis, members))
+            # A whole axis in one unit: removing it would leave an empty tensor.
             if len(members) == axis.size:
                 reasons.setdefault(int(root), "all of it is one unit")
     wide = _normalised(tracer, components)
     alike: dict[tuple[Any, ...], list[_Unit]] = defaultdict(list)
     for root in sorted(units):
+        # Units of one group have as many positions in the same axes, and stay for the same reason: those are
+        # interchangeable, and a mask or a cut may take any of them.
         unit = units[root]
         signature = tuple((axis.tensor, axis.axis, len(members)) for axis, members in unit.parts)
         alike[(*signature, reasons.get(root) if root != FIXED else "fixed")].append(unit)
@@ -207,6 +217,7 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
     for found_units in alike.values():
         slices = tuple(_slices(positions.roles, found_units))
         outs = [part for part in slices if part.role == "out"]
+        # No output axis, or only kernel sizes (axes above 1): nothing that produces values.
         if not outs or all(part.axis > 1 for part in outs):
             continue  # an axis that only consumes: the model's input
         name = outs[0].tensor.rpartition(".")[0] or outs[0].tensor
@@ -222,7 +233,9 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
 def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
     slices = []
     for index, (axis, _) in enumerate(members[0].parts):
+        # (units, positions each): unit i owns row i in this axis.
         indices = np.stack([unit.parts[index][1] for unit in members])
+        # A tensor may play several roles (tied weights): what produces decides first, then what scales.
         found = Role(int(np.bitwise_or.reduce(roles[axis.start + indices].reshape(-1))))
         if not found:
             role: Literal["out", "in", "norm", "stat"] = "out"

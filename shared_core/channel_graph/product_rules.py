@@ -18,6 +18,7 @@ from shared_core.channel_graph.graph import Role, Tracer, Tracked, along, flat_i
 def matrix_product(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tracked:
     """Return the labels of a product of two matrices, or batches of them."""
     first, second = args[:2]
+    # Broadcast batches and vectors are expanded by torch before they reach mm and bmm; what is left is rare.
     if first.ndim != second.ndim or first.ndim < 2 or len(args) > 2:
         name = func._schema.name.removeprefix("aten::")
         tracer.pin(args, f"the operator {name} in {tracer.here()} is not followed")
@@ -42,10 +43,12 @@ def experts_product(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: di
         tracer.pin(args, f"experts in {tracer.here()} are not followed")
         return Tracked()
     labels = []
+    # Which experts a token takes is chosen at run time: the axis of experts stays.
     for label in stacked.labels:
         if varying_dims(label) not in ((1,), (2,)):
             tracer.positions.pin(label, f"the router of {tracer.here()} chooses among them")
         else:
+            # All experts have the same K and N ids, so the matrix of one stands for all.
             labels.append(label[0])
     value = None
     if stacked.value is not None:
@@ -78,10 +81,12 @@ def add_bias(
     if found.is_parameter:
         for label in found.labels:
             tracer.positions.mark(label, Role.OUT)
+    # A bias without labels has a fixed length, and so binds the rows; and the other way round.
     restrict(tracer, result.labels, bias.reshape(shape).expand(out.shape), labels)
     restrict(tracer, labels, out, result.labels)
     value = None
     if result.value is not None and found.value is not None:
+        # beta * bias + alpha * product.
         value = result.value * factors[1] + found.value.reshape(shape) * factors[0]
     return Tracked(join(tracer, [result.labels, labels]), value)
 
@@ -94,14 +99,17 @@ def _product(
     for item, summed in zip(found, (columns, rows), strict=True):
         if item.is_parameter and not all(other.is_parameter for other in found):
             for label in item.labels:
+                # Along the summed dim a weight consumes positions (IN); along its free dim it makes them (OUT).
                 tracer.positions.mark(label, Role.IN if summed in varying_dims(label) else Role.OUT)
     _meet(tracer, found, columns, rows)
     results = []
     for item, summed, free in ((found[0], columns, rows), (found[1], rows, columns)):
         labels = []
         for label in item.labels:
+            # Summed over: the label does not reach the result.
             if varying_dims(label) == (summed,):
                 continue
+            # The summed dim has size 1 in the label, and the result's other free dim in its place.
             labels.append(label.narrow(summed, 0, 1).expand(_with(out.shape, free, label.shape[free])))
         results.append(labels)
     value = None
@@ -121,6 +129,7 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
     here = tracer.here()
     firsts = [label for label in found[0].labels if columns in varying_dims(label)]
     seconds = [label for label in found[1].labels if rows in varying_dims(label)]
+    # Only one side is labelled along the sum: the other side's size is fixed, so nothing of this side can go alone.
     if not firsts or not seconds:
         for label, dim in [*((label, columns) for label in firsts), *((label, rows) for label in seconds)]:
             tracer.positions.unite_along(label, (dim,), f"it meets what has a fixed size in {here}")
@@ -128,12 +137,17 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
     weight = found[0].is_parameter or found[1].is_parameter
     for first in firsts:
         for second in seconds:
+            # What else each label varies along: the batch dim of bmm, which holds heads (and examples).
             extra = [set(varying_dims(first)) - {columns}, set(varying_dims(second)) - {rows}]
             batch = extra[0] == extra[1] and not extra[0] & {rows, columns}
+            # Position by position: first is (batch, rows, K), second (batch, K, columns); both lose their free dim.
             if batch:
                 tracer.positions.unite(first.select(rows, 0), second.select(columns, 0))
+            # A weight's columns and the activations that enter it: channel by channel, each can go alone.
             if batch and weight:
                 continue
+            # Two activations (queries by keys): the channels of a head go together, so that all heads keep one size;
+            # where other dims tell heads apart, a head goes whole.
             for label, dim in ((first, columns), (second, rows)):
                 tracer.positions.unite_along(label, (dim,), f"{here} sums over it together with another tensor's")
                 if extra[0] and not weight:
@@ -144,11 +158,13 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
 
 def _note_summed(tracer: Tracer, found: list[Tracked], tensors: tuple[Tensor, Tensor], columns: int, rows: int) -> None:
     """Note what arrives at the positions of a weight that are summed over."""
+    # For a removal that keeps outputs: constants at a weight's removed columns move into the bias, W[:, gone] c.
     for weight, other, dim, other_dim in ((0, 1, columns, rows), (1, 0, rows, columns)):
         if not found[weight].is_parameter or found[other].is_parameter:
             continue
         value = found[other].value
         if value is not None:
+            # One number for each summed position, over all tokens and examples of the trace.
             value = constants.agreed(value, tuple(index for index in range(value.ndim) if index != other_dim))
         for label in found[weight].labels:
             if dim not in varying_dims(label):
@@ -164,6 +180,7 @@ def _known_product(found: list[Tracked], first: Tensor, second: Tensor) -> Tenso
     if values[0] is None and values[1] is None:
         return None
     contract = torch.bmm if first.ndim == 3 else torch.mm
+    # A product of a known and an unknown side is known only where the known side has a row or column of zeros.
     if values[0] is None or values[1] is None:
         summed = -2 if values[0] is None else -1
         if not any(bool((value == 0).all(summed).any()) for value in values if value is not None):
@@ -183,6 +200,7 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
     source, kernel = tracer.get(tensor) or Tracked(), tracer.get(weight) or Tracked()
     here = tracer.here()
     out_axis, in_axis = (1, 0) if transposed else (0, 1)
+    # Activations are (batch, channels, places): only these two dims survive a convolution.
     channels = [label for label in source.labels if varying_dims(label) == (1,)]
     batch = [label for label in source.labels if varying_dims(label) == (0,)]
     for label in source.labels:
@@ -196,12 +214,14 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
     for label in outs:
         tracer.positions.mark(label, Role.OUT)
         tracer.positions.in_convolutions[flat_ids(label)] = True
+    # (outputs,) to (1, outputs, 1, ...) expanded: a label on dim 1 of the result.
     produced = [_channels(along(label, out_axis), out) for label in outs]
     if groups == 1:
         for label in ins:
             tracer.positions.mark(label, Role.IN)
             if not channels:
                 tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
+            # groups = 1: every output reads every input channel, so each can go alone.
             for other in channels:
                 tracer.positions.unite(along(other, 1), along(label, in_axis))
         for label in channels if not ins else ():
@@ -210,6 +230,7 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not followed")
         produced = []
     else:
+        # Each group reads its own inputs and makes its own outputs: the group is the unit.
         for label in ins:
             tracer.positions.pin(label, f"each group of {here} has that many")
         _unite_groups(tracer, channels[0], outs[0], groups)
@@ -249,6 +270,7 @@ def _known_convolution(
 ) -> Tensor | None:
     if kernel.value is None:
         return None
+    # Without constants on the way in the output is known only for kernels of zeros.
     if source.value is None and not bool((kernel.value.flatten(1) == 0).all(1).any()) and not args[6]:
         return None
 

@@ -98,13 +98,17 @@ class Comparison:
 
     def compare(self, batch: StudentBatch) -> Compared:
         """Return how far the student is from its teachers: the mean over its parts, where outputs have several."""
+        # A contrastive loss has several forwards a batch; their embeddings are joined along examples, in their order.
         forwards = [*batch.forward.earlier, batch.forward]
         mine = _joined([find_outputs(forward.output, self.config.logits, "student") for forward in forwards])
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
+        # Teachers answer after the student: their activations, without a graph, then do not add to the forward's
+        # peak.
         theirs = self._targets(batch, mine, of_classes=of_classes)
         mask = batch.mask(mine, of_classes=of_classes)
         parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
+        # One term for each part (start and end logits); each has the same mask.
         compared = [
             self._compare(divergence, part, target, mask, batch.temperature)
             for part, *target in zip(parts, *targets, strict=True)
@@ -136,6 +140,7 @@ class Comparison:
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
             mask = sure if mask is None else mask & sure
+        # Several teachers: probabilities are averaged, not logits, except where outputs are numbers.
         softened = len(targets) > 1 and divergence not in ("logit_mse", "cosine")
         if softened:
             target = mean_teacher(targets, weights, temperature, multi_label=divergence == "bernoulli_kl")
@@ -208,6 +213,7 @@ class CachedComparison(Comparison):
         """Return how far the student is from what the store holds for these inputs."""
         config = self.config
         logits = find_logits(batch.forward.output, config.logits, "student")
+        # The mask of the loss, at which all positions must be in the store; the store itself may hold more.
         mask = batch.counted(logits, of_classes=True)
         logits = self._cut(logits)
         found = self._cache.lookup(batch.inputs)

@@ -66,6 +66,7 @@ class WatchedPairs:
         Raises:
             TrainingError: If a module did not run.
         """
+        # Taken, not read: a module that one forward skips (layer drop) must not answer with what the last one left.
         for names, (ours, theirs) in zip(self.pairs, self._hooks, strict=True):
             found, target = ours.take(), theirs.take()
             if found is None or target is None:
@@ -116,6 +117,8 @@ def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping
     Returns:
         ``shape`` bool; None: all count, or nothing tells.
     """
+    # Features may have another length than the logits (encoder and decoder): the padding mask of that length serves
+    # then.
     if counted is not None and counted.shape == tuple(shape):
         return counted
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -144,15 +147,18 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
         [5.5, 2]
     """
     examples = len(distances)
+    # A mean over an example's positions first, so that long examples do not weigh more than their share of the loss.
     if real is None:
         means = distances.reshape(examples, -1).mean(1)
     else:
         real = real.to(distances.device)
+        # The loss counts positions of this very shape: sum over them directly, its own denominator.
         if counted is not None and counted.shape == distances.shape:
             return (distances * real).sum(), real.sum()
         means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
     if counted is None:
         return means.sum(), torch.full((), examples, dtype=torch.int64, device=distances.device)
+    # Each example weighs as many as the loss counts of its positions: the trainer divides by their sum.
     rows = counted.reshape(examples, -1).sum(1).to(distances.device)
     return (means * rows).sum(), rows.sum()
 
@@ -232,6 +238,7 @@ class AttentionPairs(WatchedPairs):
     def activate(self, active: bool) -> None:
         """Keep maps from now on, computed eagerly, or no longer."""
         super().activate(active)
+        # Fused attention (SDPA, flash) returns no maps. Only for as long as the soft term is on.
         if active and not self._switched:
             for owner in self._switchable:
                 before = owner.config._attn_implementation
@@ -259,12 +266,16 @@ class AttentionPairs(WatchedPairs):
         """
         terms = []
         for (ours, theirs), found, target in self.outputs():
+            # (B, H, Q, K) on both sides; K may be padded, Q are the positions that count.
             student, teacher = _map(found, ours, "student"), _map(target, theirs, "teacher").detach()
             real = real_positions((len(student), student.shape[-2]), mask, inputs)
+            # A query of padding alone has NaN rows (softmax of all -inf); the mask later multiplies, and 0 * NaN is
+            # NaN.
             student, teacher = (
                 _certain_where_unread(student, real),
                 _certain_where_unread(teacher.to(student.device), real),
             )
+            # Some models return scores before softmax, or probabilities after dropout: both are no distributions.
             _check_probabilities(student, ours, "student")
             _check_probabilities(teacher, theirs, "teacher")
             distances = attention_kl(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
@@ -276,6 +287,7 @@ def _owners(model: nn.Module, names: Sequence[str]) -> list[Any]:
     """Return the outermost modules that these are part of and that can choose how attention is computed."""
     able = [name for name, module in model.named_modules() if hasattr(module, "set_attn_implementation")]
     found: dict[str, Any] = {}
+    # `able` is in the order of registration, outermost first: the first owner that fits is the outermost.
     for name in names:
         for owner in able:
             if owner == "" or name.startswith(f"{owner}."):
@@ -286,6 +298,7 @@ def _owners(model: nn.Module, names: Sequence[str]) -> list[Any]:
 
 def _implement(owner: Any, kind: str) -> None:
     owner.set_attn_implementation(kind)
+    # transformers may keep another implementation without an error where a model does not support this one.
     if owner.config._attn_implementation != kind:
         raise ConfigError(
             "distill",
@@ -305,6 +318,7 @@ def _map(output: Any, name: str, whose: str) -> Tensor:
             f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
             "name the module that computes probabilities, such as layer.0.attention.self",
         )
+    # Models return (hidden, maps) or (hidden, maps, cache): the last tensor of four dimensions is the map.
     return maps[-1]
 
 
@@ -360,6 +374,8 @@ class HiddenPairs(WatchedPairs):
         for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
             modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
             inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
+            # A projection only where both widths are known and differ; unknown widths are compared in the first
+            # batch.
             if inputs is not None and outputs is not None and inputs != outputs:
                 self._projections[index] = _projection(inputs, outputs, student, generator)
                 student.register_parameter(f"{_NAME}{index}", self._projections[index])
@@ -373,6 +389,7 @@ class HiddenPairs(WatchedPairs):
         Raises:
             CompatibilityError: If there are both.
         """
+        # `fully_shard` has collected the parameters before: one registered later would be in no shard group.
         if self._projections and any(map(is_sharded, student.parameters())):
             names = "=".join(self.pairs[next(iter(self._projections))])
             raise CompatibilityError(
@@ -406,8 +423,11 @@ class HiddenPairs(WatchedPairs):
             total, count = relation_sum(*flat, relation=self._kind)
             # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
             positions = count if mask is None else mask.sum()
+            # `total` is of this process's examples; over `count` it is the mean loss, times positions what the
+            # trainer divides.
             return normalise(total / count.clamp(min=1) * positions, positions)
         if index in self._projections:
+            # W: (teacher's width, student's width), FitNets' regressor without a bias.
             features = F.linear(features, self._projections[index])
         if features.shape != targets.shape:
             raise ConfigError(
@@ -459,10 +479,12 @@ def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
+        # `prefix` is the student's path where it is part of a larger model.
         del state_dict[name]
 
 
 def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
+    # The list is changed in place: torch reads this very object after the hooks.
     missing = incompatible.missing_keys
     missing[:] = [name for name in missing if not name.rpartition(".")[2].startswith(_NAME)]
 
@@ -472,6 +494,7 @@ def _width(model: nn.Module, module: nn.Module) -> int | None:
 
     A module without layers, such as an activation, has the width of those registered before it.
     """
+    # A module's own attributes come last: the layer that was registered last inside it decides, then those before it.
     layers = list(model.modules())
     last = layers.index(list(module.modules())[-1])
     for layer in reversed(layers[: last + 1]):
@@ -507,6 +530,7 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
     if real is None:
         return features.reshape(len(features), -1)
     real = real.to(features.device)
+    # Padding is zeroed and not counted: the mean over the real tokens of each example.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 

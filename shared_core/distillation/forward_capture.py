@@ -19,6 +19,7 @@ from shared_core.errors import ConfigError, TrainingError
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# By function, weakly: a model that is deleted takes its entry along.
 _NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
 
 
@@ -44,7 +45,9 @@ class ForwardHook:
         """Keep a forward that trains."""
         if self.active and trains(module):
             earlier: tuple[Forward, ...] = ()
+            # A contrastive loss runs the encoder once for each text column: the later forwards keep the earlier ones.
             if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
+                # Flat: the chain holds every forward once.
                 earlier = (*self.latest.earlier, replace(self.latest, earlier=()))
             self.latest = Forward(args, kwargs, output, earlier)
 
@@ -60,6 +63,7 @@ class ForwardHook:
 
 def trains(module: nn.Module) -> bool:
     """Return whether a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
+    # Recomputed forwards of checkpointing run inside backward (a graph task is under way) and must not be kept twice.
     repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
     return module.training and torch.is_grad_enabled() and not repeated
 
@@ -82,6 +86,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     like = first_parameter(teacher, floating=True)
     names = _positional_names(student)
     args = tuple(
+        # Labels stay as None in their position, so that arguments after them keep theirs.
         None if name in _FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
@@ -91,6 +96,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         for name, value in forward.kwargs.items()
         if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
     }
+    # Encoder-decoder students make their decoder's input of labels, which the teacher does not get: make it here.
     shift = _decoder_inputs_of(student)
     named = named_inputs(student, forward) if shift else {}
     given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
@@ -144,6 +150,7 @@ def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | No
 
     Every micro-batch asks, and torch's own generators take ten times as long to begin with.
     """
+    # `Module.parameters` builds a generator chain over all modules; this stops at the first tensor it meets.
     for parameter in module._parameters.values():
         if parameter is not None and (not floating or parameter.is_floating_point()):
             return parameter
@@ -197,6 +204,7 @@ def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
     """Return the names of forward's positional arguments, and of all; None for any."""
     # every micro-batch asks, and inspecting takes longer than small layers do; a wrapper may replace forward meanwhile
     forward = module.forward
+    # The function, not the bound method, which is a new object at each access and a key that never hits.
     function = getattr(forward, "__func__", forward)
     if (known := _NAMES.get(function)) is None:
         parameters = inspect.signature(forward).parameters.values()
@@ -223,6 +231,7 @@ def _without_labels(value: Any) -> Any:
 
 def _as_given(value: Any, forward: Forward) -> Any:
     """Return a batch that the student wrote its outputs into (sentence-transformers) without them."""
+    # The student's own outputs in the batch (they require a gradient) would be taken for inputs by the teacher.
     if not isinstance(value, dict) or not any(value is given for given in forward.args if given is forward.output):
         return value
     return {name: item for name, item in value.items() if not (isinstance(item, Tensor) and item.requires_grad)}

@@ -44,6 +44,7 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
                 f"{student} and {teacher} layers",
             )
         if layers == EVEN:
+            # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
             return [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
         return list(range(student) if layers == "first" else range(teacher - student, teacher))
     numbers = parse_layers(layers)
@@ -106,6 +107,8 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
     ours, theirs = student.state_dict(), teacher.state_dict()
     left, sources = [], {}
     for name, tensor in ours.items():
+        # `left` takes what is outside of stacks and does not fit (a head of another size): that may stay; a layer may
+        # not.
         stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
         source = theirs.get(name if stack is None else _renamed(name, stack, chosen[stack]))
         if source is not None and _fits(tensor, source):
@@ -124,6 +127,7 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
                 f"{tuple(tensor.shape)}",
                 "take a student that is shallower, not narrower, with float weights in both (teacher_dtype too)",
             )
+    # Written only after every name was checked: a refusal leaves the student as it was.
     for name, source in sources.items():
         fill_(ours[name], source)
     return {"layers": chosen, "copied": len(sources), "left": left}
@@ -137,6 +141,7 @@ def _stacks(student: nn.Module, teacher: nn.Module) -> dict[str, tuple[int, int]
         other = others.get(name)
         if not (isinstance(module, nn.ModuleList) and isinstance(other, nn.ModuleList) and len(module) and len(other)):
             continue
+        # An inner stack (experts of a layer) is copied whole with its outer layer.
         if not any(name.startswith(f"{stack}.") for stack in found):
             found[name] = (len(module), len(other))
     return found
@@ -148,6 +153,7 @@ def _renamed(name: str, stack: str, chosen: list[int]) -> str:
 
 
 def _fits(tensor: Tensor, source: Tensor) -> bool:
+    # A DTensor is a wrapper subclass too, and has values that can be copied.
     if is_traceable_wrapper_subclass(source) and not is_sharded(source):
         return False  # codes, of teacher_dtype or of the teacher's own
     return source.shape == tensor.shape and source.is_floating_point() == tensor.is_floating_point()

@@ -62,12 +62,15 @@ class Peers(Teachers):
 
     def join_optimizers(self, context: Context) -> None:
         """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
+        # Loaded before: the saved optimizer state has only the student's parameters, and must be numbered as they
+        # are.
         if not self._optimizer_of:
             for module in self.modules:
                 self._join(module, context)
             for optimizer in context.optimizers:
                 self._handles.append(optimizer.register_state_dict_post_hook(self._leave_out))
         for module in self.modules:
+            # Peers are outside of DDP, so nothing else makes them equal on all processes.
             for tensor in _tensors(module).values():
                 broadcast_(tensor)
 
@@ -80,6 +83,8 @@ class Peers(Teachers):
         counts = [Counter(place[id(mine)] for mine in trained if (mine.ndim > 1) == matrix) for matrix in (False, True)]
         joined: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
+            # Which group a peer's weight trains in: the one of the student's weight of that name, else where its like
+            # mostly are.
             mostly = (counts[parameter.ndim > 1] or sum(counts, Counter())).most_common(1)
             index = place.get(id(students[name])) if name in students else mostly[0][0] if mostly else None
             if parameter.requires_grad and index is not None:
@@ -96,6 +101,8 @@ class Peers(Teachers):
             self._optimizer_of[parameter] = optimizer
 
     def _leave_out(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        # torch numbers parameters over all groups. Without the peers' the numbers must close up, as the plain
+        # optimizer's do.
         numbers: dict[int, int] = {}
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -113,6 +120,7 @@ class Peers(Teachers):
         self.drop_gradients()
         for optimizer in {*self._optimizer_of.values()}:
             for group in optimizer.param_groups:
+                # In place: schedulers and wrappers hold the same list.
                 group["params"][:] = [mine for mine in group["params"] if mine not in self._optimizer_of]
         for parameter, optimizer in self._optimizer_of.items():
             optimizer.state.pop(parameter, None)
@@ -131,6 +139,7 @@ class Peers(Teachers):
         Raises:
             TrainingError: If a peer's student did not run.
         """
+        # A dict by name: a peer made of another class may lack modules; those train.
         modes = {name: module.training for name, module in model.named_modules()}
         found = []
         for module, student, hook in zip(self.modules, self.students, self._hooks, strict=True):
@@ -157,20 +166,24 @@ class Peers(Teachers):
             share: What the trainer scales a mean of 1 to; 0 where no position counts.
         """
         self._micro_batches += 1
+        # `share` is what a loss of 1 counts in this micro-batch: divided out, windows of any size are comparable.
         now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share
         # a loss that is not finite, whose step is skipped, would stay in the average for good
         now = torch.where((share > 0) & now.isfinite(), now, self.losses.to(now.device))
         all_reduce_(now, "sum").div_(world_size())
+        # A plain mean of the first 20, then an average with decay 0.95: no bias towards the zeros that it began with.
         self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
 
     def average_gradients(self) -> None:
         """Average every gradient over the processes, as DDP does for the student."""
         peers = [*self._optimizer_of]
+        # Which gradients exist must be agreed on first: all_reduce in a different order on two ranks hangs.
         reached = torch.tensor([each.grad is not None for each in peers], dtype=torch.uint8, device=peers[0].device)
         for parameter, anywhere in zip(peers, all_reduce_(reached, "max").tolist(), strict=True):
             if anywhere and parameter.grad is None:  # an expert that has tokens on another process alone
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in peers if parameter.grad is not None]
+        # One collective a dtype: many small ones cost more than the copies.
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in alike]), "sum").div_(world_size())
@@ -179,6 +192,8 @@ class Peers(Teachers):
 
     def one_by_one(self, clip: Callable[[], Any]) -> None:
         """Call `clip` once for each student, while no other has gradients: its norm is that of one model."""
+        # `clip` is the trainer's own and computes the norm of all parameters of the optimizer: others are hidden from
+        # it.
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
         everyone = [parameter for group in groups for parameter in group["params"]]
         gradients = {parameter: parameter.grad for parameter in everyone}
@@ -243,6 +258,7 @@ class Peers(Teachers):
         """
         ours = [_tensors(module) for module in self.modules]
         saved = [each["weights"] for each in state.get("peers", ())]
+        # Shapes by name: nothing is written before all peers fit.
         if [_shapes(each) for each in saved] != [_shapes(each) for each in ours]:
             raise CheckpointError(
                 "distill",
@@ -318,11 +334,13 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         for parameter in other.parameters():
             if parameter.requires_grad:
                 parameter.fill_(torch.nan)  # what is still there afterwards, nothing drew
+        # Children first: a parent's initialiser (transformers' `_init_weights`) overrides its children's defaults.
         for module in _children_first(other):
             vars(module).pop("_is_hf_initialized", None)  # transformers would leave it as it is
             draw = next((getattr(module, name) for name in _INITIALISERS if hasattr(module, name)), None)
             if draw is not None:
                 draw()
+        # Frozen weights, and the buffers beside them (a base of codes and scales), are the original's.
         for name, tensor in _kept(model):
             _tensor(other, name).copy_(tensor)
     for name, parameter in other.named_parameters():
@@ -402,6 +420,8 @@ class MutualComparison(Comparison):
         everyone = [batch.parts(each, of_classes=of_classes) for each in outputs]
         totals = []
         for ours in everyone:
+            # The mean over the other students; each is a fixed target here, and gets its own gradient in its own
+            # term.
             sums = [
                 difference(config, divergence, part, its.detach(), mask, batch.temperature)
                 for theirs in everyone
@@ -409,6 +429,7 @@ class MutualComparison(Comparison):
                 for part, its in zip(ours, theirs, strict=True)
             ]
             totals.append(torch.stack([total for total, _ in sums]).mean())
+            # All sums run over the same mask, so any of their counts serves.
             count = sums[0][1]
         self._latest = list(zip((task for task, _ in studied), totals[1:], strict=True))
         return Compared(totals[0], count, mask)
@@ -417,6 +438,8 @@ class MutualComparison(Comparison):
         """Return the student's loss unchanged in value, with the gradients of all peers' losses beside its own."""
         losses = [mix(task, context.normalise(total, count), alpha) for task, total in self._latest]
         # what a loss of 1 is in this micro-batch: a trainer may divide by the positions of its whole window
+        # normalise(1 * count, count): 1 where the trainer takes means, count / window's positions where it divides
+        # sums.
         share = context.normalise(count.to(torch.float32), count)
         self._peers.note_losses([task_loss, *(task for task, _ in self._latest)], share)
         self._latest = []
@@ -427,6 +450,7 @@ class MutualComparison(Comparison):
             together.register_hook(  # type: ignore[no-untyped-call]
                 lambda _: Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
             )
+        # The value stays the student's loss, which is logged; the gradient is the sum of all.
         return mixed + (together - together.detach())
 
     def metrics(self) -> dict[str, float]:
@@ -460,6 +484,7 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
         module = load_named(given, student, context, trust_remote_code=config.trust_remote_code)
         check_separate(model, module)
         check_heads(student, module, divergence=config.divergence, logits=config.logits)
+        # A peer of a part of the model gets the rest of the model as a copy, so that its task loss runs whole.
         modules.append(module if student is model else copied(model, {id(student): module}))
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))

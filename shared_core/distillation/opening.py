@@ -46,6 +46,7 @@ def open_comparison(
     ]
     for given, module in zip(config.teachers, modules, strict=True):
         check_separate(model, module)
+        # Each teacher may set vocab_size; the next is then checked against it.
         config = _with_common_vocabulary(config, student, module, given, context)
         check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
     told: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}

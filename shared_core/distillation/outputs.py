@@ -62,6 +62,7 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
         if holds(output, kind):
             parts = [_item(output, key) for key in keys]
             # a CrossEncoder may return one number for each pair of texts
+            # (B,) becomes (B, 1): the divergences want a dimension of classes.
             return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
     raise _nothing(output, f"logits under {name!r}, or {_known()}", whose)
 
@@ -85,6 +86,7 @@ def find_logits(output: Any, name: str, whose: str) -> Tensor:
 def _logits(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
+    # A namedtuple has the attribute by name, and is looked up below.
     if isinstance(output, tuple | list) and not hasattr(output, name):
         # a model given labels puts its scalar loss first
         return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
@@ -305,6 +307,7 @@ def over_positions(
         return spans.parts if of_classes else tuple(part.unsqueeze(-1) for part in spans.parts), None
     if not of_classes:
         return tuple(part.unsqueeze(-1) for part in spans.parts), (attention_mask != 0).to(first.device)
+    # Rows are examples and classes are positions here: padding is a class that neither side may choose.
     padding = (attention_mask == 0).to(first.device)
     parts = tuple(part.masked_fill(padding.to(part.device), -torch.inf) for part in spans.parts)
     return parts, ~padding.all(-1)

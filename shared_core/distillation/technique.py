@@ -100,12 +100,15 @@ class Distillation(Technique):
         """Take the hook off the student and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
+        # A run attaches again on resume and after evaluation: what pairs and averages learned is kept for that
+        # `begin`.
         self._saved_pairs = self._pair_states()
         for pairs in self._pairs.values():
             pairs.detach()
         self._pairs = {}
         if self._comparison is not None:
             teachers = self._comparison.teachers
+            # Gathering a sharded average is a collective; `detach` may run on one rank alone, after an exception.
             self._saved_teachers = teachers.state_dict() if teachers.is_readable else {}
             self._comparison.detach()
         self._handle = self._student = self._comparison = None
@@ -121,6 +124,7 @@ class Distillation(Technique):
                 pairs.check_shards(self._student)
             self._comparison.teachers.begin(self._student)
             self._comparison.begin(context)
+            # Only now: the average is where the student is, and sharded as it is.
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers, self._student)
         for name, pairs in self._pairs.items():
@@ -156,6 +160,7 @@ class Distillation(Technique):
         self.labels, unlabelled = None, self._examples.take()
         task_loss = labelled_part(task_loss, labels, causal=self.is_causal)
         if not (active := self._schedule.is_active(context)) or not torch.is_grad_enabled():
+            # Outside of begin..end the hooks are off, so there is no forward to compare.
             self._soft = self._soft if active else None  # what was last before the end is no figure of later steps
             return task_loss
         if student is None or comparison is None or forward is None:
@@ -168,9 +173,11 @@ class Distillation(Technique):
         self._examples.check_told(unlabelled)
         alpha, temperature = self._schedule.options(context)
         batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
+        # With alpha 1 the soft term is a figure only: no graph is kept for it.
         with torch.set_grad_enabled(alpha != 1 or comparison.trains_others):
             compared = comparison.compare(batch)
         self._note(batch, compared, task_loss, self._schedule.figures(alpha, temperature))
+        # `normalise` divides sum by count as this trainer does: over the micro-batch, or over its whole window.
         mixed = mix(task_loss, context.normalise(compared.total, compared.count), alpha)
         mixed = comparison.join(mixed, task_loss, alpha, compared.count, context)
         for name, pairs in self._pairs.items():
@@ -269,10 +276,12 @@ class Distillation(Technique):
     def after_optimizer_step(self, context: Context) -> None:
         """Let hooks and an average follow; raise `TrainingError` if no loss of the run had a soft term in it."""
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
+        # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
             raise TrainingError(
                 "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
             )
+        # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)

@@ -64,9 +64,12 @@ class CommConfig(TechniqueConfig):
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return the bytes of gradients that are not sent, and of the error that powersgd keeps."""
+        # FSDP2 sends each micro-batch's gradients (a reduce-scatter, half an all-reduce): 2 bytes in the place of
+        # compute_bytes.
         if run.strategy == "fsdp2":  # the reduce-scatter alone, in every micro-batch
             sent = (2.0 - run.compute_bytes) * run.accumulate * run.ring(shape.params)
             return [Cost(f"comm: {self.hook}", sent=min(sent, 0.0), why="gradients in 2 bytes")]
+        # An all-reduce is a reduce-scatter and an all-gather: twice a ring's bytes.
         whole = 2 * run.ring(shape.params * run.weight_bytes)
         if self.hook in ("fp16", "bf16"):
             sent = 2.0 / run.weight_bytes

@@ -38,6 +38,8 @@ class PowerSgd:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, rank: int, seed: int) -> None:
+        # PowerSGD of Vogels et al. (2019, arXiv:1905.13727, algorithm 1). Shapes below: a gradient as M (rows,
+        # columns), P (rows, rank), Q (columns, rank).
         self._rank, self._seed = rank, seed
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.compressed = {name for name, parameter in parameters.items() if self._shrinks(parameter)}
@@ -51,6 +53,8 @@ class PowerSgd:
         if parameter.dim() < 2 or parameter.numel() == 0:
             return False
         rows, columns = parameter.flatten(1).shape
+        # At least half the bytes must be saved, as in torch's own hook (min_compression_rate 2): below that the error
+        # is not worth it.
         return 2 * (rows + columns) * self._rank < rows * columns
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
@@ -63,18 +67,26 @@ class PowerSgd:
         names = [self._name_of[parameter] for parameter in parameters]
         whole = [gradient for name, gradient in zip(names, gradients, strict=True) if name not in self.compressed]
         low = {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in self.compressed}
+        # DDP hands the gradients as views of its bucket. Those that are sent whole (biases, norms) go as one tensor.
         flat = torch.cat([gradient.flatten() for gradient in whole]) if whole else gradients[0].new_empty(0)
         # started first: it travels while the products are computed
         sending = dist.all_reduce(flat, async_op=True).get_future()
         if flat.device.type == "cpu":
             # gloo would call back from threads of its own, and processes could begin their collectives in other orders
             sending.wait()
+        # Error feedback: what was lost in earlier steps is added before compression, so that it is sent later and
+        # never dropped.
         matrices = {name: self._with_error(name, gradient) for name, gradient in low.items()}
+        # Q of the last step is a warm start: one step of subspace iteration each time follows the slowly turning
+        # gradient.
         queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
+        # P = M Q of this process; the sum over processes is that of the mean M, as the product is linear.
         left = [matrices[name] @ queries[name] for name in low]
         right: list[Tensor] = []
 
         def reduce_left(future: Future[Any]) -> None:
+            # A chain of futures, not waits: DDP goes on with backward, and the next bucket, meanwhile. The order of
+            # collectives is that of the buckets, which is the same on every process.
             flat.div_(world_size())
             for gradient, part in zip(whole, _cut(flat, whole), strict=True):
                 gradient.copy_(part)
@@ -83,11 +95,14 @@ class PowerSgd:
         def reduce_right(future: Future[Any]) -> None:
             # of a sum, which spans what the mean does
             left[:] = [torch.linalg.qr(product).Q for product in left]
+            # Q = M^T P with orthonormal P: the projection of M's rows. Its mean over processes is divided for below.
             right[:] = _summed([matrix.T @ product for matrix, product in zip(matrices.values(), left, strict=True)])
 
         def multiply(future: Future[Any]) -> None:
             for (name, gradient), product, query in zip(low.items(), left, right, strict=True):
+                # query: kept as the mean, for the next step. Every process has the same sums, so all keep the same Q.
                 self.queries[name] = query.div_(world_size())
+                # In place: DDP goes on to read the bucket that this gradient is a view of.
                 gradient.copy_((product @ query.T).view(gradient.shape))
                 # what the gradient's own dtype rounded away is lost too
                 self.errors[name] = matrices[name].sub_(gradient.flatten(1))
@@ -96,7 +111,9 @@ class PowerSgd:
         return sending.then(reduce_left).then(reduce_right).then(multiply), sent
 
     def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+        # In float32 at least: an error of a 16-bit gradient lies below its last bit.
         wide = torch.promote_types(gradient.dtype, torch.float32)
+        # copy: M becomes the error in place below, and the gradient is overwritten before that.
         matrix = gradient.detach().flatten(1).to(wide, copy=True)
         return matrix.add_(self.errors[name].to(matrix)) if name in self.errors else matrix
 
@@ -105,6 +122,7 @@ class PowerSgd:
             return self.queries[name].to(matrix)
         # on the CPU, so that every device draws the same; of the name, so that no order matters
         generator = torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))
+        # QR gives min(rows, rank) orthonormal columns: a larger rank would come back as another shape.
         columns, rank = matrix.shape[1], min(self._rank, *matrix.shape)
         return torch.randn(columns, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
@@ -114,6 +132,8 @@ class PowerSgd:
         Only the mean enters an average of gradients, so training goes on as it would, up to rounding, and one copy is
         all that a checkpoint needs, whatever number of processes goes on from it.
         """
+        # Sorted: errors were made in bucket order, and every process must call its collectives in the same one. The
+        # mean keeps the algorithm's invariant: only the sum over processes of the errors acts on later gradients.
         for name in sorted(self.errors):
             all_reduce_(self.errors[name], "sum").div_(world_size())
 

@@ -37,16 +37,20 @@ class RoundedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Overwrite `output_tensor` with this process's part of what all inputs add up to, or their mean, by `op`."""
+        # 16-bit gradients (param_dtype bf16 with reduce_dtype bf16) travel as they are: a cast between fp16 and bf16
+        # would only lose.
         narrow = self.dtype if self.dtype is not None and input_tensor.dtype.itemsize > 2 else input_tensor.dtype
         self.step["gradients"] += input_tensor.nbytes
         self.step["sent"] += input_tensor.numel() * narrow.itemsize
         if narrow == input_tensor.dtype:
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
         sent = input_tensor.to(narrow)
+        # Divided before the sum: n fp16 gradients may add up to more than 65504 where their mean does not.
         if op == dist.ReduceOp.AVG:
             sent, op = sent.div_(dist.get_world_size(group)), dist.ReduceOp.SUM
         received = torch.empty_like(output_tensor, dtype=narrow)
         _reduce_scatter(received, sent, op=op, group=group)
+        # None tells FSDP2 that there is nothing to wait for: the copy back runs on the stream that received.
         output_tensor.copy_(received)
         return None
 
@@ -60,6 +64,7 @@ def put_into(model: nn.Module) -> RoundedReduceScatter | None:
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         return None
+    # HSDP all-reduces the parts after this, in a call that has no hook: it would send them in full.
     kept: Any = next((p for p in model.parameters() if is_sharded(p) and p.device_mesh.ndim > 1), None)  # type: ignore[attr-defined]
     if kept is not None:
         raise CompatibilityError(

@@ -101,6 +101,7 @@ class GradientCompression(Technique):
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
+            # Of the wrapped model: FSDP2 has replaced parameters by sharded ones.
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
@@ -113,12 +114,15 @@ class GradientCompression(Technique):
                 "the DDP module",
             )
         ddp: Any = found[0]
+        # DDP's buckets hold the parameters of its own module, so names must be of those.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
             self.timeline(context)
             parameters = {name: parameter for parameter, name in names.items()}
+            # The seed from the run's generator, which is equal on all processes: each must draw the same first Q.
             self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
+            # Cloned: errors change in place, and the loaded state may be another holder's.
             self.power_sgd.errors = {name: value.clone() for name, value in self._saved.get("errors", {}).items()}
             self.power_sgd.queries = dict(self._saved.get("queries", {}))
         self._is_active = context.step >= self._first
@@ -136,6 +140,7 @@ class GradientCompression(Technique):
             return _ROUNDED[self.config.hook](cast(Any, None), bucket)
         reduced, sent = self.power_sgd.reduce(bucket.parameters(), bucket.gradients())
         self._step["sent"] += sent
+        # The hook's future must give the bucket's buffer; the chain's own value is None.
         return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
 
     def before_optimizer_step(self, context: Context) -> None:
@@ -152,6 +157,7 @@ class GradientCompression(Technique):
             )
         self._last = dict(self._step)
         self._step.update(dict.fromkeys(self._step, 0))
+        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
         if self._scatter is not None and self._last["sent"] == self._last["gradients"]:
             raise TrainingError(
                 "comm",
@@ -176,6 +182,8 @@ class GradientCompression(Technique):
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
         found = not all_finite(grads)
+        # After DDP's all-reduce all processes hold the same gradients. FSDP2 leaves each with a part, so they must
+        # agree.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_optimizer_step(self, context: Context) -> None:
@@ -196,6 +204,7 @@ class GradientCompression(Technique):
     def detach(self, model: nn.Module) -> None:
         """Have gradients reduced whole again."""
         if self._switch is not None:
+            # DDP cannot be given another hook: the one that it has passes gradients on as they are.
             self._switch.compress = None
         if self._scatter is not None:
             self._scatter.dtype = None

@@ -75,6 +75,8 @@ class FlushProbe:
 
     def arm(self) -> None:
         """Record the next forward in train mode: that of the first module with children that is called."""
+        # Which module the user's loop calls is not known: the first one called that has children is the model or its
+        # core.
         self._clear()
         if self._model is not None:
             self._waiting = [
@@ -107,6 +109,7 @@ class FlushProbe:
         for tensor in _tensors(output):
             index = len(self._names)
             self._names.append(name)
+            # Kept: the fp32 repetition takes the same forward values, so that only the gradients' rounding differs.
             self._values.append(tensor.detach().clone())  # it may be changed in place
             _keep_gradient(tensor, self._grads, index)
 
@@ -120,6 +123,7 @@ class FlushProbe:
             index = next(indices)
             if not (isinstance(part, Tensor) and part.requires_grad):
                 return part
+            # The outputs are cast up here, so that the loss and its gradient are exact from this point on.
             whole = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
             _keep_gradient(whole, self._ends, index)
             return whole
@@ -135,12 +139,14 @@ class FlushProbe:
         if self._model is None:
             return False
         names = [name for name, _ in self._leaves(self._model)]
+        # Counts of all processes are summed in one tensor, with two flags: any process can veto.
         # the last row: whether some process could not measure this time, and whether one never can
         counts = torch.zeros(len(names) + 1, 2, dtype=torch.int64)
         counts[-1] = torch.tensor((not self._usable(), self._is_hopeless()))
         if not counts[-1].any():
             row = {name: index for index, name in enumerate(names)}
             for index, exact in self._exact_gradients().items():
+                # Flushed: 0 in half precision, not 0 in fp32.
                 lost = (self._grads[index] == 0) & (exact != 0)
                 part = torch.stack((lost.sum(), torch.count_nonzero(exact)))
                 counts[row[self._names[index]]] += part.cpu()
@@ -175,6 +181,7 @@ class FlushProbe:
         indices = itertools.count()
 
         def repeated(module: nn.Module, inputs: Any, output: Any) -> Any:
+            # Outputs are replaced by the half-precision forward's values; the graph behind them is fp32.
             numbers = [next(indices) for _ in _tensors(output)]
             if isinstance(output, Tensor) and output.requires_grad:
                 output = _WithValues.apply(output, self._values[numbers[0]])  # type: ignore[no-untyped-call]
@@ -234,6 +241,7 @@ class _WithValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Straight through: the gradient of the fp32 output is that of the value put in its place.
         return grads[0], None
 
 

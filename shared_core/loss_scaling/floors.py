@@ -40,6 +40,7 @@ def largest_scale(amax: float, *, format: Literal["fp16", "fp8_e5m2"] = "fp16", 
 
 def largest_exponent(log2_amax: float, format: str, margin: float) -> int:
     """Return log2 of the largest power of two that leaves the margin."""
+    # ⌊log2(max) - margin - log2(amax)⌋; the tiny addend keeps exact powers of two on the right side.
     return math.floor(math.log2(torch.finfo(FORMATS[format]).max) - margin - log2_amax + _ROUNDING)
 
 
@@ -76,25 +77,30 @@ class AutoScale:
             self._streak += 1
             self._good = 0
             exponent = _exponent(scale * self._backoff)
+            # The first overflow of a streak tells how much too high the prediction was; further ones only fall.
             if self._streak == 1 and self._peak is not None:
                 self._extra = max(self._extra, largest_exponent(self._peak, self._format, self._margin) - exponent)
             return self._clamped(exponent)
         self._streak = 0
         self._good += 1
         if self._good >= self._interval:
+            # A good interval takes back half of the extra margin: an outlier is forgotten slowly.
             self._good, self._extra = 0, self._extra // 2
         if amax > 0:
             now = math.log2(amax)
             past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
+            # Up at once, down slowly: the smoothed peak never lies below the present gradient.
             self._peak = max(now, past)
         if self._peak is None:
             # nothing but zeros so far: perhaps all was flushed
             return max(scale, self._clamped(min(_exponent(self._init_scale), _exponent(scale) + 1)))
         # of a step of zeros too: after a storm the scale may be so low that every gradient is flushed
         wanted = largest_exponent(self._peak, self._format, self._margin) - self._extra
+        # At most one doubling a step: a lucky small gradient cannot raise the scale over a normal one's overflow.
         return self._clamped(min(wanted, _exponent(scale) + 1))
 
     def _clamped(self, exponent: int) -> float:
+        # 2^127 is the largest power of two in float32.
         return max(math.ldexp(1.0, min(exponent, 127)), self._min_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,17 +254,21 @@ class AutoFloor:
         if self._sums is None:
             self._sums = value.new_zeros(2)
         self._sums = self._sums.to(value.device)
+        # On the loss's device, without a read: this runs in every micro-batch.
         self._sums += torch.stack((torch.where(finite, value, 0.0), finite.float()))
 
     def end_step(self, *, skipped: bool, in_a_row: int, scale: float) -> None:
         """Count a step taken or skipped at this scale, the same on all processes, and move the floor if it is time."""
         self._steps += 1
         self._skips += skipped
+        # Many skips in a row at the floor: it is what stops the scale from falling, so it falls.
         if skipped and scale <= self._value and in_a_row % self._patience == 0:
             self._fall()
             self._close(self._mean_before)
         elif self._steps >= self._window:
             mean = self._mean()
+            # Rising needs few overflows and a mean loss below the last window's; without a window before, nothing
+            # moves.
             few = self._skips < self._overflows * self._steps
             if few and mean is not None and self._mean_before is not None and mean < self._mean_before:
                 self._value = max(min(2 * self._value, scale), self._value)
@@ -277,6 +287,7 @@ class AutoFloor:
     def _mean(self) -> float | None:
         if self._sums is None:
             return None
+        # One collective a window: the sums of all processes decide alike everywhere.
         total, count = all_reduce_(self._sums, "sum").tolist()
         return total / count if count else None
 

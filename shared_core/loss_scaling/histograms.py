@@ -137,6 +137,7 @@ def update_counts(new: Tensor, old: Tensor) -> Exponents:
     """Return the counts of ``new − old``, subtracted in float64: exact where the difference has 53 bits or fewer."""
     size = _CPU_PIECE if new.device.type == "cpu" else _DEVICE_PIECE
     pieces = (torch.split(tensor.detach().reshape(-1), size) for tensor in (new, old))
+    # float64: the difference of two float32 numbers 2^29 apart is still exact.
     parts = (count_exponents(after.double() - before.double()) for after, before in zip(*pieces, strict=True))
     return functools.reduce(lambda total, part: Exponents(part.lowest, total.counts + part.counts), parts)
 
@@ -235,6 +236,7 @@ class HistogramProbe:
             return
         self._armed = True
         self._carried, self._restored = self._restored, {}
+        # A histogram of a step that was interrupted is joined with what is recorded from here.
         if self._carried:
             return  # the run was resumed within this step, and its first micro-batch was recorded before
         for name, module in self._model.named_modules():
@@ -247,12 +249,14 @@ class HistogramProbe:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a hook that is traced would stay in the graph for good
+        # The first forward after a backward is the next micro-batch: one is enough.
         if not self._calls and self._ended and not _in_backward():
             for handle in self._handles:  # the next micro-batch
                 handle.remove()
             self._handles = []
             return
         # the innermost may be without gradients in a forward that activation checkpointing will repeat with them
+        # Whether the outermost module trains decides for all inside, also under checkpointing's no_grad forward.
         self._calls.append(self._calls[0] if self._calls else module.training and torch.is_grad_enabled())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -264,6 +268,7 @@ class HistogramProbe:
         parts = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
         if _in_backward():
             self._ended = True
+            # A recomputed forward: only outputs that had no gradient in the first one are hooked now.
             if name not in self._without_gradient:
                 return
         else:
@@ -294,6 +299,7 @@ class HistogramProbe:
     @torch.no_grad()
     def before_step(self, scale: float, step: int) -> None:
         """Count weights and gradients and copy the weights that have one: gradients are unscaled, not yet clipped."""
+        # Gradients of the step, before clipping changes them.
         self._measured, self._before, self._at = {}, {}, (step, scale)
         for name, layer, parameter in self._parameters():
             self._measured.setdefault(("weights", layer), []).append(device_counts(local_part(parameter)))
@@ -314,11 +320,14 @@ class HistogramProbe:
             if name in self._before:
                 counts = update_counts(local_part(parameter), self._before[name])
                 self._measured.setdefault(("updates", layer), []).append(counts)
+        # Replicated tensors are the same on all processes and must not be summed; sharded ones and activations
+        # differ.
         sharded = {layer for _, layer, parameter in self._parameters() if hasattr(parameter, "to_local")}
         found = {**_read(self._measured), **_read(self._recorded)}
         for key, histogram in self._carried.items():
             found.setdefault(key, Log2Histogram()).add(histogram)
         gradients = [histogram for (kind, _), histogram in found.items() if kind == "gradients"]
+        # A step that will be skipped has no update to measure.
         usable = bool(gradients) and not any(histogram.infinite + histogram.nan for histogram in gradients)
         usable = self._add_up(found, sharded, usable)
         if usable:
@@ -335,6 +344,7 @@ class HistogramProbe:
         names = [name or "(model)" for name, module in self._model.named_modules() if not any(module.children())]
         keys = [(kind, name) for kind in ("activations", "activation_gradients") for name in names]
         keys += [(kind, layer) for kind in ("weights", "gradients", "updates") for layer in sorted(sharded)]
+        # One table, a row for each histogram: a single collective.
         table = torch.zeros(len(keys) + 1, _COLUMNS, dtype=torch.int64)
         for row, key in zip(table, keys, strict=False):
             histogram = found.pop(key, Log2Histogram())

@@ -168,6 +168,7 @@ class LossScaler(GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         # kernels of accelerators may divide inexactly in float32, those of the CPU do not
+        # 1/S is exact for powers of two only; in float64 it is rounded once.
         factor = scale.reciprocal() if scale.is_cpu or scale.is_mps else scale.double().reciprocal().float()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), False)
         state["stage"] = OptState.UNSCALED
@@ -190,6 +191,8 @@ class LossScaler(GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        # Fused optimizers unscale inside their kernel and would skip silently: they get scale and flag, the skip is
+        # decided here.
         unscales_itself = state["stage"] is OptState.READY and has_scaled_step(optimizer)
         if unscales_itself:
             self._check_inf_per_device(optimizer)
@@ -205,6 +208,7 @@ class LossScaler(GradScaler):
         if not unscales_itself:
             return cast("float | None", optimizer.step(*args, **kwargs))
         amp: Any = optimizer
+        # Another wrapper may have set grad_scale already: both divide.
         amp.grad_scale, amp.found_inf = scale * getattr(optimizer, "grad_scale", 1), found_inf
         try:
             return cast("float | None", optimizer.step(*args, **kwargs))
@@ -248,6 +252,7 @@ class LossScaler(GradScaler):
                 raise AssertionError("No inf checks were recorded prior to update.")
             if self._auto is not None:
                 # whoever unscaled without stepping has a say too, as in torch
+                # An optimizer that was unscaled and not stepped has been checked too.
                 seen = self._seen + [self._read(s, scale) for s in checked if s["stage"] is not OptState.STEPPED]
                 overflowed, amax = any(bad for bad, _, _ in seen), max(amax for _, _, amax in seen)
                 scale.fill_(self._auto.next_scale(seen[0][1], amax, overflowed=overflowed))
@@ -265,6 +270,7 @@ class LossScaler(GradScaler):
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
         (found_inf,) = state["found_inf_per_device"].values()
+        # One host read for all figures.
         found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
         return found != 0, at, amax[0] / at if amax else 0.0
 

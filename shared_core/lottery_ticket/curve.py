@@ -105,6 +105,7 @@ class TicketCurve:
             axes.axhline(dense.quality, linewidth=1, linestyle="--", color="grey", label=f"dense: {dense.quality:.5g}")
         for control, label in _LABELS.items():
             rows = [row for row in self.rows if row.control == control and row.quality is not None]
+            # Tickets have the dense run as their first point, which alone is no line.
             if len(rows) > (control == "none"):
                 points = sorted((100 * row.left, row.quality) for row in rows)
                 axes.plot(*zip(*points, strict=True), "o-", markersize=4, label=label)
@@ -143,6 +144,7 @@ def curve_of(
     dense = _quality(histories[0], quality, larger)
     rows = []
     for (number, control, folder, result), history in zip(results, histories, strict=True):
+        # NaN became the worst value in `_history`: it never wins here.
         best = max(history, key=lambda point: point[1] if larger else -point[1], default=None)
         reached = None
         if dense is not None:
@@ -185,6 +187,7 @@ def _history(result: dict[str, Any], metric: str | None, larger: bool) -> list[t
     worst = -math.inf if larger else math.inf
     points = [(int(entry["step"]), float(entry["metrics"][metric])) for entry in result["history"]
               if metric in entry["metrics"]]  # fmt: skip
+    # A diverged validation must not compare as best, nor as "as good as dense": every comparison with NaN is False.
     return [(step, worst if math.isnan(value) else value) for step, value in points]
 
 

@@ -149,6 +149,8 @@ class RunFolder:
         """Write the ticket, if one was found, and then the figures."""
         if found is not None:
             write_ticket(self._path / TICKET_FILE, found)
+            # The rewinding weights are in the ticket now; the result comes last, as its file marks the run as
+            # finished.
             (self._path / REWIND_FILE).unlink(missing_ok=True)
         with atomic_write(self._path / RESULT_FILE) as temporary:
             temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -174,6 +176,7 @@ class Journal:
         self.folder = make_folder(folder)
         clean_strays(self.folder)
         file = self.folder / JOURNAL_FILE
+        # Through JSON and back: a tuple compares unequal to the list that the file holds.
         plan = json.loads(json.dumps({"format": _FORMAT, **plan}))
         if file.exists():
             check_same(file, read_object(file), plan, "search")
@@ -295,9 +298,12 @@ class LotterySearch:
         for name in _CHOSEN_HERE:
             if name in options:
                 raise ConfigError("lottery", f"{name} must not be given, it is chosen for every run")
+        # Learning rate rewinding replays the schedule's last two thirds; weight rewinding starts from the
+        # initialisation.
         if rewind_to is None:
             rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
         self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
+        # After so many rounds 1 - (1 - rate)^rounds of the weights are gone: the cap must leave room for that.
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
         if most is not None and most < asked - 1e-9:
             raise ConfigError(
@@ -391,6 +397,7 @@ class LotterySearch:
                             "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that "
                             "EFF_RECIPE names) that is finished",
                         )
+                # The curve is written after every run, so that a search that is stopped has its points.
                 results.append((number, control, out, result))
                 curve = curve_of(results, metric=self.metric, mode=self.mode, quality=self.quality)
                 self._write(journal.folder, curve)

@@ -33,6 +33,7 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
         config: The rates.
     """
     output = match_modules(model, prunable_types(model), where="lottery", include=["last"])[0].module
+    # Frankle and Carbin prune the output layer at half the rate of the others.
     half = config.rate / 2 if config.output_rate is None else config.output_rate
     conv = config.rate if config.conv_rate is None else config.conv_rate
     return {
@@ -84,11 +85,14 @@ def next_masks(
     if isinstance(rates, Mapping):
         found = {}
         for index, (name, count) in enumerate(zip(scores.names, left, strict=True)):
+            # A rate is of what is left, `prune_mask` takes a share of all: keep is converted, with one weight left at
+            # least.
             keep = max(count - round(rates[name] * count), min(count, 1))
             numel = weights[name].numel()
             found[name] = prune_mask(scores[index], (numel - keep) / max(numel, 1))
         return found
     numel = sum(tensor.numel() for tensor in scores.tensors)
+    # Gone already, plus the rate of what is left: the sparsity that all tensors reach together.
     sparsity = (numel - sum(left) + round(rates * sum(left))) / numel
     limits = layer_limits(most_of_a_tensor(most, sparsity), sparsity, [tensor.numel() for tensor in scores.tensors])
     return dict(zip(scores.names, prune_masks(scores, sparsity, limits), strict=True))
@@ -133,5 +137,6 @@ def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
         tensor([1., 2., 3.])
     """
     for parameter in parameters:
+        # A permutation of the initial values has exactly their distribution, whatever the initialiser was.
         order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
         fill_(parameter, whole(parameter).reshape(-1)[order].view(parameter.shape))

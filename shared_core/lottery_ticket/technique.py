@@ -166,6 +166,7 @@ class LotteryTicket(Technique):
                 f"{context.step} that did not",
                 "start again",
             )
+        # Before other techniques begin: they then see the ticket's weights as the initial ones.
         if context.step == 0 and self._at == 0:
             self._rewind(context, others_begun=False)
         elif self._rewound:
@@ -175,6 +176,7 @@ class LotteryTicket(Technique):
                 self._folder.check_kept(self._digest, self._at)
 
     def _check_ticket(self, ticket: Ticket, context: Context) -> None:
+        # A random re-initialisation starts from step 0, whatever the ticket's step is.
         if self.config.control == "random_reinit":
             return
         if ticket.step != self._at:
@@ -202,6 +204,7 @@ class LotteryTicket(Technique):
         if self.config.control == "random_reinit":
             parameters = [parameter for parameter in context.model.parameters() if parameter.is_floating_point()]
             redraw_(parameters, self._drawn("weights"))
+        # A replay of steps 0 .. k gives θ_k, if the run is deterministic; that is checked, not assumed.
         elif self.config.rewind == "weights":
             self._check_replay(context, self._ticket)
         else:
@@ -245,6 +248,7 @@ class LotteryTicket(Technique):
         self._masks.set({name: masks[name].to(weight.device) for name, weight in self._weights.items()})
 
     def _drawn(self, what: str) -> torch.Generator:
+        # Two streams from one seed: masks and weights of controls are drawn independently.
         return torch.Generator().manual_seed(2 * self.config.seed + (what == "weights"))
 
     # -- one step
@@ -258,6 +262,7 @@ class LotteryTicket(Technique):
 
     def after_optimizer_step(self, context: Context) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
+        # Held for the step alone: schedulers compute the next rate from the one that they find.
         self._rates_held.give_back(context.optimizers)
         if context.step == self._at:
             self._rewind(context, others_begun=True)
@@ -336,6 +341,7 @@ class LotteryTicket(Technique):
         counts = {name: (mask.numel(), mask.numel() - count_kept(mask)) for name, mask in masks.items()}
         size, gone = (sum(pair) for pair in zip(*counts.values(), strict=True))
         self._result["found"] = size - gone
+        # The cap that counts is relative to what is gone of all tensors by now, over all rounds.
         most = most_of_a_tensor(self.config.max_layer_sparsity, gone / size)
         capped = at_limit(most, gone / size, counts) if self.config.scope == "global" else []
         for note in limit_notes(self.key, most, capped, counts):
@@ -344,6 +350,7 @@ class LotteryTicket(Technique):
             return Ticket(masks, whole_tensors(context.model), self._at, self.config.rewind, self._rates_held.last)
         if self._ticket is not None:
             return Ticket(masks, self._ticket.weights, self._at)
+        # Only the main process has the file; the others write nothing.
         return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
 
     def _evaluate(self, context: Context) -> str | None:

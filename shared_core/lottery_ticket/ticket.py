@@ -63,6 +63,7 @@ class Ticket:
         for name, mask in sorted(self.masks.items()):
             digest.update(name.encode() + pack_bits(mask).cpu().numpy().tobytes())
         for name in sorted(self.weights):
+            # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
             flat = self.weights[name].detach().reshape(-1)
             ends = torch.cat([flat[:_ENDS], flat[-_ENDS:]]).cpu().contiguous()
             digest.update(name.encode() + ends.view(torch.uint8).numpy().tobytes())
@@ -166,6 +167,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
+        # Tied weights are equal in all four; other views of the same memory are not, and count by themselves.
         storage: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
         storage = id(value) if is_sharded(value) else storage  # this process's part of it may be empty
         if storage not in seen:
@@ -199,6 +201,7 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
     Raises:
         CheckpointError: If it is of other weights.
     """
+    # A Lightning module holds the model under a prefix ("model."), a Hugging Face trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
     masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
     for name in sorted({*masks, *weights}):
@@ -273,6 +276,7 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
         )
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
+    # A shard is compared with its place in the whole tensor; one process that differs is enough.
     differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
     all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
     return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
@@ -291,6 +295,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
         False
     """
+    # As bytes: NaN equals itself, -0.0 differs from +0.0.
     bits = [side.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for side in (first, second)]
     return torch.equal(*bits)
 
@@ -328,6 +333,7 @@ class HeldRates:
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], *, rewound: bool) -> None:
         """Set the rates for one step, once the run has rewound; until `give_back`."""
+        # What the scheduler set is given back after the step, or it would go on from the held rate.
         self._scheduled = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         if rewound and self._held:
             _set_rates(optimizers, self._held)

@@ -40,8 +40,10 @@ class Spectrum:
         Row i of A and column i of B are of the same size, so that both learn at the same pace; without a moment each
         holds the root of a singular value.
         """
+        # Eckart-Young: B A = U_r U_rᵀ W is the best rank-r approximation of W.
         u = self.u[:, :rank]
         rows = u.T @ self.weight
+        # Split so that both factors have rows of equal size: products of very different factors train badly.
         root = rows.norm(dim=1).sqrt()
         root = root.where(root > 0, 1.0)
         return rows / root[:, None], u * root
@@ -76,6 +78,7 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
         [[1.0, 0.0], [0.0, 0.0]]
     """
     weight = weight.detach().double()
+    # min ‖(W - BA) X‖_F: with X Xᵀ = M = V Λ Vᵀ, decompose W V Λ^½ and map back by U alone.
     scaled = weight
     if moment is not None and moment.dim() == 1:
         scaled = weight * _floored(moment.double()).sqrt()
@@ -86,6 +89,7 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
     return Spectrum(weight, u, s)
 
 
+# Directions without input would be free, and eigh may give tiny negative eigenvalues.
 def _floored(values: Tensor) -> Tensor:
     mean = values.mean()
     return values.clamp_min(float(mean) * _FLOOR) if mean > 0 else torch.ones_like(values)
@@ -120,6 +124,7 @@ class InputMoments:
         layer, schemes = self._layers[name]
         wide = inputs if inputs.dtype == torch.float64 else inputs.float()
         for scheme in schemes:
+            # rows.T @ rows sums over positions: (features, features), or its diagonal.
             rows = input_rows(layer, wide, scheme)
             with torch.autocast(rows.device.type, enabled=False):
                 found = (rows.square().sum(0) if self._diagonal else rows.T @ rows).double()
@@ -152,6 +157,7 @@ class InputMoments:
                         "leave it out with skip, or give other batches",
                     )
                 total = all_reduce_(self._sums[name, scheme].to(layer.weight.device), "sum")
+                # One NaN input makes all directions NaN: better to stop than to factorise noise.
                 if not bool(total.isfinite().all()):
                     raise TrainingError("low_rank", f"{name} must see finite inputs, got NaN or infinity")
                 moments[name, scheme] = total

@@ -43,6 +43,7 @@ def as_matrix(weight: Tensor, scheme: str, transposed: bool) -> Tensor:
         return weight.T if transposed else weight
     if scheme == CHANNEL:
         return weight.flatten(1)
+    # Spatial: a k x k kernel becomes k x 1 then 1 x k, so the matrix mixes (out, width) with (in, height).
     out, into, height, width = weight.shape
     return weight.permute(0, 3, 1, 2).reshape(out * width, into * height)
 
@@ -70,6 +71,7 @@ def empty_factors(layer: Any, scheme: str, rank: int) -> tuple[nn.Module, nn.Mod
         first = make(nn.Conv2d, into, rank, layer.kernel_size, **geometry, **new)
         return first, make(nn.Conv2d, rank, out, 1, **new)
     parts = []
+    # First along height, then along width; strides split the same way.
     for axis, (inner, outer) in enumerate(((into, rank), (rank, out))):
         kernel, stride, padding, dilation = (
             _along(getattr(layer, name), axis, rest)
@@ -104,6 +106,7 @@ def factor_weights(a: Tensor, b: Tensor, scheme: str, layer: Any) -> tuple[Tenso
 def product(first: Tensor, second: Tensor, scheme: str) -> Tensor:
     """Return the matrix ``B A`` from the two layers' weights."""
     if scheme == SPATIAL:
+        # (out, rank, 1, width) to (out * width, rank): the inverse of `factor_weights`.
         second = second.squeeze(2).permute(0, 2, 1).flatten(0, 1)
     return second.flatten(1) @ first.flatten(1)
 
@@ -117,9 +120,11 @@ def input_rows(layer: Any, inputs: Tensor, scheme: str) -> Tensor:
         return inputs.flatten(0, -2) if inputs.dim() > 1 else inputs[None]
     if inputs.dim() == 3:
         inputs = inputs[None]
+    # Padding decides what the first factor sees, so it is applied as the layer does.
     if any(layer._reversed_padding_repeated_twice):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         sides = list(layer._reversed_padding_repeated_twice)
+        # The first factor slides along height only: width is not padded for it.
         if scheme == SPATIAL:
             sides[:2] = 0, 0
         inputs = F.pad(inputs, sides, mode=mode)
@@ -198,6 +203,7 @@ class LowRankLayer(nn.Module):
         """Release the user's weight: its shape stays."""
         weight = self.dense.weight
         if not weight.is_meta:
+            # Meta: the shape stays for merging and for whoever asks, the memory does not.
             self.dense.weight = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
             self.dense.bias = None  # a reference would keep an old one alive where a loader puts a new one
 

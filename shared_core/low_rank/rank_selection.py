@@ -47,11 +47,13 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
         {'a': 1, 'b': 1}
     """
     taken = dict.fromkeys(choices, 0)
+    # Every layer gets its cheapest choice; what is left is handed out step by step.
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
         raise ConfigError(
             "low_rank", f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}", "raise it"
         )
+    # Steps along each layer's concave hull, by worth per parameter: the greedy order that is optimal for hulls.
     steps = [
         ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
         for name, points in choices.items()
@@ -60,6 +62,7 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     # the sort is stable: of equal steps, the earlier layer's comes first
     for _, name, start, end in sorted(steps, key=lambda step: -step[0]):
         cost = choices[name][end][0] - choices[name][start][0]
+        # A step only follows the one before it of its own layer, and only while it fits.
         if taken[name] == start and cost <= left:
             taken[name], left = end, left - cost
     return taken
@@ -69,6 +72,7 @@ def _hull(points: Sequence[Point]) -> list[tuple[int, int]]:
     """Return the steps of the upper concave hull, as pairs of indices, up to the point that is worth most."""
     corners = [0]
     for index in range(1, len(points)):
+        # A corner above the hull's slope replaces those before it: worth per parameter must fall along the hull.
         while len(corners) > 1 and _slope(points, corners[-1], index) >= _slope(points, corners[-2], corners[-1]):
             corners.pop()
         corners.append(index)
@@ -111,6 +115,7 @@ class Candidate:
     @property
     def largest(self) -> int:
         """The largest rank that saves parameters, 0 if none does."""
+        # One parameter must be saved, and no rank beyond full helps.
         return min((self.numel - 1) // self.side, self.full)
 
 
@@ -161,6 +166,7 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from others"
+    # A tied weight would have to be factorised in all its uses at once.
     if holders[id(weight)] > 1:
         return "its weight is tied to another layer's"
     if not weight.is_floating_point():
@@ -242,6 +248,7 @@ def choose_ranks(
     ranks, left_out = {}, {}
     for name, rank in wanted.items():
         each = found[name]
+        # Rounded up to multiples (tensor cores), never above full rank.
         rank = min(math.ceil(min(rank, each.full) / config.multiple_of) * config.multiple_of, each.full)
         if rank <= each.largest or config.force:
             ranks[name] = rank
@@ -261,6 +268,7 @@ def _by_itself(each: Candidate, kind: str, value: float) -> int:
     if kind == "share":
         return max(round(value * each.full), 1)
     kept = each.spectrum.energy()
+    # The least rank that keeps at least this share; the slack is float64's rounding of the sums.
     return min(int((kept < value - 1e-12).sum()) + 1, each.full)
 
 
@@ -278,6 +286,7 @@ def _by_budget(
         else:
             gain = dict(worth[name])
         ranks[name] = sorted(gain)
+        # At full rank the layer stays as it is: its own parameters, worth 1.
         points[name] = [(rank * each.side if rank <= each.largest else each.numel, gain[rank]) for rank in ranks[name]]
     budget = math.floor(config.rule.value * sum(each.numel for each in found.values()))
     return {name: ranks[name][index] for name, index in share_out(points, budget).items()}

@@ -85,6 +85,7 @@ def mx_round_to(
     if mode == "nearest_even" and group_size in GROUP_SIZES and _is_last(x, axis) and on_eager_cuda(x):
         rounded: Tensor = mx_round(x.detach(), element, group_size)
         return rounded
+    # (..., blocks, group_size), the axis moved last; the pad's zeros change no maximum.
     blocks = _blocks(x, group_size, axis)
     scale = _mx_scale(blocks, element)
     values = round_to(blocks / scale, element, mode=mode, generator=generator)
@@ -137,6 +138,7 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
         >>> nvfp4_tensor_scale(torch.tensor(2688.0)).item()
         1.0
     """
+    # 448 · 6 = 2688: a block whose maximum is the tensor's then has the scale 448, e4m3's largest.
     return _usable(amax.detach().float() / (_E4M3.largest * _FP4.largest))
 
 
@@ -180,6 +182,7 @@ def nvfp4_round_to(
         return rounded
     blocks = _blocks(x, NVFP4_GROUP, axis)
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
+    # Products with reciprocals, as the kernel and torchao do: a division would round otherwise.
     values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
     return _joined(values * (tensor_scale * scale), x, axis).to(dtype)
 
@@ -255,6 +258,7 @@ def _joined(blocks: Tensor, x: Tensor, axis: int) -> Tensor:
 def _mx_scale(blocks: Tensor, element: str) -> Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     emax = math.frexp(FORMATS[element].largest)[1] - 1
+    # 2^(⌊log2 amax⌋ - emax) by masks of exponent bits, which do not miss a power of two as log2 may.
     scale = (binade(amax, FORMATS["fp32"]) * 2.0**-emax).clamp_(2.0**-126, 2.0**127)
     return torch.where(amax.isfinite(), scale, math.nan)
 

@@ -49,6 +49,7 @@ def encode(
     row = lookup(format)
     y = round_to(x, format, mode=mode, saturate=saturate, generator=generator)
     y = y.to(torch.promote_types(y.dtype, torch.float32 if FORMATS["fp32"].holds(row) else torch.float64))
+    # NaN and infinity have codes of their own, put in at the end.
     finite = torch.where(y.isfinite(), y, 0.0)
     if row.kind == "float":
         codes = _float_codes(finite, row)
@@ -57,12 +58,14 @@ def encode(
             codes = torch.where(y.isinf(), infinity, codes)
         codes = codes | torch.where(y.signbit(), _sign_bit(row), 0)
     elif row.kind == "integer":
+        # Two's complement, cut to the format's bits.
         codes = finite.long() & (2**row.bits - 1)
     elif row.kind == "binary":
         codes = (finite < 0).long()
     else:
         codes = nearest_magnitude(finite.abs().double(), row)
         if row.kind == "posit":
+            # Posits negate as integers: two's complement of the code.
             codes = torch.where(y < 0, 2**row.bits - codes, codes)
         else:
             codes = codes | torch.where(y < 0, _sign_bit(row), 0)
@@ -104,6 +107,7 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
         values = _float_values(codes, row)
     elif row.kind == "integer":
         signed = row.qmin < 0
+        # The sign bit weighs -2^(bits - 1): subtract 2^bits where it is set.
         values = (codes - ((codes >> (row.bits - 1)) << row.bits) if signed else codes).double()
     elif row.kind == "binary":
         values = 1.0 - 2.0 * codes.double()
@@ -117,12 +121,15 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
 def _float_codes(y: Tensor, row: Format) -> Tensor:
     magnitude = y.abs()
     power = binade(magnitude, row)
+    # Whole number of ulps in the binade: subnormals have fewer than 2^mantissa_bits, normals at least that.
     ulps = (magnitude / power * 2.0**row.mantissa_bits).long()
     # A normal number's ulps carry the implicit bit, which is what the biased exponent of its binade is ahead by.
     if power.dtype == torch.float64:
         exponent = (power.view(torch.int64) >> 52) - 1023
     else:
         exponent = (power.view(torch.int32).long() >> 23) - 127
+    # Adding ulps to the exponent field carries the implicit bit into it: one formula for normal and subnormal
+    # numbers.
     return ((exponent - row.min_exponent) << row.mantissa_bits) + ulps
 
 
@@ -130,6 +137,7 @@ def _float_values(codes: Tensor, row: Format) -> Tensor:
     fraction = codes & (2**row.mantissa_bits - 1)
     field = (codes >> row.mantissa_bits) & (2**row.exponent_bits - 1)
     ulps = (fraction + ((field > 0).long() << row.mantissa_bits)).double()
+    # 2^e as a float64 by its exponent bits: exact, and no pow.
     power = ((field.clamp(min=1) - 1 + row.min_exponent + 1023) << 52).view(torch.float64)
     values = ulps * 2.0**-row.mantissa_bits * power
     top = field == 2**row.exponent_bits - 1
@@ -145,6 +153,7 @@ def _table_values(row: Format) -> list[float]:
     magnitudes = list(row.magnitudes)
     if row.kind == "scale":
         return [*magnitudes, math.nan]
+    # Codes of negative values run backwards in posits (two's complement), forwards where the sign is a bit.
     negative = [-value for value in magnitudes[1:]]
     return [*magnitudes, math.nan, *(negative[::-1] if row.kind == "posit" else negative)]
 

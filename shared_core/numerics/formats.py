@@ -64,9 +64,11 @@ class Format:
     def largest(self) -> float:
         """Largest finite value."""
         if self.kind == "float":
+            # With infinities the top exponent is theirs; e4m3fn gives up only its top code, to NaN.
             reserved_exponents = 1 if self.overflow == "inf" else 0
             lost_fractions = 2 if self.overflow == "nan" else 1
             top = 2**self.exponent_bits - 1 - reserved_exponents + self.min_exponent - 1
+            # (2 - lost · ulp) 2^top: the largest fraction below 2, less the codes that are NaN.
             return (2.0 - lost_fractions * 0.5**self.mantissa_bits) * math.ldexp(1.0, top)
         return float(self.qmax) if self.kind in ("integer", "binary") else self.magnitudes[-1]
 
@@ -147,6 +149,7 @@ class Format:
 
     def holds(self, other: Format) -> bool:
         """Return whether this float format has every value of `other`."""
+        # More precise, and with a wider range at both ends: every value of `other` is one of this format.
         finer = self.precision >= other.precision and self.smallest <= other.smallest
         return self.kind == "float" and finer and self.largest >= other.largest
 
@@ -182,9 +185,11 @@ def posit_value(code: int, bits: int, exponent_bits: int) -> Fraction:
         (Fraction(1, 1), Fraction(1, 16777216), Fraction(40, 1))
     """
     body = f"{code:0{bits}b}"[1:]
+    # The regime is a run of equal bits: r = run - 1 for ones, -run for zeros. It eats into the fraction.
     run = len(body) - len(body.lstrip(body[0]))
     regime = run - 1 if body[0] == "1" else -run
     tail = body[run + 1 :]
+    # Exponent bits that the regime left no room for count as zeros.
     exponent = int(tail[:exponent_bits].ljust(exponent_bits, "0") or "0", 2)
     fraction = tail[exponent_bits:]
     significand = 1 + Fraction(int(fraction or "0", 2), 2 ** len(fraction))
@@ -203,11 +208,13 @@ def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return tuple(values), (0.0, *edges, math.inf)
     if row.kind == "log":
         steps, bias = 2**row.mantissa_bits, row.bias or 0
+        # The boundary in the logarithm, halfway between codes: values are 2^(code / steps - bias).
         values = [0.0] + [_power_of_two(Fraction(code, steps) - bias)[0] for code in range(1, last + 1)]
         edges = [_power_of_two(Fraction(2 * code + 1, 2 * steps) - bias)[1] for code in range(last + 1)]
         return tuple(values), tuple(edges)
     if row.kind == "scale":
         values = [2.0 ** (code - (row.bias or 0)) for code in range(2**row.bits - 1)]
+        # The mean of v and 2v is 1.5 v; ties go to the even code.
         edges = [1.5 * v if code % 2 == 0 else math.nextafter(1.5 * v, 0.0) for code, v in enumerate(values)]
         return tuple(values), tuple(edges)
     raise TypeError(f"formats: {row.name} has no table of values")
@@ -216,6 +223,7 @@ def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def _power_of_two(exponent: Fraction) -> tuple[float, float]:
     """Return 2^exponent as the nearest float64 and rounded down: the C library's pow promises neither."""
     with localcontext() as context:
+        # 60 digits decide which side of an irrational 2^x a float64 lies on.
         context.prec = 60
         exact = Decimal(2) ** (Decimal(exponent.numerator) / Decimal(exponent.denominator))
     value = float(exact)

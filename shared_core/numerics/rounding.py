@@ -74,8 +74,11 @@ def round_to(
     check_rounding(row, mode, x, generator)
     x = x.detach()
     source = FORMATS[INPUTS[x.dtype]]
+    # All of the source's values are values of the format: nothing to round.
     if row.holds(source):
         return x.clone()
+    # The narrowest dtype that holds the format: fp64 input rounded to bf16 may be computed in float32 only if that is
+    # exact.
     dtype = x.dtype if source.holds(row) else torch.float32 if FORMATS["fp32"].holds(row) else torch.float64
     if _has_kernel(row, x):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -90,6 +93,7 @@ def round_to(
     else:
         y, beyond = _round_by_table(work.abs(), row, mode, generator)
     if beyond is not None:
+        # toward_zero never rounds up to infinity: what lies beyond becomes the largest value.
         y = torch.where(beyond, row.largest if saturate or mode == "toward_zero" else _outside(row), y)
         y = torch.where(work.isinf(), _of_infinity(row, saturate), y).copysign(work)
     if row.kind == "scale":
@@ -143,6 +147,7 @@ def stochastic_round_(
             "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
+        # In place only where memory is laid out plainly; otherwise rounded aside and copied.
         writable = is_plain(target) and target.is_contiguous() and target.device == source.device
         if writable and target.dtype != torch.float64 and _has_kernel(row, source):
             check_rounding(row, "stochastic", source, generator)
@@ -204,6 +209,7 @@ def _round_float(
     # Scaling by powers of two is exact, so the one rounding is that of a number of ulps to an integer. Dividing by the
     # binade first keeps every intermediate normal: an ulp itself may be subnormal, and its reciprocal infinite.
     power = binade(a, row)
+    # a / power lies in [1, 2) or below (subnormal): times 2^mantissa it is a number of ulps.
     ulps = _round_to_integer(a / power * 2.0**row.mantissa_bits, mode, generator)
     y = ulps * 2.0**-row.mantissa_bits * power
     return y, y > row.largest
@@ -237,6 +243,7 @@ def _round_by_table(
     exact = a.double()
     if mode == "nearest_even":
         index = nearest_magnitude(exact, row)
+    # The last value at or below; the next one is taken with the probability of the distance.
     else:
         index = torch.bucketize(exact, values, right=True).sub_(1).clamp_(min=0)
     if mode == "stochastic":

@@ -56,11 +56,13 @@ class Copies:
         self.parameters = [*parameters]
         self.is_sharded = any(map(is_sharded, self.parameters))
         self._bundles: list[_Bundle] = []
+        # By id: a tensor's == is elementwise, and its hash a call of Python's.
         values: dict[int, Tensor] = {}
         for together in _bundled(self.parameters):
             bundle, copies = _copied(together, known or {})
             self._bundles.append(bundle)
             values.update(zip(map(id, together), copies, strict=True))
+        # In the order of `parameters`: bundles have sorted them otherwise.
         self.values = [values[id(parameter)] for parameter in self.parameters]
 
     @property
@@ -77,12 +79,16 @@ class Copies:
         """
         for parameters, dtype, copies in self._bundles:
             now, values = _joined(parameters), local_part(copies)
+            # Casting the model (to another 16-bit dtype, to float32) replaces what parameters hold: the copies must
+            # be made anew.
             if now.dtype != dtype:
                 return False
             # bits, so that a NaN equals itself
             bits, rounded = now.view(torch.int16), values.to(dtype).view(torch.int16)
             # on a CPU asking first is ten times faster than `where` (torch 2.13)
             if not (now.is_cpu and torch.equal(rounded, bits)):
+                # Where the bits agree, the copy keeps what lies beyond 16 bit. Where not, someone else wrote the
+                # parameter (a mask, a loaded checkpoint): that value counts.
                 values.copy_(torch.where(rounded == bits, values, now))
         return True
 
@@ -90,6 +96,7 @@ class Copies:
     def write_(self) -> None:
         """Write the copies, rounded, into the parameters."""
         parameters, values = self.parameters, self.values
+        # foreach works on plain tensors of this process: on DTensors it would dispatch one by one.
         if self.is_sharded:
             parameters, values = [*map(local_part, parameters)], [*map(local_part, values)]
         if parameters:
@@ -101,9 +108,13 @@ def _bundled(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     unfilled: dict[object, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         size = parameter.numel()
+        # A small model has hundreds of norms and biases: one kernel for each would take longer than the arithmetic.
+        # Large tensors gain nothing, and cat would copy them.
         if size > _SMALL or is_sharded(parameter) or not parameter.is_contiguous():
             bundles.append([parameter])
             continue
+        # What cat along the first dimension asks for. Contiguous, so that rows of the joined tensor are the
+        # parameter's memory order.
         key = parameter.dtype, parameter.device, parameter.dim(), parameter.shape[1:]
         bundle, filled = unfilled.get(key, ([], 0))
         if not bundle or filled + size > _TOGETHER:
@@ -124,9 +135,12 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 def _copied(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> tuple[_Bundle, list[Tensor]]:
     first, *more = parameters
     if not more:
+        # A known copy is taken as it is, so that the optimizer's state, which belongs to the tensor object, still
+        # matches.
         copy = known[first] if first in known else nn.Parameter(first.detach().to(torch.float32, copy=True))
         return _Bundle(parameters, first.dtype, copy), [copy]
     values = _joined([known.get(parameter, parameter) for parameter in parameters]).float()
+    # Views of the bundle: `follow_` and `write_` work on the whole, the optimizer on each.
     rows = torch.split(values, [*map(len, parameters)]) if first.dim() else values.unbind()
     return _Bundle(parameters, first.dtype, values), [*map(nn.Parameter, rows)]
 
@@ -154,6 +168,7 @@ class WideGradients:
 
     def widen_all(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what `widen` does for each."""
+        # The same list as last time, widened by then, and torch keeps to grad_dtype: no need to look at each.
         if not self.reduced_in_16_bit and self._widened is parameters:
             return [parameter.grad for parameter in parameters]
         self._widened = parameters
@@ -163,12 +178,17 @@ class WideGradients:
         """Return the gradient made float32, and make those to come so where no process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
+            # No gradient yet: backward will accumulate in float32 straight away.
             if not self.reduced_in_16_bit:
                 parameter.grad_dtype = torch.float32
         elif gradient.dtype == parameter.dtype:
+            # In this order: torch checks grad against grad_dtype at both assignments, so grad has to be gone while
+            # dtypes change.
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide = gradient.float()
+            # With DDP the gradient is a view of its bucket, which the next backward writes into: keep it, and put it
+            # back.
             if self.reduced_in_16_bit:
                 self._reduced[parameter] = gradient
             return wide
@@ -182,6 +202,8 @@ class WideGradients:
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
+            # With the wide one's values: clipping or unscaling has changed them, and whoever reads .grad after the
+            # step sees that.
             parameter.grad = None if wide is None else gradient.copy_(wide)
         self._reduced = {}
 
@@ -215,6 +237,7 @@ class CopiesOfShards:
         names: Mapping[Tensor, str],
     ) -> None:
         """Gather them, one by one; every process must call it."""
+        # One by one: gathered whole on the device, moved to the CPU, dropped. The peak is one parameter.
         for parameter in filter(is_sharded, parameters):
             if parameter in copies:
                 self.copies[names[parameter]] = whole(copies[parameter].detach()).cpu()
@@ -260,6 +283,9 @@ def round_part_(parameter: Tensor, primary: Tensor, generator: torch.Generator) 
     it on a CPU, and no two parts are rounded by the same numbers.
     """
     part = local_part(parameter)
+    # The same random number for the same element, however the parameter is sharded: a process passes over those of
+    # the rows before its own, rounds its part, and passes over the rest. The results do not depend on the number of
+    # processes.
     rows = place_of(parameter)[:1] if is_sharded(parameter) else ()
     row = math.prod(parameter.shape[1:])
     before = rows[0].start * row if rows else 0
@@ -270,6 +296,7 @@ def round_part_(parameter: Tensor, primary: Tensor, generator: torch.Generator) 
 
 
 def _pass_over(count: int, like: Tensor, generator: torch.Generator) -> None:
+    # In chunks: the numbers are drawn for nothing, and a large embedding would need as much memory again.
     for start in range(0, count, _CHUNK):
         values = torch.zeros(min(_CHUNK, count - start), device=like.device)
         stochastic_round_(torch.empty_like(values, dtype=like.dtype), values, generator=generator)

@@ -40,10 +40,14 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
 def _replace_(optimizer: torch.optim.Optimizer, new: Mapping[int, Tensor], state: Any) -> None:
     # by identity: a tensor's hash is a call of Python's
     for group in optimizer.param_groups:
+        # In place: schedulers and trainers may hold the list.
         group["params"][:] = [new.get(id(old), old) for old in group["params"]]
+    # State is kept by tensor, so it moves to the new keys. Collected before the clear: `state` may be the optimizer's
+    # own dict.
     moved = [(new.get(id(key), key), value) for key, value in optimizer.state.items()]
     state.clear()
     state.update(moved)
+    # The very object: defaultdict(dict) with whatever else torch put into it.
     optimizer.state = state
 
 
@@ -78,6 +82,7 @@ class Exchange:
 
     def __init__(self, optimizer: torch.optim.Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
+        # Two ways, each by id, computed once: an exchange happens twice a step.
         self._other = [{id(one): two for one, two in zip(*way, strict=True)} for way in ((old, new), (new, old))]
         self._contents: list[_Contents | None] = [_Contents(optimizer), None]
         self._side = 0
@@ -92,12 +97,15 @@ class Exchange:
         """Put the new tensors into the optimizer, or the old ones once the new ones are there."""
         optimizer, side = self.optimizer, self._side
         here, there = self._contents[side], self._contents[1 - side]
+        # Nothing was added or removed since: both sides' lists and states still hold the same objects, so they are
+        # exchanged whole. Else (a group added, state made in the first step) the maps are built again.
         if here and there and here.are_groups_of(optimizer) and here.are_state_of(optimizer):
             for group, parameters in zip(optimizer.param_groups, there.groups, strict=True):
                 group["params"][:] = parameters
             optimizer.state = there.state
         else:
             self._contents[side] = _Contents(optimizer)
+            # copy.copy keeps the class (defaultdict); its contents are replaced next.
             unused = there.state if there and there.state is not optimizer.state else copy.copy(optimizer.state)
             _replace_(optimizer, self._other[side], unused)
             self._contents[1 - side] = _Contents(optimizer)

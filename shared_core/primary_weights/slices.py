@@ -27,8 +27,10 @@ def updates_each_by_itself(optimizer: torch.optim.Optimizer) -> bool:
         False
     """
     kind = type(optimizer)
+    # By name and not by import: transformers need not be installed.
     if (kind.__module__, kind.__name__) == ("transformers.optimization", "Adafactor"):
         return True
+    # `is`: a subclass of the same name may couple parameters (a global norm, say).
     return kind.__name__ in _EACH_BY_ITSELF and getattr(torch.optim, kind.__name__, None) is kind
 
 
@@ -76,12 +78,17 @@ class SlicedStep:
             handle.remove()
 
     def _within(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        # A step that raised has left its groups replaced.
         self._restore()
+        # args[0] is the optimizer: torch's hooks get the step's own arguments.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
+        # The step is made from the closure: torch calls it first thing in `step`, after gradients are there. What is
+        # then left of `param_groups` is stepped by torch as ever.
         def run() -> Any:
             loss = None if closure is None else closure()
             if self.ready is not None:
+                # Once: a scheduler or a scaler may call step again.
                 (parameters, update), self.ready = self.ready, None
                 with torch.no_grad():
                     update()
@@ -99,11 +106,14 @@ class SlicedStep:
         """Step on these tensors in the places of parameters, with their options and state."""
         optimizer = self.optimizer
         groups, state = optimizer.param_groups, optimizer.state
+        # State by the float32 stand-ins, for those that have some; missing entries are made by the optimizer as in
+        # its first step.
         optimizer.state = defaultdict(dict, {new: state[old] for old, new in replacement.items() if old in state})
         optimizer.param_groups = self._groups_of({id(old): new for old, new in replacement.items()})
         try:
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # past the hooks of whole steps
             for old, new in replacement.items():
+                # The first step has made state for the stand-in: it belongs to the parameter.
                 if new in optimizer.state:
                     state[old] = optimizer.state[new]
         finally:
@@ -113,6 +123,7 @@ class SlicedStep:
         found = []
         for group in self.optimizer.param_groups:
             kept = [p if others else new[id(p)] for p in group["params"] if (id(p) in new) is not others]
+            # A group without parameters is one that some optimizers stumble over.
             if kept:
                 found.append({**group, "params": kept})
         return found

@@ -121,6 +121,8 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._optimizers = context.optimizers
         parameters = trained_in_16_bit(self._optimizers)
+        # Sharded ones are loaded by `distributed.checkpoint`, and their moments restored from `moments_of_shards` in
+        # begin.
         if any(map(is_sharded, parameters)):
             return
         if self.config.kind == "fp32_copy":
@@ -144,6 +146,7 @@ class PrimaryWeights(Technique):
             CompatibilityError: If an optimizer is LBFGS.
             CheckpointError: If saved copies or moments are not those of these parameters in float32.
         """
+        # A second `begin` (after a resume) must not exchange what is exchanged already.
         self._put_back()
         self._optimizers = context.optimizers
         why = "which runs the model again within a step, before its weights are rounded"
@@ -153,6 +156,8 @@ class PrimaryWeights(Technique):
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
         if state is not None:
+            # Moments before copies: `_follow` makes the exchanges, which carry the optimizer's state over as it is
+            # then.
             self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
         self._widen_moments(parameters, None if state is None else state["moments"])
         self._gradients.begin(parameters)
@@ -161,6 +166,8 @@ class PrimaryWeights(Technique):
             self._slice_steps()
         else:
             saved = {} if state is None else state["copies"]
+            # Copies of the weights first; what a checkpoint has of them then replaces their values, in the same
+            # tensors.
             self._follow()
             for parameter, primary in self._copies.by_parameter.items():
                 if names[parameter] in saved:
@@ -188,17 +195,22 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._optimizers = context.optimizers
         sliced = self._sliced
+        # Sliced only if one optimizer trains all of it: with two, whose step would rounding belong to?
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
             self._gradients.widen_all(parameters)
             sliced.ready = parameters, lambda: self._step_in_slices(sliced, parameters, context)
+            # In-place writes raise _version: an optimizer that writes parameters of its own accord, past
+            # param_groups, shows by it.
             self._versions = [parameter._version for parameter in parameters]
             self._in_slices = self._is_in = True
             return
+        # Anew, after backward: what was written into parameters since the last step is taken over here.
         self._put_in()
         parameters = self._copies.parameters
         gradients = self._gradients.widen_all(parameters)
         for primary, gradient in zip(self._copies.values, gradients, strict=True):
+            # The very tensor: clipping in place reaches both the parameter's gradient and the primary's.
             primary.grad = gradient
         self._handed = gradients, [parameter._version for parameter in parameters]
 
@@ -211,6 +223,8 @@ class PrimaryWeights(Technique):
         """
         self._check_step()
         every = self.config.telemetry_every
+        # step counts applied ones and is raised by now: step - 1 is the number that the sliced path saw before its
+        # step.
         if every and (context.step - 1) % every == 0:
             if not self._in_slices:
                 self._count_small_updates(self._copies.by_parameter)
@@ -243,10 +257,13 @@ class PrimaryWeights(Technique):
 
     def _step_in_slices(self, sliced: SlicedStep, parameters: list[Tensor], context: Context) -> None:
         every = self.config.telemetry_every
+        # Drawn once a step, and even in slices, so that both paths give the same numbers.
         generators = self._generators(parameters, context.generator)
         for part in slices(self._in_model_order(parameters)):
+            # float32 only for this slice's parameters: the peak is one slice, not one model.
             primary = {p: nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in part}
             for parameter, wide in primary.items():
+                # Gradients are wide already.
                 wide.grad = parameter.grad
             self._note_widened(primary)
             sliced.step_(primary)
@@ -283,20 +300,26 @@ class PrimaryWeights(Technique):
         if self._sliced is not None:
             self._sliced.ready = None
         self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
+        # After the swap: the parameters' gradients take the reduced tensors back, with clipped values.
         self._gradients.restore()
+        # Nothing lasts beyond a step: the rounded parameters are all there is.
         if self.config.kind == "stochastic_rounding":
             self._copies, self._exchanges = Copies(), []
 
     def _follow(self) -> None:
         """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
+        # The usual case: the same parameters, so copies only follow.
         if self._are_copied() and self._copies.follow_():
             return
         before = self._copies
+        # Known copies are taken over: the parameters may be in another order, or more of them, but their bits beyond
+        # 16 stay.
         self._copies = Copies(trained_in_16_bit(self._optimizers), before.by_parameter)
         ours = self._copies.parameters, self._copies.values
         self._exchanges = [Exchange(optimizer, *ours) for optimizer in self._optimizers]
         self._others = [*{*parameters_of(self._optimizers)} - {*self._copies.parameters}]
         if before.parameters:
+            # What others wrote into the parameters since counts, as in every step.
             self._copies.follow_()
 
     def _are_copied(self) -> bool:
@@ -334,6 +357,8 @@ class PrimaryWeights(Technique):
             )
         if self._in_slices:
             ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
+            # ready is None once the closure ran: the optimizer's own writes raised the versions, which then says
+            # nothing.
             is_other = ready is not None and [parameter._version for parameter in ready[0]] != self._versions
             problem = _OTHER_TENSORS if is_other else None
         else:
@@ -346,6 +371,7 @@ class PrimaryWeights(Technique):
         if self._handed is None:
             return None
         gradients, versions = self._handed
+        # The optimizer should have written the primaries only.
         if [parameter._version for parameter in self._copies.parameters] != versions:
             return _OTHER_TENSORS
         now = [parameter.grad for parameter in self._copies.parameters]
@@ -376,6 +402,8 @@ class PrimaryWeights(Technique):
                             "call session.prepare_optimizers(optimizers) before optimizer.load_state_dict, and "
                             "resume under FSDP2 what was saved under FSDP2",
                         )
+                    # torch's load_state_dict casts moments to the parameter's dtype: fp32 moments of a 16-bit
+                    # parameter come back rounded. A checkpoint that says they were float32 must not be read so.
                     optimizer.state[parameter][name] = value.float()
 
     # -- state and figures
@@ -405,6 +433,7 @@ class PrimaryWeights(Technique):
         if self._state is not None:
             return dict(self._state)
         names = self._names()
+        # Both sides of the exchange: state is kept under the primaries while they are in, else under the parameters.
         is_16_bit = {
             value.dtype in HALF
             for optimizer in self._optimizers
@@ -464,6 +493,7 @@ class PrimaryWeights(Technique):
         for parameter, wide in primary.items():
             if wide.grad is not None:
                 has_gradient = local_part(wide.grad).to_dense() != 0
+                # Against the parameter before it is written: does the nearest 16-bit value of the new primary differ?
                 same = local_part(wide).to(parameter.dtype) == local_part(parameter)
                 self._counts.append(torch.stack([has_gradient.count_nonzero(), (has_gradient & same).count_nonzero()]))
 
@@ -471,6 +501,7 @@ class PrimaryWeights(Technique):
         parameters = self._copies.parameters or trained_in_16_bit(self._optimizers)
         found = [count.to(parameters[0].device) for count in self._counts]
         counted = torch.stack(found).sum(0) if found else torch.zeros(2, dtype=torch.long, device=parameters[0].device)
+        # Shards: each process counted its part. Whole parameters are counted on every process alike.
         if any(map(is_sharded, parameters)):
             all_reduce_(counted, "sum")
         updated, small = counted.tolist()
@@ -482,6 +513,7 @@ class PrimaryWeights(Technique):
         places = [*trained_in_16_bit(self._optimizers), *self._copies.parameters]
         names = {parameter: f"optimizer parameter {place}" for place, parameter in enumerate(dict.fromkeys(places))}
         if self._model is not None:
+            # FSDP2: parameters gathered for a forward are other tensors than the optimizer's.
             reshard_(self._model)
             names.update({parameter: name for name, parameter in self._model.named_parameters()})
         return names

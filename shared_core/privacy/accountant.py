@@ -53,6 +53,8 @@ def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
     if noise_multiplier == 0:
         return math.inf
 
+    # log E[(p/q)^order] of the sampled Gaussian at whole orders, by its binomial expansion (Mironov et al. 2019,
+    # arXiv:1908.10530).
     def moment(order: int) -> float:
         if sample_rate == 1:
             return order * (order - 1) / (2 * noise_multiplier**2)
@@ -63,8 +65,10 @@ def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
             + k * (k - 1) / (2 * noise_multiplier**2)
             for k in range(order + 1)
         ]
+        # log-sum-exp: single terms overflow float64 at small noise.
         return max(terms) + math.log(sum(math.exp(term - max(terms)) for term in terms))
 
+    # Converted by ε = (moment · steps - log δ) / (order - 1) at the best order.
     return min((steps * moment(order) - math.log(delta)) / (order - 1) for order in range(2, 257))
 
 
@@ -132,6 +136,7 @@ def noise_multiplier_for(
     def suffices(noise: float) -> bool:
         return epsilon([*before, (noise, sample_rate, steps)], delta, accountant) <= target
 
+    # Bisection between a noise that is too small and one that suffices.
     low = 0.1
     if accountant != "rdp":  # prv is slow where noise is small, and never needs more noise than rdp
         low = 0.7 * noise_multiplier_for(target, sample_rate, steps, delta, spent=before)
@@ -145,6 +150,7 @@ def noise_multiplier_for(
                 f"of sample rate {sample_rate:.4g}",
                 "take fewer steps, smaller batches or a larger epsilon",
             )
+    # 0.1 % of the noise is below what any accountant resolves.
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

@@ -41,17 +41,20 @@ class ExampleGradients:
     def weighted_sum(self, factors: Tensor, all_finite: bool) -> Tensor:
         """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite."""
 
+        # A factor of 0 does not remove NaN: 0 * NaN is NaN.
         def cleaned(values: Tensor) -> Tensor:
             return values if all_finite or not values.is_floating_point() else values.nan_to_num(0, 0, 0)
 
         if self.samples is not None:
             samples = cleaned(in_full(self.samples))
+            # Σ_n f_n g_n, (n, ...) contracted over examples.
             return torch.einsum("n,n...->...", factors.to(samples.dtype), samples)
         # gᵢ is the sum of δₜxₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fδ)ᵀx over all positions
         sums = []
         for layer, inputs, found in self.uses:
             outputs = cleaned(in_full(found))
             outputs = (outputs * factors.to(outputs.dtype).view(-1, *[1] * (outputs.dim() - 1))).flatten(0, -2)
+            # An embedding's gradient adds rows of δ at the looked-up places.
             if isinstance(layer, nn.Embedding):
                 total = outputs.new_zeros(layer.num_embeddings, layer.embedding_dim)
                 sums.append(total.index_add_(0, inputs.flatten(), outputs))
@@ -86,6 +89,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
+        # By name: FSDP2 has other parameter objects in forward (gathered) than in backward.
         names = {value: name for name, value in model.named_parameters() if value.requires_grad}
         self._names = {
             module: {own: names[value] for own, value in module.named_parameters() if value in names}
@@ -115,6 +119,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
         inner = {parameter for child in module.children() for parameter in child.parameters()}
         listed = bool(own) and own <= inner
+        # A layer that lists parameters of a child of its own (containers) would count them twice.
         if own and not listed:
             yield module
             if self._get_module_type(module) not in self.GRAD_SAMPLERS:
@@ -132,6 +137,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             return
         order = [self._order[module]] if module in self._order else []
         vars(module).setdefault("activations", []).append([value.detach() for value in inputs] + order)
+        # How many backwards each parameter still expects: weight sharing gives several to one parameter.
         self._ahead.update(self._names[module].values())
 
     def _check_inputs(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -170,10 +176,12 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
                 f"{kind.__name__}, which has no rule",
                 "freeze it",
             )
+        # Opacus puts the batch first and undoes the loss's mean here.
         activations, backprops = self.rearrange_grad_samples(
             module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
         )
         joined = by_rule and kind in _JOINED
+        # Padding has no gradient, and Opacus' rule does not know of padding_idx.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             backprops = backprops.masked_fill((activations[0] == module.padding_idx).unsqueeze(-1), 0)
         rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
@@ -184,9 +192,11 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             name = names.get(now.get(parameter, ""))
             if name is None:
                 continue
+            # Packed sequences: later steps have fewer examples; those that are over get a gradient of 0.
             if len(found) < rows:  # packed sequences
                 found = torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])])
             if len(activations) > 1 and kind is opacus("layers.dp_rnn").RNNLinear:
+                # torch sorted the sequence by length: back to the order of the batch.
                 found = found[activations[1]]
             before = self._samples.get(name)
             if before is not None and len(before) != len(found):
@@ -194,9 +204,11 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             self._samples[name] = found if before is None else before + found
             use = (module, activations[0], backprops) if joined and now[parameter] == "weight" else None
             self._uses.setdefault(name, []).append(use)
+        # 16-bit outputs: the whole batch's gradient is rounded, which the later comparison must allow for.
         if torch.finfo(outputs[0].dtype).bits < 32:
             self._coarse.update(names.values())
         self._ahead.subtract(names.values())
+        # All backwards of the parameter have come: its norm is known now.
         for name in names.values():
             if self._ahead[name] == 0 and name in self._samples:
                 self.made.setdefault(name, []).append(self._keep(name))
@@ -214,6 +226,8 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         uses = [use for use in found if use is not None]
         kept = sum(part.numel() for _, inputs, outputs in uses for part in (inputs, outputs))
         norms = in_full(samples).flatten(1).norm(dim=1)
+        # Inputs and output gradients instead of (examples, out, in): kept where they are smaller, that is for few
+        # positions.
         if self.spares and len(uses) == len(found) and kept < samples.numel():
             return ExampleGradients(norms, None, uses, name in self._coarse)
         return ExampleGradients(norms, samples, coarse=name in self._coarse)
@@ -383,6 +397,7 @@ class PerSample:
         if check_sum:
             self._check_sums(made)
         if made:
+            # The norm is over all parameters of an example: norms of parts, then the norm of these.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
             factors, all_finite = clip_factors(norms, scale, max_norm), bool(norms.isfinite().all())
             for name in list(made):
@@ -408,6 +423,7 @@ class PerSample:
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:
         known = {name: value for name, value in self._model.named_parameters() if value.grad is not None}
         sizes = {name: float(made[name].norms.double().sum()) for name in known}
+        # Checks itself once: the sum over examples must be the gradient that autograd found, or a layer is missed.
         for name, parameter in known.items():
             gradient, norms = whole(cast(Tensor, parameter.grad)), made[name].norms
             total = made[name].weighted_sum(torch.ones_like(norms), all_finite=True)
@@ -446,5 +462,7 @@ def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
         tensor([0.2000, 1.0000, 0.0000])
     """
     norms = norms * scale.abs()
+    # min(1, C / ‖g‖) with ‖g‖ in the scaled units: the loss's factor is divided out by `scale`.
     clipped = scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    # An example that is not finite is left out: clipping cannot bound it.
     return clipped.where(norms.isfinite(), 0)

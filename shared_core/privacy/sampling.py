@@ -35,6 +35,7 @@ class Secret:
 
     def stream(self, name: str, step: int) -> np.random.Generator:
         """Return the random numbers of this name at this step."""
+        # Philox is a function of key and counter: any step can be drawn again, without drawing those before it.
         key = int.from_bytes(hashlib.sha256(self.key + name.encode()).digest()[:16], "little")
         return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, step]))
 
@@ -45,10 +46,13 @@ class Secret:
         """
         host = self.stream("noise", step)
         for tensor in like:
+            # numpy draws the same bits on every platform; torch's CPU generator is not promised to.
             if tensor.device.type == "cpu":
                 kind: Any = np.float64 if tensor.dtype == torch.float64 else np.float32
                 yield torch.from_numpy(host.standard_normal(tuple(tensor.shape), dtype=kind)).mul_(std)
             else:
+                # On a GPU the seed is drawn on the host: the noise is the same after a resume, on that kind of
+                # device.
                 device = torch.Generator(tensor.device).manual_seed(int(host.integers(2**63)))
                 drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 yield drawn.normal_(0, std, generator=device)
@@ -86,6 +90,8 @@ class PoissonBatches(Sampler[list[int]]):
         drawn: Callable[[], int],
     ) -> None:
         self.num_examples, self.accumulate = num_examples, accumulate
+        # The sum is divided by what a step expects, not by what it drew: the draw must not be visible in the
+        # division.
         self.expected = batch_size * accumulate * world_size()
         """Examples that a step expects: what sums are divided by, whatever the draw was."""
         if self.expected > num_examples:
@@ -120,6 +126,7 @@ class PoissonBatches(Sampler[list[int]]):
     def part(self, step: int, micro_batch: int) -> list[int]:
         """Return this process's examples of a micro-batch of a step; there may be none."""
         found: list[int] = self.chosen(step)[
+            # Micro-batches and ranks share one draw: strided, so that each example is in exactly one part.
             micro_batch * world_size() + rank() :: self.accumulate * world_size()
         ].tolist()
         return found
@@ -128,6 +135,7 @@ class PoissonBatches(Sampler[list[int]]):
         first, self.replayed = self._drawn() - self.replayed, 0
         for step in range(first, first + self.steps_per_epoch):
             for micro_batch in range(self.accumulate):
+                # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
                 yield self.part(step, micro_batch) or [0]
 
 

@@ -254,6 +254,7 @@ class DifferentialPrivacy(Technique):
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
         batches = self._known(self._batches)
+        # A micro-batch outside of an accumulation window would be counted as part of another draw.
         if self._micro_batch >= batches.accumulate:
             raise TrainingError(
                 "dp",
@@ -262,11 +263,13 @@ class DifferentialPrivacy(Technique):
             )
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
+        # Default: the loss is a mean over rows, so each row's own loss is rows times its share.
         if weights is None:
             weights = torch.full((rows,), float(rows), device=task_loss.device)
         self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
         self._micro_batch += 1
         # The gradient that arrives is what the trainer multiplied the loss by: one over the micro-batches, mostly.
+        # At the loss: the gradient arriving here is what the trainer multiplied by (1 / accumulation, its scaler).
         task_loss.register_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return task_loss
 
@@ -274,6 +277,7 @@ class DifferentialPrivacy(Technique):
         self._factor = self._known(self._factor) / arriving
         # queued again from there, after what FSDP2 and DDP queue for the end of this backward
         queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        # Queued twice: this runs after the callbacks that DDP and FSDP2 queue for the end of backward.
         queue(lambda: queue(self._clip))
 
     def _clip(self) -> None:
@@ -282,6 +286,7 @@ class DifferentialPrivacy(Technique):
         reshard_(model)
         parameters = dict(model.named_parameters())
         # DDP and FSDP2 have averaged over the processes by now, and earlier micro-batches are in .grad too
+        # Only without DDP's average and in the first micro-batch is .grad the plain sum of this micro-batch.
         check_sum = not self._is_checked and self._micro_batch == 1 and world_size() == 1
         self._is_checked = True
         for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm, check_sum):
@@ -297,6 +302,7 @@ class DifferentialPrivacy(Technique):
             TrainingError: If the step has not the micro-batches that its draw was cut into.
         """
         batches = self._known(self._batches)
+        # Wrong number of micro-batches: the draw would not be the one that is accounted for.
         if self._micro_batch != batches.accumulate or self._factor is not None:
             raise TrainingError(
                 "dp",
@@ -309,13 +315,16 @@ class DifferentialPrivacy(Technique):
         noise = self._known(self._secret).noise(trained.values(), std, self._draws)
         for (name, parameter), drawn in zip(trained.items(), noise, strict=True):
             total = self._sums.pop(name, None)
+            # A parameter that no example reached still gets noise: its gradient is 0 plus N(0, σ² C²).
             if total is None:
                 total = torch.zeros_like(local_part(parameter))
             if not is_sharded(parameter):  # else it was summed with every micro-batch
                 all_reduce_(total, "sum")
             parameter.grad = torch.empty_like(parameter)
+            # Divided by the expected batch size, a constant: the true one is private.
             local_part(parameter.grad).copy_((total + drawn[place_of(parameter)].to(total)) / batches.expected)
         self._sums, self._micro_batch = {}, 0
+        # Counted here: the noised gradient exists, whatever the optimizer does with it.
         self._draws += 1
         self._spent = _with_step(self._spent, float(self._noise or 0), batches.sample_rate)
 
@@ -366,6 +375,7 @@ class DifferentialPrivacy(Technique):
                 f"inside a step of {state['processes']}, each of which held a part of the sum",
                 "resume with as many",
             )
+        # A checkpoint from before this run's step has spent less; what was spent stays spent.
         if draws < self._draws:
             return  # the best model of a run is loaded at its end
         self._draws, self._micro_batch, self._spent, self._sums = draws, micro_batch, spent, sums

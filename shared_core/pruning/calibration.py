@@ -107,6 +107,7 @@ class Calibration:
                 "pass loss(model, batch), or batches with labels to a model whose output has a loss",
             )
         wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
+        # Only for the scored weights: no gradient of the others is made.
         found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
         gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
         is_finite = all_finite(gradients.values())
@@ -115,6 +116,7 @@ class Calibration:
             if isinstance(self._policy, UnitPruning):
                 self._policy.observe_units()
         else:
+            # One bad batch (overflow in half precision) must not decide: it is counted and left out.
             self._scorer.discard_step()
             self.batches_left_out += 1
         for tensor in wanted.values():

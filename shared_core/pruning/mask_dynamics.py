@@ -64,14 +64,17 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float)
         tensor([ True, False,  True])
     """
     num_live = int(mask.count_nonzero())
+    # As many grow as are dropped, so no more than there are pruned weights.
     moved = min(round(drop_share * num_live), mask.numel() - num_live)
     if moved == 0:
         return mask.clone()
     flat = mask.reshape(-1)
+    # Ranked among the live ones alone: what pruned weights score plays no part.
     live = flat.nonzero().view(-1)
     stay = torch.zeros_like(flat)
     stay[live] = prune_mask(scores.reshape(-1)[live], moved / num_live)
     pruned = (~stay).nonzero().view(-1)
+    # prune_mask keeps the largest: of `pruned` all but `moved` go.
     grow = prune_mask(gradient.reshape(-1)[pruned].abs(), 1 - moved / pruned.numel())
     stay[pruned[grow]] = True
     return stay.view(mask.shape)
@@ -91,7 +94,9 @@ class RigL(MaskPolicy):
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Keep the dense gradients if masks are made after this step."""
         super().observe(context, gradients)
+        # Dense gradients are as large as the weights; they are held only for a step that an update follows.
         if self.schedule.is_due(context.step + 1) and context.step >= self.schedule.begin:
+            # Copied: `shape_gradients` zeroes those of pruned weights right after, in place.
             self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
 
     @torch.no_grad()
@@ -148,6 +153,7 @@ class StraightThrough:
         self.hidden = {}
         for name, mask in masks.items():
             weight = local_part(weights[name].detach())
+            # hidden + weight = what was there, bit for bit: each element is in exactly one of the two.
             hidden = weight.clone()
             apply_mask_([hidden], [~mask])
             apply_mask_([weight], [mask])
@@ -170,6 +176,7 @@ class StraightThrough:
 
     def load(self, hidden: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         """Restore the state returned by `whole`."""
+        # From here on `hidden` has the weight's dtype; a file may hold another device's.
         moved = {name: value.to(weights[name].device, weights[name].dtype) for name, value in hidden.items()}
         self.hidden = {name: part_of(value, weights[name]) for name, value in moved.items()}
 
@@ -206,6 +213,7 @@ class StraightThroughMasks(MaskPolicy):
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Show the dense weights to scorer and optimizer, until `hold`, `take` or `end_step` hides them again."""
+        # The optimizer must update the dense weight, not the masked one: shown before the step, hidden after it.
         if self._learns:
             self._under.show(self.weights)
         super().observe(context, gradients)
@@ -220,6 +228,7 @@ class StraightThroughMasks(MaskPolicy):
         if not self._learns:
             super().shape_gradients(context)
         elif self.config.sr_ste:
+            # SR-STE: the straight-through gradient reaches weights under the mask, and this decay pulls them to 0.
             found = {name: local_part(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
             self._under.add_decay_(found, self.config.sr_ste)
 
@@ -257,6 +266,7 @@ class StraightThroughMasks(MaskPolicy):
         if self.store:
             self._hide()
             self._under.drop()
+            # What optimizers remember of weights that are final zeros would move them.
             clear_moments_(context.optimizers, self.weights, self.store.parts)
 
     def _hide(self) -> None:

@@ -55,6 +55,7 @@ class MaskStore(Mapping[str, Tensor]):
     @weights.setter
     def weights(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
+        # Lists in one order, made once: after every step all weights are masked in one call over many tensors.
         self._masked = [weights[name] for name in self.parts]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -74,8 +75,10 @@ class MaskStore(Mapping[str, Tensor]):
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Take whole masks, equal on every process, in place of all there were."""
+        # Counted on whole masks, before they are cut into this process's parts.
         self.num_pruned = {name: mask.numel() - count_kept(mask) for name, mask in masks.items()}
         sharded = {name: mask for name, mask in masks.items() if is_sharded(self.weights[name])}
+        # A whole mask of each sharded weight, in bits on the CPU: 1/32 of the weights' bytes in float32.
         self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
         self.parts = {**masks, **{name: part_of(mask, self.weights[name]) for name, mask in sharded.items()}}
         self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
@@ -98,6 +101,7 @@ class MaskStore(Mapping[str, Tensor]):
         Raises:
             CompatibilityError: If a gradient is sparse.
         """
+        # Some weights may have no gradient (experts, frozen meanwhile); the lists must stay aligned.
         live, masks = [gradient for weight in self._masked if (gradient := weight.grad) is not None], self._masks
         if len(live) != len(masks):
             masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
@@ -217,6 +221,8 @@ def clear_moments_(
                 continue
             state, mask = optimizer.state[weight], masks[name]
             for key, value in state.items():
+                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps have
+                # not.
                 if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
                     continue
                 value = local_part(value)
@@ -224,6 +230,8 @@ def clear_moments_(
                     continue
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])
+                # bitsandbytes keeps moments as codes of a table: 0 is the code whose table entry is nearest to 0, not
+                # code 0.
                 elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
                     zero = int(state[key.replace("state", "qmap")].abs().argmin())
                     value.masked_fill_(~mask.to(value.device), zero)
@@ -335,16 +343,19 @@ class MaskPolicy:
             unseen: Weights that there is nothing to score by.
         """
         store = self.store
+        # Masks that only grow, and as many pruned as asked: ranking again would give the same masks.
         if store and self.stays_pruned and self.config.resolved_scope == "global":
             sizes = {name: weight.numel() for name, weight in self.weights.items()}
             count = round(sparsity * sum(size for name, size in sizes.items() if name not in own))
             if sum(store.num_pruned.values()) == count + sum(round(share * sizes[name]) for name, share in own.items()):
                 return dict(store)
+        # Weights that no input has reached have no score. They keep their mask, and the others share the sparsity.
         kept = {
             name: store[name] if name in store else torch.ones_like(self.weights[name], dtype=torch.bool)
             for name in unseen
         }
         scored = {name: weight for name, weight in self.weights.items() if name not in kept}
+        # Pruned weights rank below all: without that a live weight of 0 could take the place of one.
         scores = RankedScores(scored, store if self.stays_pruned else {}, self.scorer)
         return kept | select_weights(self.config, self.targets.modules, scores, sparsity, own)
 

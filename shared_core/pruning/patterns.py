@@ -52,9 +52,12 @@ def erdos_renyi_sparsities(
         shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
     fixed: dict[int, float] = {}  # densities
     kept = (1 - sparsity) * sum(numels)
+    # Density ε · share, clipped to [1 - most, 1]. Clipped tensors are fixed and ε is found again for the others,
+    # until none is clipped: at most one round for each tensor.
     while True:
         open_ = [i for i in range(len(numels)) if i not in fixed]
         weight = sum(shares[i] * numels[i] for i in open_)
+        # ε from Σ ε share_i n_i = what the open tensors must keep.
         epsilon = (kept - sum(density * numels[i] for i, density in fixed.items())) / weight if weight else 0.0
         over = {i: 1.0 for i in open_ if epsilon * shares[i] > 1}
         under = {i: 1 - most for i in open_ if epsilon * shares[i] < 1 - most}
@@ -86,6 +89,7 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
     """
     matrix = scores.reshape(scores.shape[0], -1)
     rows, columns = matrix.shape
+    # A tile at the border is padded with zeros and divided by its own number of elements.
     padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
     tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
     return tiles.sum((1, 3)) / _sizes(rows, block[0], scores)[:, None] / _sizes(columns, block[1], scores)
@@ -167,6 +171,7 @@ def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
                 [ True, False]])
     """
     rows = output_rows(module, scores)
+    # At least one weight of each output stays; n of m with m the length of a row is a row's ranking.
     kept = max(1, rows.shape[1] - round(sparsity * rows.shape[1]))
     mask = nm_mask_of_scores(rows, kept, rows.shape[1], axis=1)
     return from_output_rows(module, mask, scores.shape)

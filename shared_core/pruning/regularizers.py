@@ -48,10 +48,13 @@ def add_group_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
         tensor([[0.8485, 1.1314],
                 [0.0000, 0.0000]])
     """
+    # float32 at least: squares of half-precision weights vanish below 2e-4.
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     others = [dim for dim in range(weight.ndim) if dim != axis]
+    # Squares in float64: those of float32 weights below 1e-19 would be 0, and the direction undefined.
     norms = weight.double().square().sum(others, keepdim=True).sqrt()
     # a group of zeros is divided by 1; strength / norm itself would overflow where weights are subnormal
+    # w / ‖w‖ is at most 1 whatever the scale.
     directions = weight / norms.masked_fill(norms == 0, 1.0).to(weight.dtype)
     per_group = weight.numel() / weight.shape[axis]
     gradient.add_(directions.to(gradient.dtype), alpha=strength * per_group**0.5)
@@ -95,6 +98,7 @@ class Penalty:
 
     def add_(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         """Add to the gradients there are; weight decay waits for `decay_`, after the step."""
+        # lr may change with each step: it is read when the gradients are there and used after the step.
         if self.kind == "weight_decay":
             rates = {
                 parameter: float(group["lr"])

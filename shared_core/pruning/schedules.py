@@ -35,6 +35,7 @@ class Schedule:
         end = config.end if config.updates_until_end else config.begin
         first, last = context.resolve_range(config.begin, end, "prune")
         if config.needs_a_step:
+            # Gradients, units and costs are known after the first step at the earliest.
             first, last = max(1, first), max(1, last)
         # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
         context.first_usable_step = max(context.first_usable_step, last)
@@ -60,6 +61,7 @@ class Schedule:
             0.25
         """
         config = self.config
+        # A layer whose own sparsity is below the common start starts, and stays, at its own.
         initial = min(config.initial_sparsity, final)
         grown: Callable[..., float] = functools.partial(iterative_sparsity, every=config.every)
         grown = SCHEDULES.get(config.schedule, grown)
@@ -84,6 +86,7 @@ class Schedule:
 
 
 def _progress(step: int, begin: int, end: int) -> float:
+    # The two ends are exact: 1.0 and 0.0, never a quotient that rounding leaves a bit off.
     if step >= end:
         return 1.0
     return (step - begin) / (end - begin) if step > begin else 0.0
@@ -133,6 +136,7 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
         0.7000000000000001
     """
+    # Zhu and Gupta, 2017: s_f + (s_i - s_f) (1 - t)³
     remaining = 1.0 - _progress(step, begin, end)
     # products, not a power: each is rounded correctly, so the sparsity never falls from one step to the next
     return _interpolate(initial, final, remaining * remaining * remaining)
@@ -166,6 +170,7 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
     progress = _progress(step, begin, end)
     if progress in (0.0, 1.0):
         return final if progress else initial
+    # The density falls geometrically: (1 - s_i) ((1 - s_f) / (1 - s_i))^t.
     sparsity = 1.0 - (1.0 - initial) * math.pow((1.0 - final) / (1.0 - initial), progress)
     return min(max(sparsity, initial), final)  # rounding must not carry it past an end, to fall again there
 
@@ -184,6 +189,7 @@ def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final
     """
     if step < begin:
         return initial
+    # ceil((end - begin) / every) intervals, and one update more, at begin.
     num_updates = -((begin - end) // every) + 1
     update = num_updates if step >= end else (step - begin) // every + 1
     return exponential_sparsity(update, begin=0, end=num_updates, initial=initial, final=final)

@@ -28,6 +28,7 @@ from shared_core.pruning.patterns import (
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
 
+# Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
 _PIECE = 1 << 21
 _HELD = 12_000_000
 
@@ -82,9 +83,13 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         [tensor([ True, False,  True]), tensor([ True, False, False])]
     """
     sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
+    # At least one weight of each tensor stays, whatever the limit.
     limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
+    # What is asked may be more than all may give together.
     left = min(round(_checked(sparsity) * sum(sizes)), sum(limits))
     masks: dict[int, Tensor] = {}
+    # Water-filling: rank all; fix those over their limit at it; let the others compete for the rest. Each round fixes
+    # one tensor at least.
     competing = list(range(len(sizes)))
     while competing:
         masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
@@ -93,6 +98,7 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
             break
         # one that gives less makes the others give more, so that what is over its limit now is so in the end
         for i in over:
+            # What an earlier update pruned ranks at -inf and cannot come back, though the limit may be lower now.
             limits[i] = max(limits[i], min(int(scores[i].eq(-torch.inf).count_nonzero()), sizes[i] - 1))
             masks[i] = _masks([scores[i]], limits[i])[0]
             left = max(left - limits[i], 0)  # what is pruned already may be more than all were to give
@@ -152,6 +158,7 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
 
 
 def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
+    # The sample gives up (None) where it cannot be exact; the histogram always is.
     return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)
 
 
@@ -159,6 +166,7 @@ def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] 
     """Return the masks in one pass over the scores, on CPU; None where that cannot be."""
     like: Sequence[Tensor] = getattr(scores, "tensors", scores)
     numel = sum(tensor.numel() for tensor in like)
+    # One dtype and the CPU: the kernel compares pieces in numpy.
     if not 0 < num_pruned < numel or len({(tensor.dtype, tensor.device.type) for tensor in like}) > 1:
         return None
     if like[0].device.type != "cpu" or not like[0].is_floating_point():
@@ -178,6 +186,8 @@ def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] 
     except ValueError:
         return None  # the other way names the place of the NaN
     floor: float | None = getattr(scores, "floor", None)
+    # At or below what pruned weights score: a tie between a pruned and a live weight needs the masks to be told
+    # apart.
     if threshold is None or (floor is not None and threshold <= floor):
         return None  # a live weight may tie with a pruned one
     return masks
@@ -203,8 +213,10 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
     if not num_pruned:
         return masks
     threshold = kth_smallest(scores, num_pruned, dtype=dtype)
+    # Ties at the threshold: the first in the order of tensors and elements stay, so that every process agrees.
     ties_to_keep = numel - num_pruned
     for i, mask in enumerate(masks):
+        # Strictly above the threshold stays; equal ones fill up to exactly n - num_pruned.
         torch.gt(_comparable(scores[i]), threshold, out=mask)
         ties_to_keep -= int(mask.count_nonzero())
     for i, mask in enumerate(masks):
@@ -218,6 +230,7 @@ def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> i
     """Keep the first `count` elements that equal the threshold; return how many there were to keep."""
     kept = 0
     for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(scores.reshape(-1), _PIECE), strict=True):
+        # `~piece`: an element that is kept already is no tie to count again.
         ties = ((score == threshold) & ~piece).nonzero().view(-1)[: count - kept]
         piece[ties] = True
         kept += ties.numel()
@@ -251,6 +264,8 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
     limits = [max(min(math.floor(most * size + _ROUNDING), size - 1), 0) for size in sizes]
     if sum(limits) >= round(sparsity * sum(sizes)):
         return limits
+    # No limit may make the sparsity unreachable: where rounding down would, every layer may lose its share rounded
+    # up.
     rounded_up = (min(math.ceil(sparsity * size - _ROUNDING), size - 1) for size in sizes)
     return [max(pair) for pair in zip(limits, rounded_up, strict=True)]
 
@@ -331,6 +346,7 @@ class RankedScores(Sequence[Tensor]):
         name = self.names[index]
         scores = self._scorer.scores(name, whole(self._weights[name]))
         if name in self._masks:
+            # -inf, not 0: live scores may be negative (movement), or 0.
             scores = rank_below_(scores.contiguous(), self._masks[name].to(scores.device))
         return scores
 
@@ -342,6 +358,7 @@ class RankedScores(Sequence[Tensor]):
         """
         name = self.names[index]
         scores = self._scorer.part(name, self._weights[name], where)
+        # Their scores are 0 already and nothing is lower, so `_part` needs no masks.
         if name not in self._masks or self._scorer.zero_is_lowest:
             return scores
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
@@ -370,6 +387,7 @@ def select_weights(
         found = (nm_mask_of_scores(scores[i], kept, of, axis=input_axis(modules[name])) for i, name in enumerate(names))
         return dict(zip(names, found, strict=True))
     if config.criterion == "wanda":
+        # Each output row by itself: rows lose the same share, so scope has no part in it.
         return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(names)}
     if config.granularity == "block":
         tiles = [block_scores(scores[i], config.block_size) for i in range(len(names))]
@@ -379,6 +397,7 @@ def select_weights(
     else:
         masks = _by_scope(config, scores, sparsity, alone)
     if config.threshold is not None:
+        # A threshold caps what goes: |w| at or above it stays, even if the sparsity is then not reached.
         above = [below_threshold_mask(whole(weight), config.threshold) for weight in scores.tensors]
         masks = [mask | kept for mask, kept in zip(masks, above, strict=True)]
     return dict(zip(names, masks, strict=True))

@@ -41,6 +41,7 @@ from shared_core.pruning.scorers.scorer import all_finite
 from shared_core.pruning.selection import select_units
 from shared_core.pruning.targets import Targets, refuse_nothing
 
+# Weights that read a unit (role "in") keep their values: they meet zeros, and `eff shrink` cuts them.
 _MASKED = ("out", "norm")
 
 
@@ -115,6 +116,7 @@ def masks_of_units(
     """
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
+        # positions[gone]: (units that go, positions each), flat for index_fill_.
         gone = (~keep).cpu().numpy()
         for part in masked_slices(group):
             if part.tensor not in tensors:
@@ -137,6 +139,7 @@ def kept_units(group: ChannelGroup, masks: Mapping[str, Tensor]) -> Tensor:
         tensor([ True, False])
     """
     keep = torch.zeros(group.units, dtype=torch.bool)
+    # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
     for part in masked_slices(group):
         if part.tensor in masks:
             mask = masks[part.tensor].movedim(part.axis, 0).cpu()
@@ -174,15 +177,19 @@ def shapley_of_units(
         generator: The same on every process.
     """
     sizes = [group.units for group in groups]
+    # Players are live units; the value of a coalition is minus how far the outputs move when only it is there.
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
+        # Relative to the outputs' square, so that values of different models are comparable; 1.0 if the outputs are
+        # zeros.
         square = sum(float(output.double().square().sum()) for output in reference) or 1.0
 
         def value(kept: Tensor) -> float:
             keep = torch.cat(list(live))
             keep[players] = kept
             masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
+            # Only tensors that a group reaches are saved: one coalition at a time changes the model.
             before = {name: tensors[name].detach().clone() for name in masks}
             try:
                 apply_mask_([tensors[name] for name in masks], list(masks.values()))
@@ -196,6 +203,7 @@ def shapley_of_units(
         values, _ = shapley_values(value, len(players), permutations=permutations, generator=generator)
     scores = torch.zeros(sum(sizes), dtype=torch.float64)
     scores[players] = values
+    # Rank 0's values: batches differ between processes, and masks must not.
     return list(torch.split(broadcast_(scores), sizes))
 
 
@@ -273,6 +281,7 @@ class UnitPruning(MaskPolicy):
         }
         if not groups:
             raise MatchError(_found_none(traced, granularity, self._modules))
+        # What the masks depend on, without arrays: compared as text with rank 0's.
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
         # on every process, where one that differs would not come to the next collective
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
@@ -370,9 +379,12 @@ class UnitPruning(MaskPolicy):
         else:
             scores = [self._scores(group).float().cpu() for group in self.groups]
         if self.config.layers_differ and self.config.criterion in RELATIVE:
+            # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
+        # Score per cost: what a unit is worth for each FLOP, byte or joule that goes with it.
         scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
+            # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
         keeps = select_units(self.config, scores, sparsity, [shares.get(group.name) for group in self.groups])
@@ -427,6 +439,7 @@ class UnitPruning(MaskPolicy):
 
     def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
+        # Scores come in the layout of outputs (axis 0) or of the weight; each row of `gather_units` is one unit.
         rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
         return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
 
@@ -440,6 +453,7 @@ class UnitPruning(MaskPolicy):
             return 1.0
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
         tensors = self._tensors
+        # Weights for each position of the axis, times positions of a unit, times the cost of one weight.
         sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
         each = [costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
         return float(sum(size * cost for size, cost in zip(sizes, each, strict=True))) or 1e-30

@@ -85,6 +85,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         model, types, where="prune", include=config.include, skip=config.skip, min_size=config.min_size
     )
     places = {found.module: found.name for found in chosen}
+    # By tensor: one that several modules hold (tied) is pruned only if all of them are within reach.
     holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -94,6 +95,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     modules: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
     for parameter, held_by in holders.items():
+        # Named by the holder that is matched, so that include, skip and overrides speak of the same name.
         place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
@@ -161,6 +163,7 @@ def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -
     if config.granularity == "layer":
         most = round(config.sparsity * len(sizes))
     elif config.resolved_scope == "local" or config.criterion == "wanda":
+        # wanda and local scope: each tensor (row) rounds by itself, so the largest one decides.
         most = max((min(round(config.sparsity * size), size - 1) for size in sizes), default=0)
     else:
         most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
@@ -181,6 +184,7 @@ def _refuse_nothing_of_weights(
     sizes = [shape.numel() for shape in shapes.values()]
     if config.granularity == "block":
         rows, columns = config.block_size
+        # Tiles at the border count as tiles.
         sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes.values()]
     elif config.criterion == "wanda":
         sizes = [shape.numel() // shape[output_axis(modules[name])] for name, shape in shapes.items()]

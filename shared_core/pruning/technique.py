@@ -128,6 +128,7 @@ class Pruning(Technique):
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
         self.timeline(context)
+        # LBFGS evaluates many points within one step, between which no mask is applied.
         refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
         policy = self._policy
         policy.begin(context.model, self._schedule)
@@ -146,6 +147,7 @@ class Pruning(Technique):
             context.done_with(self.forward)
         if context.gradients_mix and any(map(is_slow_on_zeros, context.optimizers)):
             context.services.say(SLOW_ON_ZEROS)
+        # What needs no step prunes at once, so that the very first forward is sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
             self._update(context)
 
@@ -162,6 +164,7 @@ class Pruning(Technique):
             refuse_sparse("prune", gradients.values())
             if self._costs:
                 self._costs.end_step()
+            # Scored on the task's own gradients: the penalty's must not tell what a weight is worth.
             policy.observe(context, gradients)
             if self._penalty and context.step < self._schedule.end:
                 self._penalty.add_(context.optimizers)
@@ -171,6 +174,7 @@ class Pruning(Technique):
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
         if self._penalty:
             self._penalty.decay_()
+        # A resumed run comes to the step of its last update again.
         if self._schedule.is_due(context.step) and context.step != self._last_update:
             self._update(context)
         else:
@@ -300,6 +304,7 @@ class Pruning(Technique):
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
+            # A NaN weight fails the ranking; the error then says which weight and step.
             with naming_nan("prune", self._policy.weights, step):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)

@@ -68,6 +68,7 @@ def fold_batch_norm(
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
+    # γ / σ scales the weight, (b - μ) γ / σ + β is the bias.
     factor = 1 / deviation if gamma is None else gamma / deviation
     shift = (-mean if bias is None else bias - mean) * factor
     return scaled_outputs(weight, layer, factor), shift if beta is None else shift + beta
@@ -92,6 +93,8 @@ class Fold:
     @property
     def uses_running_statistics(self) -> bool:
         """Whether statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
+        # A momentum that was None from the start averages over batches: a soup that re-estimates statistics sets it
+        # so.
         return self.frozen and (self._is_mean or self.batch_norm.momentum is not None)
 
 
@@ -124,16 +127,20 @@ class FoldedLayer(PlainState):
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
+        # In training the convolution runs once in float for the batch statistics, and once with the folded weight.
         if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
         deviation = torch.sqrt(norm.running_var.to(wide) + norm.eps)
+        # Folded by the running σ, which moves little: folding by each batch's would move the grid with every step.
         weight, shift = fold_batch_norm(layer, norm.running_mean.to(wide), deviation, norm.weight, norm.bias)
         weight = weight.to(self.weight.dtype)
         if quantizer is not None:
             weight = quantizer.weight(layer, weight)
         if batch is None:
             return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
+        # The output goes from running to batch statistics: y σ_r / σ_b + shift (Krishnamoorthi 2018,
+        # arXiv:1806.08342).
         mean, variance, _ = batch
         batch_deviation = torch.sqrt(variance + norm.eps)
         _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
@@ -160,6 +167,7 @@ def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor
             "raise the batch size or drop the last, smaller batch",
         )
     axes = [0, *range(2, y.dim())]
+    # The biased variance normalises, the unbiased one goes into the running estimate, as in torch's batch norm.
     variance, mean = torch.var_mean(y.to(dtype), axes, correction=0)
     # b cancels in the output and has a gradient of zero, as in batch norm; it must still be part of the graph for DDP
     return mean if layer.bias is None else mean + layer.bias, variance, count
@@ -454,6 +462,7 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
+    # float64: the fused weight is rounded once.
     deviation = torch.sqrt(norm.running_var.double() + norm.eps)
     folded, bias = fold_batch_norm(layer, norm.running_mean.double(), deviation, norm.weight, norm.bias)
     weight.copy_(folded)
@@ -480,6 +489,7 @@ def check_same_function(before: Tensor, after: Tensor, where: str) -> None:
     """
     wide = compute_dtype(before.dtype)
     error = (after.to(wide) - before.to(wide)).abs()
+    # √eps relative to the largest output: float rounding of a whole network, not of one layer.
     bound = torch.finfo(before.dtype).eps ** 0.5 * before.to(wide).abs().max() if before.numel() else 0.0
     if before.numel() and not bool((error <= bound).all()):
         raise CompatibilityError(
@@ -512,6 +522,7 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
             pairs, refused = find_batch_norms(model, where=where)
         return {pair.layer: pair.batch_norm for pair in pairs}, refused
     except CompatibilityError as error:
+        # The whole model cannot be traced: its parts may, one by one.
         folds: dict[str, str] = {}
         left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
         for name, child in model.named_children():
@@ -545,6 +556,7 @@ def unfolded_weight(module: nn.Module, folded: Tensor, weight: Tensor) -> Tensor
     factor = channel_factor(fold, torch.float64).to(weight.device)
     inverse = torch.where(factor == 0, torch.ones_like(factor), 1 / factor)
     unfolded = scaled_outputs(folded.double(), module, inverse).to(weight.dtype)
+    # γ = 0: the output does not depend on the weight, and 1 / 0 must not reach it.
     dead = scaled_outputs(torch.ones_like(weight, dtype=torch.float64), module, (factor == 0).double())
     return torch.where(dead.bool(), weight, unfolded)
 

@@ -84,6 +84,7 @@ class Flow:
         for name, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
+                    # A parameter under two names belongs to two layers: neither may be rescaled by itself.
                     other = owners.setdefault(id(parameter), name)
                     if other != name:
                         self._tied[name], self._tied[other] = other, name
@@ -261,9 +262,11 @@ class _Recorder(TorchFunctionMode):
         label = _function_name(func)
         if label == "__get__":
             label = _function_name(getattr(func, "__self__", label))
+        # Inside a leaf module its own torch calls are not part of the flow.
         if self._inside or label in _METADATA:
             return result
         sources = self.sources((args, kwargs))
+        # A parameter read outside of its module's forward (tied projections by F.linear).
         for tensor in _tensors((args, kwargs)):
             self.flow.read(id(tensor), label)
         if sources:

@@ -96,6 +96,7 @@ class QuantizationAwareTraining(Technique):
                 swap(module, quantizer)
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
+        # Tied modules: every key of the state dict leads to the layer whose quantiser knows the grid.
         names = {id(module): name for name, module in self.layers.items()}
         # a module that the model holds under two names has two keys in the state dict
         self._weight_keys = {
@@ -219,6 +220,7 @@ class QuantizationAwareTraining(Technique):
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
             self._began_at = context.step
+        # The last derivation: ranges that follow to the end are those of all steps.
         if bank.observing:
             bank.refresh()
         bank.observing = False
@@ -227,6 +229,7 @@ class QuantizationAwareTraining(Technique):
         self._final = self._layer_reports(gather=True)
         if self.config.keep:
             return
+        # A shared weight is baked once; the second time it would be rounded from its codes.
         baked: set[int] = set()
         for module in self.layers.values() if bank.quantizing else ():
             entry = layer_entry(module)  # first: scales are those of the latent weight

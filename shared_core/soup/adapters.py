@@ -73,9 +73,12 @@ def average_adapters(
     soup = AdapterWeights() if into is None else into
     soup.clear()
     soup.config, soup.errors, soup.error = dict(first.config), {}, 0.0
+    # fsum rounds once: the total does not depend on the order of the members.
     total = math.fsum(weight for _, weight in members)
     layers = lora_layers(first)
     of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
+    # PEFT saves more than factors (modules_to_save, trained token rows). Those are plain tensors: their plain mean is
+    # right.
     for key in first.specs:
         if key not in of_layers:
             soup[key] = _mean(key, members, [1.0] * len(members))
@@ -83,8 +86,11 @@ def average_adapters(
     lost, whole, changed = 0.0, 0.0, False
     for layer in layers:
         parts = _parts(layer, members)
+        # One distinct pair of factors needs no stacking: equal members, or a soup of one, keep bits and rank.
         factors = parts[0][0] if len(parts) == 1 else _stacked(parts, total)
         if rank is not None:
+            # Frobenius norms over layers add up as squares, so the error over all layers is a ratio of two sums of
+            # squares.
             norm = _norm(factors)
             if factors.a.shape[0] > rank:
                 factors, cut = _cut(factors, rank, parts[0][0].scale)
@@ -92,16 +98,21 @@ def average_adapters(
                 lost += cut**2
             whole += norm**2
         changed = changed or factors is not parts[0][0]
+        # copy: a soup of equal members would otherwise hold the ingredient's own (mapped) memory, which close() lets
+        # go.
         soup[layer.a] = factors.a.to(first.spec(layer.a).dtype, copy=True).contiguous()
         soup[layer.b] = factors.b.to(first.spec(layer.b).dtype, copy=True).contiguous()
         ranks[layer.module] = (factors.a.shape[0], factors.scale)
         if first.has(layer.bias):
+            # LoRA computes s(BAx + b). The saved scale is the soup's, so each bias enters with s_i / s: s_i b_i is
+            # what is averaged.
             shares = [scaling(adapter.config, layer.module) / factors.scale for adapter, _ in members]
             soup[layer.bias] = _mean(layer.bias, members, shares)
     soup.error = math.sqrt(lost / whole) if whole else 0.0
     if changed:
         soup.config.update(_config_of(ranks))
     for adapter, _ in members:
+        # Opened again when next read: memory maps of all members at once would count against the host.
         adapter.close()
     return soup
 
@@ -115,6 +126,7 @@ def _mean(key: str, members: Sequence[tuple[Ingredient, float]], scales: Sequenc
     total = 0.0
     for (adapter, weight), scale in zip(members, scales, strict=True):
         tensor = adapter.tensor(key)
+        # The scale enters after the widening: a 16-bit product would round it a second time.
         tensor = tensor.to(accumulator_dtype(tensor.dtype)) * scale
         total += weight
         mean = tensor if mean is None else mean_with_(mean, mean, tensor, weight, total)
@@ -141,10 +153,14 @@ def _equal(one: _Factors, two: _Factors) -> bool:
 
 
 def _stacked(parts: Sequence[tuple[_Factors, float]], total: float) -> _Factors:
+    # sum_i w_i s_i B_i A_i = [w_1 s_1 B_1 | ... | w_n s_n B_n] [A_1; ...; A_n]: exact, and the ranks add up. The mean
+    # of the A's times the mean of the B's is another matrix, with cross terms B_i A_j.
     shares = [weight * factors.scale for factors, weight in parts]
+    # The first share other than 0 becomes the scale, so that its B keeps its bits and the others hold ratios to it.
     unit = next((share for share in shares if share), 1.0)
     dtype = accumulator_dtype(parts[0][0].b.dtype)
     return _Factors(
+        # A is (rank, in, ...): ranks lie along dimension 0. B is (out, rank, ...): along dimension 1.
         torch.cat([factors.a.to(accumulator_dtype(factors.a.dtype)) for factors, _ in parts], 0),
         torch.cat([factors.b.to(dtype) * (share / unit) for (factors, _), share in zip(parts, shares, strict=True)], 1),
         unit / total,
@@ -159,16 +175,22 @@ def _norm(factors: _Factors) -> float:
 
 def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     """Return the nearest product of a lower rank, and its distance; the SVD is of the small core ``R_b R_a^T``."""
+    # Convolutions: A is (rank, in, kh, kw), B is (out, rank, 1, 1). Flattened they multiply as matrices.
     a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
+    # b a = Q_b (R_b R_a^T) Q_a^T with Q_a (in, r) and Q_b (out, r). An SVD of the r by r core is one of the product
+    # (Eckart-Young: its first values give the nearest matrix of that rank), at O((in + out) r^2) and not O(in out
+    # min).
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)
     u, values, v = torch.linalg.svd(factors.scale * r_b @ r_a.T)
     # B starts with most of the size where training starts: split evenly. The first one's scale stays, so that a model
     # built for this rank takes the factors as they are.
     scale = scale if scale > 0 else 1.0
+    # scale B A must give u diag(values) v: each factor takes sqrt(values / scale).
     root = (values[:rank] / scale).sqrt()
     rank = root.numel()
     new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
+    # The distance to the nearest matrix of that rank is the norm of the values that are cut.
     new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
     return _Factors(new_a, new_b, scale), float(values[rank:].norm())
 
@@ -176,6 +198,7 @@ def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
 def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
     """Return the config fields that give each layer its rank and scale."""
     wanted = {module: (rank, _whole(scale * rank)) for module, (rank, scale) in ranks.items()}
+    # The pair that most layers have becomes the config's own; the patterns then name the exceptions only.
     (usual_rank, usual_alpha), _ = Counter(wanted.values()).most_common(1)[0]
     names = {module: f"^{re.escape(module)}" for module in wanted}  # PEFT takes patterns from the end of a name
     return {
@@ -183,6 +206,8 @@ def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
         "lora_alpha": usual_alpha,
         "rank_pattern": {names[module]: rank for module, (rank, _) in wanted.items() if rank != usual_rank},
         "alpha_pattern": {names[module]: alpha for module, (_, alpha) in wanted.items() if alpha != usual_alpha},
+        # With rsLoRA, PEFT would divide alpha by sqrt(r). Scales are given as alpha / r here. The fields below ask
+        # for initialisations from data or a quantised base (LoftQ, EVA), which a loaded soup must not run again.
         "use_rslora": False,
         "init_lora_weights": True,
         "loftq_config": {},
@@ -191,6 +216,7 @@ def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
 
 
 def _whole(number: float) -> float:
+    # alpha = scale * rank comes back with rounding error, and PEFT's own configs hold it as an integer.
     return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
 
 
@@ -206,6 +232,8 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         (name, module) for name, module in model.named_modules() if isinstance(module, peft.PeftModel)
     ]  # fmt: skip
     if not found:
+        # lora_A without a PeftModel: layers were injected (inject_adapter_in_model), and there is no config to read
+        # scales from.
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
         if odd is not None:
             raise CompatibilityError(
@@ -264,6 +292,7 @@ class PeftAdapter:
     def fields(self) -> dict[str, Any]:
         """Return the fields of ``adapter_config.json``."""
         fields = self._config.to_dict()
+        # The config keeps target_modules as a set, whose order differs between processes; JSON has no sets.
         return {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
 
     def weights(
@@ -305,6 +334,8 @@ class PeftAdapter:
         Args:
             weights: `AdapterWeights`.
         """
+        # Ranks and scales go into layers first: `set_peft_model_state_dict` copies tensors only, and refuses other
+        # shapes.
         from peft import set_peft_model_state_dict
 
         fields, name = cast(AdapterWeights, weights).config, self._name
@@ -318,17 +349,20 @@ class PeftAdapter:
             setattr(self._config, field, fields.get(field))
         set_peft_model_state_dict(self._peft, {k: v for k, v in weights.items() if k not in self._outer}, name)
         own = self._model.state_dict()
+        # In place, through the model's own tensors: what the trainer wrapped around the model still points to them.
         for key in self._outer:
             own[key].copy_(weights[key])
 
 
 def _resize(layer: Any, name: str, rank: int) -> None:
+    # dimension is where the factor's rank lies: 0 in A, 1 in B.
     for holder, dimension in (("lora_A", 0), ("lora_B", 1)):
         if name in getattr(layer, holder):
             inner = getattr(layer, holder)[name]
             _set_rank(inner, "weight", inner.weight, dimension, rank)
             kind = "features" if hasattr(inner, "out_features") else "channels"
             setattr(inner, f"{('out', 'in')[dimension]}_{kind}", rank)
+        # An adapter of an embedding holds bare parameters in `lora_embedding_A`, not modules.
         embedding = getattr(layer, holder.replace("_", "_embedding_"), {})
         if name in embedding:
             _set_rank(embedding, name, embedding[name], dimension, rank)
@@ -336,5 +370,6 @@ def _resize(layer: Any, name: str, rank: int) -> None:
 
 def _set_rank(holder: Any, name: str, old: Tensor, dimension: int, rank: int) -> None:
     shape = (*old.shape[:dimension], rank, *old.shape[dimension + 1 :])
+    # A new Parameter, uninitialised: `set_peft_model_state_dict` fills it next.
     if shape != tuple(old.shape):
         setattr(holder, name, nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad))

@@ -35,6 +35,8 @@ CHUNK = 1 << 16
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    # Views of contiguous tensors; `reshape` would copy others, which `mean_with_` and `copy_finite_` rule out for
+    # targets.
     return zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in tensors), strict=True)
 
 
@@ -45,6 +47,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
         >>> accumulator_dtype(torch.bfloat16), accumulator_dtype(torch.float64)
         (torch.float32, torch.float64)
     """
+    # float8 has no entry in torch's table of promotions: promote_types raises for it.
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
@@ -69,11 +72,17 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
         >>> mean_with_(torch.empty(2), torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0]), total=3)
         tensor([2., 2.])
     """
+    # reshape(-1) of a strided tensor is a copy: writes into its chunks would be lost. Such targets get a buffer,
+    # copied last.
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    # Same dtype and device: chunks are written where they belong. Else each is rounded, or moved, once, when it is
+    # done.
     direct = target.dtype == mean.dtype and target.device == mean.device
     share = weight / total
     for goal, so_far, member in _chunks(target, mean, tensor):
         into, member = (goal if direct else torch.empty_like(so_far)), member.to(so_far)
+        # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: with start x and end m this is m - (m - x) *
+        # share.
         if share <= 0.5:
             torch.lerp(member, so_far, 1 - share, out=into)  # the same in one pass: torch starts at so_far then
         else:
@@ -121,6 +130,7 @@ def _first_of_all(bad: str | None, ingredient: Ingredient) -> str | None:
     if ingredient.parts_on is None:
         return bad
     names = list(ingredient.specs)
+    # The smallest index over all processes: all name the same tensor, and all leave the ingredient out.
     place = torch.tensor(len(names) if bad is None else names.index(bad), device=ingredient.parts_on)
     first = int(all_reduce_(place, "min"))
     return names[first] if first < len(names) else None
@@ -149,6 +159,8 @@ class Candidate:
         self._mean: dict[str, Tensor] = {}
         self._total = 0.0
         self._best: Ingredient | None = None
+        # For each tensor of the ingredients: the keys it has in the state dict. Ties are one tensor under several
+        # keys.
         self._names = {key: [key] for key in like.specs}
         if into is None:
             for alias, owner in like.ties.items():
@@ -173,6 +185,8 @@ class Candidate:
         for key in self._names:
             if averaged(best.spec(key).dtype):
                 tensor = best.tensor(key)
+                # On the CPU and with memory of its own: `into` may be the model's tensors on the device, which
+                # candidates overwrite.
                 self._mean[key] = tensor.to("cpu", accumulator_dtype(tensor.dtype), copy=True).contiguous()
         best.close()
 
@@ -185,6 +199,8 @@ class Candidate:
     def write_average(self, ingredient: Ingredient, weight: float = 1.0) -> None:
         """Write what the mean would be with one more member; the mean itself stays as it is."""
         for key, slot in self._best_slots():
+            # The mean itself is not touched: a rejected candidate costs no copy of it, and cannot leave rounding
+            # errors behind.
             mean_with_(slot, self._mean[key], ingredient.tensor(key), weight, self._total + weight)
         ingredient.close()
         self._written()
@@ -201,6 +217,8 @@ class Candidate:
         if best is None:
             raise RuntimeError("begin_mean comes first")
         for key in self._names:
+            # Integers, booleans and dtypes are the best ingredient's: a mean of step counters or of masks means
+            # nothing.
             spec = best.spec(key)
             slot = self._slot(key, spec.shape, spec.dtype)
             if key in self._mean:
@@ -211,7 +229,10 @@ class Candidate:
 
     def _slot(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         names = self._names[key]
+        # Allocated once, at the first candidate, and reused: memory is one model, however many candidates are tried.
         slot = self.state_dict.get(names[0])
+        # Single ingredients may have other dtypes than the soup. An owned slot follows them; a model's tensor keeps
+        # its own.
         if slot is None or (self._owned and slot.dtype != dtype):
             slot = torch.empty(shape, dtype=dtype)
             self.state_dict.update(dict.fromkeys(names, slot))
@@ -225,6 +246,7 @@ class Candidate:
 def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]:
     """Return, for each tensor of a model, the name that ingredients have it under and its names in the model."""
     groups: dict[object, list[str]] = {}
+    # Tied tensors share storage; one without storage (meta, fake) stands for itself.
     for name, tensor in into.items():
         groups.setdefault(storage_key(tensor) or name, []).append(name)
     names: dict[str, list[str]] = {}
@@ -279,6 +301,7 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over batches
+    # With momentum None, BatchNorm updates by 1 / num_batches_tracked: after n batches each has counted 1 / n.
     try:
         calibrate(num_batches)
         if not any(int(norm.num_batches_tracked) for norm in norms):
@@ -295,6 +318,8 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
         for name, buffer in model.named_buffers():
             if id(buffer) not in fresh and name in before:
                 buffer.copy_(before[name])
+    # Each process saw batches of its own. Rank 0's statistics are taken: a mean of variances would lack the spread of
+    # means.
     for norm in norms:
         for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
             broadcast_(cast(Tensor, buffer))
@@ -326,10 +351,12 @@ def masked_ingredients(
     found = [state for state in states if state is not None and state.masks]
     if not found:
         return list(ingredients), None, []
+    # Of equal steps the later file wins: reversed, since max keeps the first of equals.
     newest = max(reversed(found), key=lambda state: state.step)
     masks = {name: _unpack(packed, name, ingredients[0]) for name, packed in newest.masks.items()}
     usable, notes = [], []
     for item, state in zip(ingredients, states, strict=True):
+        # A file of weights alone does not say how far its pruning was. It is complete where it obeys the newest mask.
         complete = state.complete if state is not None else _obeys(item, masks)
         if complete or keep_unpruned:
             usable.append(item)
@@ -363,11 +390,13 @@ def _pruning_state(ingredient: Ingredient) -> _Pruned | None:
         saved = load_checkpoint(ingredient.path / LIGHTNING_META).get("callbacks")
     else:
         return None
+    # The Trainer keeps techniques under its own key, Lightning under the callback's class name.
     for state in _mappings(saved):
         techniques = state.get("techniques")
         prune = techniques.get("prune") if isinstance(techniques, Mapping) else None
         if isinstance(prune, Mapping) and isinstance(prune.get("masks"), Mapping):
             asked = state.get("recipe", {}).get("prune", {}).get("sparsity", 0.0)
+            # A gradual schedule is complete when what was reached is what the recipe asks for.
             complete = bool(prune["masks"]) and float(prune.get("sparsity", 0.0)) >= float(asked)
             return _Pruned(int(state.get("step", 0)), dict(prune["masks"]), complete)
     return None

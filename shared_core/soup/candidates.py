@@ -37,6 +37,8 @@ class AdapterCandidate:
 
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start from the best adapter, whose dtypes and config the soup takes."""
+        # No running mean: a product of stacked factors cannot be updated in place, so the members are kept and read
+        # again.
         self._members = [(best, weight)]
 
     def write_mean(self) -> None:

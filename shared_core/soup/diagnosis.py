@@ -110,6 +110,7 @@ def diagnose(
     candidate = Candidate(opened[0], None, after_average)
     search = {"kind": "diagnosis", "mode": mode, **(about or {})}
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)
+    # Below, sign * metric is larger when better.
     sign = 1.0 if mode == "max" else -1.0
 
     scoring.in_processes(list(enumerate(opened)), jobs, after_average)
@@ -176,6 +177,8 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
 def _barrier(path: Sequence[float], sign: float) -> float:
     if not all(math.isfinite(score) for score in path):
         return math.inf
+    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between the two ends less the metric
+    # between them. Ends have none by definition, so falls[1:-1].
     falls = [
         sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
     ]
@@ -192,6 +195,7 @@ def _warnings(
 ) -> list[str]:
     mean = sum(metrics) / len(metrics)
     found = []
+    # `not isfinite` first: comparisons with NaN are false, and would hide a soup that broke.
     if not math.isfinite(uniform) or sign * (mean - uniform) > _COLLAPSE * abs(mean):
         found.append(
             f"a uniform soup would collapse: its metric is {uniform:.6g}, the mean member's {mean:.6g}; average "
@@ -210,6 +214,7 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
     All ingredients are read side by side, some ten thousand numbers of each at a time.
     """
     count = len(items)
+    # float64: a squared distance sums up to 1e9 small terms, and cosines of near-equal members cancel.
     squares = torch.zeros(count, count, dtype=torch.float64)
     products = torch.zeros(count, count, dtype=torch.float64)
     for key, spec in items[0].specs.items():
@@ -217,15 +222,18 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
             continue
         flat = [item.tensor(key).reshape(-1) for item in items]
         for parts in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
+            # A complex number counts as its two parts.
             wide = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
             rows = torch.stack([part.cpu().double().flatten() for part in wide])
             # differences, not the products below: equal ingredients are to be at distance 0
             for i in range(count - 1):
                 squares[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1)
+            # Products of what is left after the mean: the Gram matrix of w_i - mean, summed chunk by chunk.
             rows -= rows.mean(0)
             products += rows @ rows.T
     for item in items:
         item.close()
+    # A member that is the mean has norm 0: 0 / 0 gives the NaN that the field promises.
     norms = products.diagonal().sqrt()
     cosines = products / norms.outer(norms)
     return (squares + squares.T).sqrt().tolist(), norms.tolist(), cosines.clamp(-1, 1).tolist()

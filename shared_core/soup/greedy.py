@@ -124,6 +124,8 @@ def greedy_soup(
         >>> result.state_dict["w"], result.ingredients, result.score
         (tensor([2.]), ['ingredient 1', 'ingredient 0'], -0.5)
     """
+    # Greedy soup of Wortsman et al. (2022, arXiv:2203.05482, recipe 1): sort by the held-out metric, then add each in
+    # turn if the average does not get worse.
     _check(mode, min_delta, order, jobs, max_ingredients)
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
@@ -137,12 +139,16 @@ def greedy_soup(
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}), progress)
     sign = 1.0 if mode == "max" else -1.0
 
+    # Numbers are those of the order given, not of the order tried: the journal names members by them.
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
+    # Single scores are independent, so they may run in processes. Averages are not: each depends on what was
+    # accepted.
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
+    # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
     history = [row.told(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
@@ -177,6 +183,8 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
         CheckpointError: If there is none.
     """
     able: list[_Row] = []
+    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean it is
+    # tried in.
     for row in rows:
         if by_metric or not able:
             row.single, row.reason = scoring.alone(row.number, row.item, row.single)
@@ -190,6 +198,7 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
             "at least one ingredient must have finite weights and a finite metric, got "
             + "; ".join(f"{row.item.name} {row.reason}" for row in rows),
         )
+    # A stable sort: of equal metrics, the one given first is tried first.
     if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))
     able[0].score, able[0].accepted = able[0].single, True
@@ -213,9 +222,12 @@ def _grown(
         if most is not None and len(members) >= most:
             row.reason = f"not tried: the soup has {most} ingredients"
             continue
+        # Members in the order of acceptance: a running mean depends on it in its last bits, and the score belongs to
+        # those bits.
         key = "+".join(str(member.number) for member in (*members, row))
         known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
+        # The paper accepts ties (>=). With strict, an average must be better by more than min_delta.
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
@@ -225,6 +237,7 @@ def _grown(
             candidate.accept(row.item)
             members.append(row)
             current = known
+    # The candidate may hold a rejected average: write the accepted one over it.
     candidate.write_mean()
     return members
 

@@ -48,6 +48,7 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
     opened: list[Ingredient] = []
     for number, given in enumerate(ingredients):
         if isinstance(given, Mapping):
+            # given=given binds now: a plain closure would read the loop's last value.
             opened.append(Ingredient(f"ingredient {number}", IN_MEMORY, None, lambda given=given: given))  # type: ignore[misc]
         else:
             opened.append(given if isinstance(given, Ingredient) else open_ingredient(given))
@@ -78,6 +79,7 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
         )
     if adapters:
         check_adapters(first, other)
+    # Both ways, so that what either lacks is named. A tied name counts as there: files may store it once.
     for one, two in ((first, other), (other, first)):
         missing = next((key for key in (*one.specs, *one.ties) if not two.has(key)), None)
         if missing is not None:
@@ -86,6 +88,7 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
                 f"ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}",
                 _REMEDY,
             )
+    # Ties must agree: averaging a tied tensor with two free ones would be the mean of one matrix and two.
     odd = first.tied_groups ^ other.tied_groups
     if odd:
         key = min(min(odd, key=sorted))
@@ -105,6 +108,7 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
                 f"{its.shape} in {other.name}",
                 _REMEDY,
             )
+        # Dtypes may differ (bf16 beside fp32), but a float cannot be averaged with what is copied as it is.
         if averaged(spec.dtype) != averaged(its.dtype):
             raise CheckpointError(
                 "soup",
@@ -140,6 +144,7 @@ def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:
     """Return the shape that must be alike: adapters may have different ranks."""
+    # (r, in) and (out, r) of different ranks can be averaged: the ranks add up.
     rank = rank_dimension(key) if ingredient.kind == ADAPTER else None
     return shape if rank is None else (*shape[:rank], *shape[rank + 1 :])
 
@@ -162,9 +167,11 @@ class RunIngredients:
         """
         self._whole: dict[str, Tensor] = {}
         if adapter is None:
+            # FSDP2 may have left parameters gathered after the last forward: state_dict must name the sharded ones.
             reshard_(model)
             state = model.state_dict()
             self._whole = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+            # detach shares memory: what is written into `into` is in the model.
             self.into = {name: local_part(value) for name, value in self._whole.items()}
         sharded = next((value for value in self._whole.values() if is_sharded(value)), None)
         self._parts_on = None if sharded is None else sharded.device
@@ -197,9 +204,11 @@ class RunIngredients:
         """Return the ingredients, best first by the logged metric times `sign`; those without one last."""
 
         def key(item: Ingredient) -> float:
+            # Unlogged and NaN metrics sort last, never first: every comparison with NaN is false.
             metric = self.logged.get(item.name)
             return -math.inf if metric is None or not math.isfinite(metric) else sign * metric
 
+        # reversed, then a stable sort: of equal metrics the newest comes first.
         return sorted(reversed(ingredients), key=key, reverse=True)
 
     def _usable(self) -> list[SavedCheckpoint]:
@@ -213,6 +222,8 @@ class RunIngredients:
                 "(save_total_limit, save_top_k)",
             )
         first = context.first_usable_step
+        # Before this step weights were dense or unquantised: averages with them would undo what the recipe trained
+        # for.
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
         if len(usable) < len(saved):
             context.services.say(
@@ -237,6 +248,8 @@ class RunIngredients:
             groups.setdefault(storage_key(tensor) or name, []).append(name)
 
         def load() -> Mapping[str, Tensor]:
+            # Shards: the whole tensor is read lazily, and this process's part cut out, so no process holds a whole
+            # model.
             if self._parts_on is not None:
                 return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
             loaded = services.load_weights(saved.path)
@@ -259,10 +272,12 @@ class RunIngredients:
         """Return whether a checkpoint has the same bits as these weights."""
         same = all(
             key in weights
+            # To the dtype of the model: a checkpoint may hold what the model has, cast for the file.
             and torch.equal(ingredient.tensor(key).to(weights[key].device, weights[key].dtype), weights[key])
             for key in ingredient.specs
         )
         ingredient.close()
+        # Every process must answer the same, or some would average one ingredient more than others.
         return same if self._parts_on is None else not any_rank(not same, self._parts_on)
 
 
@@ -281,6 +296,7 @@ class _Parts(Mapping[str, Tensor]):
     ) -> None:
         self._weights, self._like, self._path = weights, like, path
         saved = set(weights)
+        # Tied tensors may lie in the file under any of their names.
         self._saved_as = {name: next((n for n in names if n in saved), None) for names in tied for name in names}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -293,6 +309,7 @@ class _Parts(Mapping[str, Tensor]):
                 f"{'none' if tensor is None else tuple(tensor.shape)}",
                 "it is of another model",
             )
+        # The same rows that this process's shard of the model holds.
         return tensor[place_of(like)]
 
     def __iter__(self) -> Iterator[str]:
@@ -305,6 +322,7 @@ class _Parts(Mapping[str, Tensor]):
 def _copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     copies: dict[int, Tensor] = {}  # tied tensors stay tied
     return {
+        # data_ptr is 0 for empty tensors, which are not tied to each other.
         key: copies.setdefault(value.data_ptr() or id(value), value.to("cpu", copy=True))
         for key, value in weights.items()
     }

@@ -117,6 +117,8 @@ def save_soup(
             "give the first ingredient, whose names a soup of several formats has",
         )
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
+        # Built beside the target and renamed when complete: a killed run leaves no folder that looks like a
+        # checkpoint.
         with atomic_folder(target) as folder:
             had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
@@ -162,6 +164,8 @@ def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
             f"soup: hyperparameters {', '.join(lost)} are left out of the soup, as only plain values are read; pass "
             "them to load_from_checkpoint by name"
         )
+    # Ranges of qat belong to one member's weights and not to a mean of them; other values for deployments hold for
+    # all.
     deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
     return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
 
@@ -175,6 +179,7 @@ def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pat
     if not (source / DEPLOYMENT_FILE).exists():
         return False
     values = read_deployment(source)
+    # Ranges stay valid where the soup is this very ingredient, bit by bit.
     lost = "qat" in values and not all(torch.equal(state_dict[key].cpu(), like.tensor(key)) for key in like.specs)
     if lost:
         del values["qat"]
@@ -192,6 +197,7 @@ def _requantise(target: Path, model: str) -> str:
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path, say: Say) -> bool:
     """Write the folder; return whether what Lightning keeps beside shards had ranges of qat."""
     had_ranges = False
+    # A folder with modules.json (sentence transformers) has parts, each with files of its own.
     for part in dict.fromkeys(part.folder for part in parts_of(source)):
         (folder / part).mkdir(parents=True, exist_ok=True)
         for file in (source / part).iterdir():
@@ -205,11 +211,13 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         if not isinstance(state_dict, AdapterWeights):
             raise CheckpointError(like.name, "soup of adapters must be `AdapterWeights`, got a plain dict")
         (folder / ADAPTER_CONFIG).write_text(json.dumps(state_dict.config, indent=2, sort_keys=True), encoding="utf-8")
+    # In the same shards as the ingredient, so that its index file stays true.
     for name in dict.fromkeys(like.shards.values()):
         weights = {key: state_dict[key] for key, where in like.shards.items() if where == name}
         _write_weights(weights, like, folder / name, like.prefixes.get(name, ""))
     for index in like.indexes:
         content, place = read_json(source / index), Path(index).parent
+        # total_size is of the tensors written, which may have other dtypes or ranks than the ingredient's.
         own = [key for key in like.specs if Path(like.shards[key]).parent == place]
         total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in own)
         content["metadata"] = {**content.get("metadata", {}), "total_size": total}
@@ -220,6 +228,7 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
 def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path, prefix: str) -> None:
     named = {key.removeprefix(prefix): value for key, value in weights.items()}
     if file.suffix == ".safetensors":
+        # safetensors refuses tensors that share memory: only the owner of a tie is stored, as in the ingredient.
         held = {key: value for key, value in named.items() if prefix + key in like.specs}
         save_file(held, file, metadata={"format": "pt"})
     else:

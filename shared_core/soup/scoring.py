@@ -49,6 +49,7 @@ class Journal:
         self._search = {
             "format": _FORMAT,
             **search,
+            # Digests, not paths: a journal must not be used after a checkpoint was written anew under its name.
             "ingredients": [[item.name, item.digest()] for item in ingredients],
         }
         if self._path.exists():
@@ -67,6 +68,7 @@ class Journal:
                 f"journal must have format {_FORMAT}, got {search.get('format')!r} of another version of efftrain",
                 "remove the file to start again, or give another",
             )
+        # Keys of both: an option that only one of them has is a difference too.
         for name in self._search | search:
             mine, theirs = self._search.get(name), search.get(name)
             if theirs != mine:
@@ -95,6 +97,8 @@ class Journal:
     def record(self, key: str, score: float) -> None:
         """Keep a score, on disk before this returns."""
         self._scores[key] = score
+        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one, never
+        # half.
         self._write()
 
 
@@ -168,6 +172,7 @@ def _of_lightning(checkpoint: Mapping[str, Any], path: Path) -> dict[str, float]
             for saved, score in _mapping(state.get("best_k_models")).items()
             if isinstance(saved, str)
         }
+        # best_k_models maps files to their own scores; only this file's counts.
         if state.get("monitor") is not None and path.name in scores:
             found[state["monitor"]] = scores[path.name]
     return _numbers({**found, **_mapping(_mapping(checkpoint.get(RUN_KEY)).get("metrics"))})
@@ -214,6 +219,7 @@ def scores_in_processes(
     inside = next((item for _, item in items if item.path is None), None)
     if inside is not None:
         raise ConfigError("soup", f"ingredients must be files for jobs above 1, got {inside.name} in memory", "save it")
+    # A process opens its ingredient by path, and would see the names that are in the file.
     renamed = next((item for _, item in items if item.is_renamed), None)
     if renamed is not None:
         raise ConfigError(
@@ -221,6 +227,7 @@ def scores_in_processes(
             f"ingredients must share their names for jobs above 1, got others in {renamed.name}",
             "take one format",
         )
+    # Tried before the pool starts: a failure to pickle inside it shows as a broken pool without a reason.
     try:
         pickle.dumps((evaluate, after_average))
     except Exception as error:  # pickle raises what the object's own methods raise
@@ -231,11 +238,14 @@ def scores_in_processes(
         ) from error
     pool = ProcessPoolExecutor(
         min(jobs, len(items)),
+        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads that do not
+        # exist there.
         multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(evaluate, after_average),
     )
     try:
+        # Paths cross to the processes, weights do not. Evaluate is pickled once a process, by the initializer.
         futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
         for future in as_completed(futures):
             if (score := future.result()) is not None:
@@ -286,6 +296,7 @@ class Scoring:
     def score(self, key: str, write: Callable[[], Any]) -> float:
         """Return the score kept under `key`, or that of what `write` writes into the candidate."""
         known = self._journal.score(key)
+        # The candidate is written only when its score is not known: a resumed search reads no weights for known ones.
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))
@@ -320,9 +331,11 @@ class Scoring:
         """
         key = str(position)
         known = self._journal.score(key) if known is None else known
+        # With a known score nothing is evaluated, but NaNs must still be found: the mean is to be made of it.
         bad = non_finite_tensor(item) if known is not None else self._candidate.write_single(item)
         if bad:
             return None, not_finite(bad)
+        # `write_single` has written it: only the evaluation is left.
         known = self.score(key, lambda: None) if known is None else known
         return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
 

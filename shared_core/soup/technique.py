@@ -91,6 +91,7 @@ class ModelSoup(Technique):
         Raises:
             ConfigError: At the second validation, since one may be of several data sets in turn.
         """
+        # Loggers may report one step in several calls (one a dataset): names are collected until the step changes.
         step, names = self._reported or (context.step, set())
         if context.step != step:
             check_all(self.needs_metrics(), names)
@@ -113,6 +114,8 @@ class ModelSoup(Technique):
 
         def load(candidate: dict[str, Tensor]) -> None:
             if self._adapter is not None:
+                # Order matters: an adapter's tensors are loaded first, then sharded again, then others are told to
+                # re-read weights.
                 self._adapter.load(candidate)
             reshard_(model)
             context.weights_replaced()
@@ -128,13 +131,17 @@ class ModelSoup(Technique):
                 self._search(run, ingredients, target, context)
             else:
                 self._average(ingredients, target, context)
+            # Validation has last seen the final weights. Unless the soup is these alone, the trainer has to validate
+            # anew.
             context.unvalidated |= self._report["ingredients"] != [final.name] or bool(options.bn_batches)
+        # Also on KeyboardInterrupt: whatever stopped it, the model must not be left holding a rejected candidate.
         except BaseException:
             candidate_for([final], run.into, load, None).write_single(final)
             raise
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
         options, say = self._options, context.services.say
+        # Fewer checkpoints than weights: the newest keep theirs.
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):
@@ -158,6 +165,7 @@ class ModelSoup(Technique):
         self, run: RunIngredients, ingredients: list[Ingredient], target: dict[str, Any], context: Context
     ) -> None:
         options, say = self._options, context.services.say
+        # "logged" and "newest" are orders this method makes itself; the search then takes them as given.
         order: Order = "given"
         if options.order in ("metric", "random"):
             order = cast(Order, options.order)

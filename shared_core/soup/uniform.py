@@ -82,6 +82,7 @@ def average_of(
     shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
     members, left_out = [], {}
     for item, share in zip(opened, shares, strict=True):
+        # Checked before the mean starts: a NaN could not be taken out again.
         bad = non_finite_tensor(item)
         if bad is not None:
             left_out[item.name] = not_finite(bad)

@@ -38,13 +38,17 @@ def _mx_values(
     j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
     at, inside = i.to(tl.int64) * columns + j, (i < rows) & (j < columns)
     tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    # (height, blocks, group): the maximum of a block is a reduction of the last dim, in registers.
     blocks = tl.reshape(tile, (height, width // group, group))
     amax = tl.max(magnitude(blocks), 2, keep_dims=True)
+    # Shared exponent ⌊log2 amax⌋ - emax (OCP MX 1.0); a subnormal amax counts as 2^-126.
     exponent = tl.minimum(tl.maximum(tl.maximum(amax >> 23, 1) - 127 - emax, -126), 127)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(amax >= 0x7F800000, float("nan"), scale)
     # the reciprocal of a power of two is one
     scaled = blocks * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    # Products with a power of two are exact, so only `nearest` rounds. The largest values may exceed the format:
+    # clamped.
     values = tl.reshape(nearest(clamped(scaled, largest), mantissa, bias) * scale, (height, width))
     tl.store(y + at, narrowed(values, y.dtype.element_ty, native), mask=inside)
 
@@ -62,6 +66,7 @@ def _nvfp4_values(
 ) -> None:
     tensor_scale = tl.load(given + tl.zeros((1, 1, 1), tl.int32))
     if of_amax:
+        # amax / (448 · 6): the block scales, e4m3, then end at 448 and the elements, e2m1, at 6.
         tensor_scale = tl.div_rn(tensor_scale, tl.full((1, 1, 1), 2688.0, tl.float32))
     finite = magnitude(tensor_scale) < 0x7F800000
     tensor_scale = tl.where(finite, tl.maximum(tensor_scale, 2.0**-121), float("nan"))
@@ -75,6 +80,7 @@ def _nvfp4_values(
     # the roundings of `nvfp4_round_to`: two divisions, a reciprocal of two, products
     relative = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     relative = tl.div_rn(relative, tl.zeros_like(amax) + tensor_scale)
+    # 2^-6 is e4m3's smallest normal number: smaller scales would have fewer bits.
     scale = nearest(clamped(tl.where(relative < 2.0**-6, 2.0**-6, relative), 448.0), 3, 7)
     inverse = tl.div_rn(tl.full(tensor_scale.shape, 1.0, tl.float32), tensor_scale)
     inverse = tl.div_rn(tl.zeros_like(scale) + inverse, scale)

@@ -19,6 +19,7 @@ _BLOCK, _WARPS = 4096, 8
 def _softened(
     start: tl.tensor, columns: tl.tensor, inside: tl.tensor, scale: tl.tensor, softcap: tl.tensor, capped: tl.constexpr
 ) -> tl.tensor:
+    # One tile of logits, softened: z / T, or c tanh(z / c) / T; outside of the classes -inf, whose exp is 0.
     x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
     if capped:
         # tanh by exp: the interpreter has no libdevice
@@ -57,6 +58,8 @@ def _kd_rows(
         label = tl.load(labels + row)
     offsets = tl.arange(0, block)
 
+    # First sweep: both normalisers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
+    # shrinks whenever a larger maximum is found.
     # finite starts: a tile of -inf would make inf - inf
     student_max = tl.full((), -1e38, tl.float32)
     teacher_max = tl.full((), -1e38, tl.float32)
@@ -72,6 +75,7 @@ def _kd_rows(
         largest = tl.maximum(student_max, tl.max(a, 0))
         student_sum = student_sum * tl.exp(student_max - largest) + tl.sum(tl.exp(a - largest), 0)
         if labelled:
+            # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
             shrink = tl.exp(temperature * (student_max - largest))
             plain_sum = plain_sum * shrink + tl.sum(tl.exp(temperature * (a - largest)), 0)
             labelled_logit += tl.sum(tl.where(columns == label, a, 0.0), 0)
@@ -82,12 +86,14 @@ def _kd_rows(
     student_log = student_max + tl.log(student_sum)
     teacher_log = teacher_max + tl.log(teacher_sum)
 
+    # Second sweep, not for the forward KL: its gradient q - p needs no sum over the row; the others' do.
     divergence = tl.zeros((), tl.float32)
     of_student = tl.zeros((), tl.float32)
     if kind != 0:
         for i in range(tiles):
             columns = i * block + offsets
             inside = columns < classes
+            # log q and log p of the tile, read and softened again: 128k classes do not fit into registers.
             log_s = softened(student, columns, inside, scale, student_softcap, student_capped) - student_log
             log_t = softened(teacher, columns, inside, scale, teacher_softcap, teacher_capped) - teacher_log
             s = tl.exp(log_s)
@@ -103,6 +109,7 @@ def _kd_rows(
         else:
             divergence += (1.0 - beta) * of_student
 
+    # Last sweep: the gradient by a, times soft_weight T, as T² D has the gradient T ∂D/∂a by z; then the hard term.
     weight = tl.where(label >= 0, hard_weight, 0.0)
     for i in range(tiles):
         columns = i * block + offsets
@@ -125,11 +132,13 @@ def _kd_rows(
             p = tl.exp(temperature * (a - student_max)) / plain_sum
             grad += weight * (p - tl.where(columns == label, 1.0, 0.0))
         if student_capped:
+            # a T = c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
             ratio = a * temperature / student_softcap
             grad = grad * (1.0 - ratio * ratio)
         tl.store(student + columns, grad.to(student.dtype.element_ty), mask=inside)
     tl.store(soft + row, temperature * temperature * divergence)
     if labelled:
+        # logsumexp(z) - z_y, both in units of a.
         loss = tl.log(plain_sum) + temperature * (student_max - labelled_logit)
         tl.store(hard + row, tl.where(label >= 0, loss, 0.0))
 

@@ -27,13 +27,17 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
     """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
+    # float32's bits below the last one that is kept; `half` plus that last bit rounds halves to even.
     shift: tl.constexpr = 23 - mantissa
     half: tl.constexpr = (1 << (shift - 1)) - 1
     # its ulp is the smallest subnormal
     magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
     a = magnitude(x)
+    # A carry out of the mantissa raises the exponent by one, which is the next power of two: integers do it right.
     normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
+    # Below the smallest normal: adding `magic` makes float32's own rounding happen at the format's last bit.
     subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
+    # The sign bit is the only one in which x and its magnitude differ.
     y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
     return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
 
@@ -50,13 +54,17 @@ def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.
     elif native:
         code = clamped(x, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
+        # Without the instructions (before sm_89, or interpreted): rounded as a float32, then its bits moved into
+        # place.
         x = clamped(x, 448.0 if mantissa == 3 else 57344.0)
         bias: tl.constexpr = 7 if mantissa == 3 else 15
         y = nearest(x, mantissa, bias)
         a = magnitude(y)
         magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
         subnormal = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
+        # The added magic leaves the code in the lowest bits of the sum: subtract the magic's own bits.
         subnormal -= (151 - bias - mantissa) << 23
+        # A normal number: its exponent from bias 127 to the format's, mantissa cut to size.
         code = tl.where(a < ((128 - bias) << 23), subnormal, (a >> (23 - mantissa)) - ((127 - bias) << mantissa))
         code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
     return code.to(tl.uint8)
@@ -65,6 +73,7 @@ def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.
 def _narrowed(x: tl.tensor, dtype: tl.constexpr, native: tl.constexpr) -> tl.tensor:
     """Return float32 in a type of 16 or 32 bits, rounded to nearest."""
     if dtype == tl.bfloat16 and not native:
+        # bfloat16 is the upper half of float32. By integers: the interpreter's own conversion does not round to even.
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         y = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -77,13 +86,16 @@ def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -
     """Return `eff_kernels.fp8.block_scale` of the bits of magnitudes; both FP8 types end at 1.75 times 2^emax."""
     largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
     emax: tl.constexpr = 8 if mantissa == 3 else 15
+    # At least 2^-126, so that the scale is a normal float32 and its reciprocal finite.
     at_least = tl.maximum(amax.to(tl.float32, bitcast=True), largest * 2.0**-126)
     if rounding == "exact":
+        # div_rn: a plain `/` may be an approximation on GPUs, an ulp off what torch gives on the CPU.
         scale = tl.div_rn(at_least, tl.full(at_least.shape, largest, tl.float32))
     else:
         bits = at_least.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 127 - emax
         if rounding == "power_of_two":
+            # 0x600000 is the mantissa of 1.75: a larger amax would exceed the largest value under this power of two.
             exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, -126), 127)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -96,11 +108,14 @@ def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tenso
     Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
     """
     # its residuals must not underflow
+    # Below 2^-64 the products of the corrections would leave float32's normal range: numerator and scale are lifted
+    # alike.
     lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0) if rounding == "exact" else 1.0
     by = tl.broadcast_to(scale * lift, x.shape)
     reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
     quotient = x * lift * reciprocal
     if rounding == "exact":
+        # Newton's correction: q + (x - q s) / s, the residual exact by fma. Twice gives the rounded quotient.
         closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
         closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
         # corrected, an infinity becomes NaN and -0 becomes 0

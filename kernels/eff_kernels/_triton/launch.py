@@ -119,7 +119,10 @@ def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTabl
         chunk: Elements of one program.
         columns: Dense tensors on one device; the first column's sizes count.
     """
+    # A model has hundreds of tensors, most of them small: one launch for all, each program told its tensor by a
+    # table.
     groups: dict[tuple[bool, tuple[torch.dtype, ...]], list[int]] = {}
+    # data_ptr is what a kernel needs of a tensor; the caller keeps the tensors alive until the launch is queued.
     addresses = np.array([[tensor.data_ptr() for tensor in column] for column in columns], dtype=np.int64)
     sizes = np.array([tensor.numel() for tensor in columns[0]], dtype=np.int64)
     aligned = (addresses % _ALIGNED == 0).all(0) & (sizes % _ALIGNED == 0)
@@ -127,12 +130,15 @@ def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTabl
         key = bool(aligned[index]), tuple(column[index].dtype for column in columns)
         groups.setdefault(key, []).append(index)
     for (is_aligned, _), rows in groups.items():
+        # Program p belongs to row owners[p] and begins (p - first program) * chunk elements into it.
         programs = -(-sizes[rows] // chunk)
         table = np.vstack((addresses[:, rows], sizes[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
         owners = np.repeat(np.arange(len(rows)), programs)
+        # One copy to the device; an odd table gets a zero, so that `owners` is 16-byte aligned behind it.
         packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
         like = [column[rows[0]] for column in columns]
         if like[0].is_cuda:
+            # Pinned and asynchronous: the host does not wait for the kernels before this one.
             packed = packed.pin_memory().to(like[0].device, non_blocking=True)
         yield TensorTable(packed[: len(table)], packed[-len(owners) :], like, is_aligned)
 
@@ -145,6 +151,7 @@ if importlib.util.find_spec("triton") is not None:
 def _row_of_program(
     table: tl.tensor, owners: tl.tensor, columns: tl.constexpr, chunk: tl.constexpr, aligned: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    # The program's row: addresses of its columns, then size, first program and index.
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * (columns + 3)
     size = tl.load(row + columns)

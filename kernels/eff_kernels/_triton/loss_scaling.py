@@ -50,6 +50,7 @@ def _scan(
     factor = 1.0
     if unscaled:
         factor = tl.load(inv_scale)
+    # Counts of a program's own in registers; one atomic a column at its end, not one a number.
     bins = tl.zeros((256,), tl.int32)
     zeros = tl.zeros((), tl.int32)
     small = tl.zeros((), tl.int32)
@@ -62,15 +63,19 @@ def _scan(
         if unscaled:
             highest = tl.max(bits, 0)
             if highest >= 0x7F800000:
+                # Every program that finds one stores the same number: no atomic is needed.
                 tl.store(found_inf, 1.0)
             if not counted:
                 largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
+            # Multiplied in float32 and rounded once to the gradient's type, as torch's own kernel does.
             x = (x.to(tl.float32) * factor).to(x.dtype)
             tl.store(values + places, x, mask=inside)
+            # Counted is what was stored, after its rounding.
             bits = magnitude_bits(x)
         if counted:
             bins += tl.histogram(bits >> 23, 256, mask=inside)
             zeros += tl.sum((inside & (bits == 0)).to(tl.int32), 0)
+            # Columns tell magnitudes apart by powers of two only; the threshold may lie between them.
             small += tl.sum(((bits > 0) & (bits < bound)).to(tl.int32), 0)
             largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 0))
     if counted:
@@ -78,6 +83,7 @@ def _scan(
         tl.atomic_add(histogram + index * 256 + columns, bins.to(tl.int64), mask=bins > 0)
         tl.atomic_add(rest + index * 3, zeros.to(tl.int64))
         tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64))
+    # Bits of magnitudes are ordered as integers, so an integer maximum is one of numbers, and needs no float atomic.
     tl.atomic_max(rest + index * 3 + 2, largest.to(tl.int64))
 
 
@@ -101,6 +107,7 @@ def _exponents(
         pattern = tl.load(bits + places, mask=inside, other=0).to(tl.int32) & magnitude
         # a subnormal number's highest bit is the exponent of its pattern, which float32 holds exactly
         highest = (pattern.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        # Columns as of `eff_kernels.loss_scaling._count_exponents`: zero, subnormals, normals, infinity, NaN.
         normal = (pattern >> mantissa) + mantissa + (pattern > infinity).to(tl.int32)
         column = tl.where(pattern >> mantissa > 0, normal, tl.where(pattern > 0, highest + 1, 0))
         found += tl.histogram(column, bins, mask=inside)

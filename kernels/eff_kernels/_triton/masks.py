@@ -28,9 +28,11 @@ def _rank_fours(
     x = widened(tl.load(scores + places, mask=places < size, other=0.0))
     if tl.max((x != x).to(tl.int32), 0) > 0:
         tl.store(has_nan, 1)
+    # (block, 2, 2): split along the last dim gives elements 0, 2 and 1, 3; once more, one vector for each place.
     even, odd = tl.split(tl.reshape(x, (block, 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
+    # Six comparisons rank four numbers; >= lets the earlier of two equal ones come first.
     ab, ac, ad = (a >= b).to(tl.int32), (a >= c).to(tl.int32), (a >= d).to(tl.int32)
     bc, bd, cd = (b >= c).to(tl.int32), (b >= d).to(tl.int32), (c >= d).to(tl.int32)
     # how many of the other three come before each
@@ -52,6 +54,7 @@ def _rank_groups(
 ) -> None:
     group = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = group < groups
+    # m neighbours along an axis lie `inner` elements apart: the product of the dims behind it.
     first = group // inner * m * inner + group % inner
     nan = tl.zeros((block,), tl.int32)
     kept = tl.zeros((block,), tl.int32)  # bits: a store between the loads would make the compiler repeat them
@@ -60,6 +63,7 @@ def _rank_groups(
         before = tl.zeros((block,), tl.int32)
         for j in tl.static_range(m):
             y = widened(tl.load(scores + first + j * inner, mask=inside, other=0.0))
+            # Ties: an equal earlier score comes before, an equal later one does not.
             if j < i:
                 before += (y >= x).to(tl.int32)
             if j > i:
@@ -77,6 +81,8 @@ def _pack(mask: tl.tensor, packed: tl.tensor, size: tl.tensor, block: tl.constex
     bit = tl.arange(0, 8)
     places = byte[:, None] * 8 + bit[None, :]
     bits = tl.load(mask + places, mask=places < size, other=0).to(tl.int32)
+    # Bits do not overlap, so their sum is their union; the first element is the highest bit, as numpy.packbits has
+    # it.
     tl.store(packed + byte, tl.sum(bits << (7 - bit)[None, :], 1).to(tl.uint8), mask=byte * 8 < size)
 
 

@@ -60,16 +60,19 @@ def _count_digits(
     found = tl.zeros((1 << bits if private else 1,), tl.int32)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
+        # `left_out` is one place that does not take part: its score is asked about among the others.
         inside = (places < size) & (places != left_out)
         x = tl.load(values + places, mask=places < size, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
         x = tl.where(x == -2147483648, 0, x)  # -0.0 equals +0.0
         key = x ^ ((x >> 31) & 0x7FFFFFFF) ^ -2147483648  # in the order of the floats, from 0
+        # Only keys that begin with the digits found so far; the mask takes off what an arithmetic shift fills in.
         if shift + bits < 32:
             inside &= ((key >> (shift + bits)) & ((1 << (32 - shift - bits)) - 1)) == wanted
         digit = (key >> shift) & ((1 << bits) - 1)
         if private:
             found += tl.histogram(digit, 1 << bits, mask=inside)
         else:
+            # 65,536 bins do not fit a program. Few keys share 16 bits by then, so that atomics rarely collide.
             tl.atomic_add(counts + digit, tl.full((block,), 1, tl.int64), mask=inside)
     if private:
         tl.atomic_add(counts + tl.arange(0, 1 << bits), found.to(tl.int64), mask=found > 0)

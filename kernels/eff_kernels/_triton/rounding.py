@@ -22,15 +22,21 @@ def _stepped(x: tl.tensor, random: tl.tensor, mantissa: tl.constexpr, bias: tl.c
     """Return the magnitude of x rounded down, or up where 62 random bits are below the fraction that is lost."""
     shift: tl.constexpr = 23 - mantissa
     a = magnitude(x)
+    # The significand with its hidden bit; a subnormal number has none.
     significand = tl.where(a < 0x800000, a, (a & 0x7FFFFF) | 0x800000)
+    # How many bits are lost: more where x is below the format's smallest normal number.
     lost = shift + tl.maximum(128 - bias - tl.maximum(a >> 23, 1), 0)
     # what lies below the last bit of a significand, and further zeros
     near = tl.minimum(lost, 24)
     kept = significand >> near
     rest = (significand - (kept << near)).to(tl.int64)
+    # The lost part as a fraction of 2^62, so that comparing it with 62 random bits rounds up with that probability.
+    # Of numbers far below the last bit the fraction is shifted down further, not cut to 0.
     fraction = (rest << (62 - near).to(tl.int64)) >> tl.minimum(lost - near, 62).to(tl.int64)
     up = (random < fraction).to(tl.int32)
+    # As in `nearest`: a carry goes into the exponent.
     normal = (((a >> shift) + up) << shift).to(tl.float32, bitcast=True)
+    # Below the smallest normal the result is a multiple of the smallest subnormal, 2^(1 - bias - mantissa).
     return tl.where(lost > shift, (kept + up).to(tl.float32) * 2.0 ** (1 - bias - mantissa), normal)
 
 
@@ -57,6 +63,7 @@ def _rounded(
     if rounding == "nearest_even":
         y = tl.abs(nearest(value, mantissa, bias))
     else:
+        # All ones are at least every fraction, so nothing goes up: toward zero.
         random = tl.full((block,), 0x3FFFFFFFFFFFFFFF, tl.int64)
         if rounding == "stochastic":
             if noisy:
@@ -70,6 +77,7 @@ def _rounded(
                 low = tl.reshape(tl.join(tl.join(b, d), tl.join(c, a)), (block,)).to(tl.int64) & 0xFFFFFFFF
                 random = (high << 30) | (low >> 2)
         y = stepped(value, random, mantissa, bias)
+    # Only the magnitude so far: what exceeds the format becomes its largest value or infinity, as the caller says.
     y = tl.where(y > largest, beyond, y)
     y = tl.where(magnitude(value) == 0x7F800000, infinite, y)
     sign = value.to(tl.int32, bitcast=True) ^ magnitude(value)

@@ -35,9 +35,11 @@ def grid_on_triton(
 
 def _grid(x: Tensor, scale: Tensor) -> tuple[int, int]:
     """Return rows and columns of `x` such that a row has one scale; (0, 0) if the kernels have no such view."""
+    # One scale: any view will do, so one long row.
     if scale.numel() == 1 and scale.dim() <= x.dim():
         return 1, x.numel()
     axes = [dim for dim, size in enumerate(scale.shape) if size != 1]
+    # One axis with scales: rows are everything before it times the axis, columns what lies behind it.
     if scale.dim() != x.dim() or len(axes) != 1 or scale.shape[axes[0]] != x.shape[axes[0]]:
         return 0, 0
     columns = math.prod(x.shape[axes[0] + 1 :])
@@ -239,6 +241,7 @@ def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
     # a quotient rounded down would push the largest weight an ulp outside, and the gate would take its
     # gradient
     scale = torch.where(amax / scale > qmax, torch.nextafter(scale, scale.new_full((), math.inf)), scale)
+    # All zeros: scale 0 becomes 1, without a branch that a GPU would have to wait for.
     return scale + (amax == 0)
 
 
@@ -268,7 +271,9 @@ def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int | Tensor, qmax: i
     scale = ((high - low) / (qmax - qmin)).to(dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes: tuple[Any, Any] = (qmin, qmax)  # torch's annotations know no mixture of numbers and tensors
+    # qmin - low/s is whole only by chance; rounded, 0 is exactly a code, which padding and ReLU rely on.
     zero_point = torch.round(qmin - low / scale.to(wide)).clamp(*codes)
+    # An infinite or NaN range makes the quotient NaN, which as an integer would be undefined.
     return scale, zero_point.nan_to_num(0.0).to(torch.int32)
 
 
@@ -309,11 +314,13 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int,
     # tensor: CUDA multiplies by 1/s where s is a number, which moves ties, and ONNX divides.
     codes = round_codes(x.to(compute_dtype(x.dtype)) / scale, noise)
     # clamp with two tensor bounds is not vectorised on CPU (torch 2.13: 7 times slower than with one)
+    # Clamped to [qmin - z, qmax - z], which is clamp(codes + z) - z without adding z to every element and back.
     codes.clamp_min_((qmin - zero_point).to(codes.dtype))
     return codes.clamp_max_((qmax - zero_point).to(codes.dtype))
 
 
 def _outside(bound: int, up: bool, dtype: torch.dtype) -> float:
+    # A subnormal step could be flushed to 0, which would shut the gate at a code of 0.
     if bound == 0:
         step = 2.0**-126
     else:
@@ -374,6 +381,7 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # The noise decides which codes are inside only if the gate looks at rounded codes; else it is not kept.
         x, scale, zero_point, *ctx.rest, noise = inputs
         ctx.save_for_backward(x, scale, zero_point, noise if ctx.rest[2] else None)
 
@@ -384,6 +392,7 @@ class _FakeQuantize(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point, noise, grads[0]):
             grad, _ = grid_gradients(grads[0], x, scale, zero_point, noise, qmin, qmax, rounded_gate)
             return grad, None, None, None, None, None, None
+        # Computed again from x: codes in float32 would hold twice the memory of a half-precision activation.
         codes = x.to(compute_dtype(x.dtype)) / scale
         codes = (round_codes(codes, noise) if rounded_gate else codes) + zero_point
         grad = pass_inside(grads[0].to(codes.dtype), codes, qmin, qmax)
@@ -430,6 +439,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
             y: Tensor = round_rows(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
             return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)
+        # No clamp: `symmetric_scale` makes no code larger than qmax.
         return (weight.to(scale.dtype) / scale).round_().mul_(scale).to(weight.dtype)
 
     @staticmethod

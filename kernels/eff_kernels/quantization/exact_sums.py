@@ -17,6 +17,7 @@ from eff_kernels.quantization.integer_linear import integer_linear, pack
 
 _Kernel = Literal["linear", "convolution", "matmul"]
 
+# Long enough for a kernel to take its wide instructions, small enough to cost nothing.
 _INPUTS, _OUTPUTS = 64, 32
 _ROWS = (1, 17)  # kernels for one row are others
 
@@ -53,6 +54,7 @@ def _ones() -> Tensor:
     return torch.ones(_OUTPUTS, device="cpu")
 
 
+# The largest codes: pairs are added in 16 bits by AVX2's vpmaddubsw, which saturates at 32,767 < 2 · 255 · 127.
 def _linear() -> bool:
     packed = pack(_filled(127, _OUTPUTS, _INPUTS))
     codes = (_filled(255, rows, _INPUTS, dtype=torch.uint8) for rows in _ROWS)

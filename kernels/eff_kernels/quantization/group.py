@@ -77,6 +77,7 @@ def group_codes(
     """
     codes = _groups(x, group_size).to(scale.dtype) / scale.unsqueeze(-1)
     codes = round_codes(codes, None if noise is None else _groups(noise, group_size))
+    # A symmetric scale comes from the largest magnitude, so its codes never exceed the range.
     return codes if zero_point is None else (codes + zero_point.unsqueeze(-1)).clamp(*code_range(bits, False))
 
 
@@ -100,6 +101,7 @@ class _FakeQuantizeGroups(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The scale comes from x itself, so that nothing is clipped: straight-through everywhere.
         return grads[0], None, None, None, None
 
 

@@ -48,6 +48,7 @@ def integer_linear(
         opaque: Tensor = _opaque(codes, scale, zero_point, packed, weight_scale, bias, row_scale)
         return opaque
     zero_points = torch.zeros(len(weight_scale), dtype=torch.int32)
+    # bias is added after the rows are scaled, so not by the kernel where rows have scales.
     added = bias if row_scale is None else None
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
         codes, scale, zero_point, packed, weight_scale, zero_points, added, 1.0, 0, torch.float32, "none", [], ""

@@ -51,6 +51,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point):
             y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax, SMALLEST_SCALE)
             return y
+        # An optimizer can carry a learned scale to 0 or below it; the value is clamped, the parameter is left alone.
         scale = scale.clamp_min(SMALLEST_SCALE)
         codes = (x.to(scale.dtype) / scale).round_()
         if zero_point is None:
@@ -81,6 +82,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         zero = None if zero_point is None else zero_point.round().clamp(qmin, qmax)
         codes = exact.round() if zero is None else exact.round() + zero
         shifted = exact if zero is None or rounded_gate else exact + zero
+        # LSQ (Esser et al. 2020, arXiv:1902.08153): the gradient of x passes inside the range only.
         inside = pass_inside(grad, codes if rounded_gate else shifted, qmin, qmax)
         # ne(v) − v inside and the clamped code outside, in one form: outside no gradient is left to multiply v with,
         # which is bounded because 0 · inf would be NaN. In place, as a CPU waits for memory, but not where a second
@@ -88,9 +90,12 @@ class _LsqFakeQuantize(torch.autograd.Function):
         clamp = torch.clamp if torch.is_grad_enabled() else torch.clamp_
         clamped = clamp(codes, qmin, qmax) if zero is None else clamp(codes, qmin, qmax) - zero
         scale_grad = (grad * clamped).addcmul_(inside, clamp(exact, qmin - qmax - 1, qmax - qmin + 1), value=-1)
+        # grad_scale is LSQ's g = 1 / sqrt(N qmax): a sum over N weights would make the scale's steps too large.
         scale_grad = sum_like(scale_grad, scale) * grad_scale
         zero_grad = None
         if zero_point is not None:
+            # LSQ+ (Bhalgat et al. 2020, arXiv:2004.09576): outside the range the value moves by -s for each step of
+            # z.
             zero_grad = sum_like(inside - grad, zero_point) * (scale * grad_scale)
         return inside.to(x.dtype), scale_grad, zero_grad, None, None, None, None
 
@@ -159,6 +164,8 @@ class _LearnedRange(torch.autograd.Function):
         inside = pass_inside(grad, codes, qmin, qmax)
         # a code outside cannot be NaN, so one comparison splits what is left
         outside = grad - inside
+        # What is clipped below sits at the minimum, what is clipped above at the maximum: each bound gets that
+        # gradient.
         below = torch.where(codes < qmin, outside, 0.0)
         return inside.to(x.dtype), sum_like(below, minimum), sum_like(outside.sub_(below), maximum), None, None, None
 
@@ -194,6 +201,7 @@ class _Pact(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, levels: int) -> Tensor:
+        # α below the smallest scale would make s a subnormal number, or 0.
         scale = alpha.clamp_min(levels * SMALLEST_SCALE) / levels
         if grid_on_triton(x, scale, None):
             y: Tensor = round_to_grid(x, scale, None, None, 0, levels)
@@ -213,6 +221,7 @@ class _Pact(torch.autograd.Function):
             x_grad, sums = grid_gradients(grads[0], x, alpha, None, None, 0, ctx.levels, kind="pact", smallest=smallest)
             return x_grad, sums[0].view_as(alpha), None
         grad, exact = grads[0].to(alpha.dtype), x.to(alpha.dtype)
+        # PACT (Choi et al. 2018, arXiv:1805.06085): ∂y/∂α is 1 from α on and 0 below.
         above = exact >= alpha.clamp_min(smallest)
         inside = grad.masked_fill(above | (exact < 0), 0.0)
         return inside.to(x.dtype), sum_like(torch.where(above, grad, 0.0), alpha), None

@@ -28,10 +28,14 @@ def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[
     """
     exact = weight.to(compute_dtype(weight.dtype))
     magnitude = exact.abs()
+    # Threshold 0.7 E|w| (Li et al. 2016, arXiv:1605.04711) lies between the best ones for uniform weights, 2/3, and
+    # normal, 0.75.
     mean = _mean(magnitude, axis)
     survives = magnitude > threshold * mean
     # a mean of survivors as the quotient of two means; only where all is zero does nothing survive
     share = _mean(survives.to(exact.dtype), axis)
+    # E[|w| of survivors] = E[|w| 1_survives] / P(survives); in this form each axis may have another number of
+    # survivors.
     scale = _mean(torch.where(survives, magnitude, 0.0), axis) / torch.where(share == 0, 1.0, share)
     # nothing is larger than an infinite or NaN mean, so all of it would look like zeros: mean − mean is 0 or NaN
     return exact.sign() * survives, scale + (mean - mean)

@@ -90,6 +90,7 @@ class ChunkedDistillation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted total and, without gradients, the sums of the soft and of the hard loss."""
         needs = ctx.needs_input_grad[:3]
+        # The head's dtype follows autocast already (`checked_head`). Autocast on top would cast operands once more.
         with torch.autocast(student_hidden.device.type, enabled=False):
             soft, hard, grads = _chunks(
                 student_hidden.detach(),
@@ -102,6 +103,8 @@ class ChunkedDistillation(torch.autograd.Function):
                 chunk_rows,
                 needs,
             )
+        # On the context, not in save_for_backward: backward writes over them, which the version check of saved
+        # tensors forbids.
         ctx.grads = grads
         ctx.dtypes = [None if value is None else value.dtype for value in (student_hidden, weight, bias)]
         ctx.mark_non_differentiable(soft, hard)
@@ -112,6 +115,7 @@ class ChunkedDistillation(torch.autograd.Function):
         """Return forward's gradients times the total's, in place of them where nothing else will ask for them."""
         grads, scale = ctx.grads, grad_outputs[0]
         check_first_backward("chunked_kd_loss", grads)
+        # With retain_graph the gradients must survive for the next backward; else they are freed and scaled in place.
         kept = graph_is_kept()
         if not kept:
             ctx.grads = None
@@ -128,6 +132,8 @@ def check_first_backward(where: str, kept: object) -> None:
     Raises:
         TrainingError: In a backward with create_graph, or if `kept`, what backward multiplies, is gone.
     """
+    # In a backward with create_graph the results would have to carry a graph back to the inputs, and forward kept
+    # none.
     if torch.is_grad_enabled():
         raise TrainingError(
             where,
@@ -141,6 +147,7 @@ def check_first_backward(where: str, kept: object) -> None:
 def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:
     """Return a gradient times the scale of a loss, in `dtype`; in place unless it is `kept`."""
     # in float32, where the scale of a loss cannot overflow; in place, for a head's gradient can be the largest tensor
+    # float32 gradients are not copied by `to`, so that `mul_` writes over the ones of forward. Half ones are copied.
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (wide * scale if kept else wide.mul_(scale)).to(dtype)
 
@@ -167,16 +174,22 @@ def _chunks(
     count = hidden.shape[0] if rows is None else rows.numel()
     dtype, classes, device = student.dtype, student.classes, hidden.device
     # two buffers and the scratch beside them weigh what two chunks do
+    # Chosen so that 2 * size + scratch rows are at most 2 * chunk_rows rows of logits.
     scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device)
     size = even_rows(count, max(1, chunk_rows - (scratch + 1) // 2))
     (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
     # a logit is -inf where its bias is
     ruled_out = bias is not None or teacher_bias is not None
+    # By the soft logits the gradient is T (p - q): at T > 1 it is lifted less, or T * 1024 would near float16's
+    # 65,504.
     lift = _FLOAT16_LIFT / max(1.0, terms.temperature) if dtype == torch.float16 else 1.0
+    # `kd_rows_` always multiplies by T²; this takes it out again where scale_by_temperature is off.
     soft_factor = terms.factor / terms.temperature**2
 
+    # (size, classes) each, made once: the allocator would else hold two generations of them between chunks.
     logits = torch.empty(size, classes, dtype=dtype, device=device)
     teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
+    # One loss a row, summed once at the end: a running float32 sum over many chunks would lose digits.
     losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
     gradients = HeadGradients(hidden, student, needs, dtype, several=count > size)
     for first in range(0, count, size):
@@ -184,6 +197,7 @@ def _chunks(
         index = here if rows is None else rows[here]
         inputs, n = hidden[index].to(dtype), here.stop - first
         product(inputs, weight, bias, logits[:n])
+        # `rows` lies on the student's device; a teacher on another one is indexed there, so that only its rows cross.
         index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
         product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
         # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
@@ -201,7 +215,9 @@ def _chunks(
             teacher.softcap,
             ruled_out,
         )
+        # logits[:n] holds ∂total/∂z times `lift` now; the products divide it out before they are rounded.
         gradients.add(index, logits[:n], inputs, weight, 1 / lift)
+    # Both buffers are free before the sums and casts of the gradients take memory.
     del logits, teacher_logits
     soft, hard = losses.sum(-1)
     out = arithmetic_dtype(dtype, 1.0)
@@ -224,9 +240,11 @@ class HeadGradients:
     def __init__(
         self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], dtype: torch.dtype, *, several: bool
     ) -> None:
+        # Zeros: a row that does not count is never written, and its gradient must be 0.
         self._hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
         self._weight = WeightGradient(head.weight, head.classes, several) if needs[1] else None
         self._bias, self._classes = None, head.classes
+        # A sum over all rows: in half precision it would stop growing once addends are below its last bit.
         if needs[2] and head.bias is not None:
             self._bias = torch.zeros_like(head.bias, dtype=torch.promote_types(head.bias.dtype, torch.float32))
 
@@ -271,14 +289,17 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor, classes: int, several: bool) -> None:
         self._classes = classes
+        # One chunk is one product, which the GEMM sums in float32 by itself; only further addends need a wider sum.
         dtype = torch.promote_types(weight.dtype, torch.float32) if several else weight.dtype
         self._sum = torch.empty_like(weight, dtype=dtype)
+        # Classes that vocab_size leaves out get no gradient; `empty_like` may hold NaN there.
         self._sum[classes:] = 0
         self._begun = False
 
     def add(self, grad: Tensor, inputs: Tensor, scale: float) -> None:
         """Add ``scale * gradᵀ inputs``."""
         total = self._sum[: self._classes]
+        # Same dtype: the GEMM adds in place (beta 1), with no temporary of the weight's size.
         if grad.dtype == total.dtype:
             # beta 0 ignores what is there
             total.addmm_(grad.t(), inputs, beta=float(self._begun), alpha=scale)

@@ -38,6 +38,7 @@ class ChunkedComparison(Comparison):
         try:
             self._teacher = make_deferring(teachers.modules[0], "teacher", self._budget)
         except Exception:
+            # The teacher's head was swapped second: the student's must not stay swapped when that is refused.
             make_stock(self._student)
             raise
 
@@ -50,6 +51,8 @@ class ChunkedComparison(Comparison):
         config = self.config
         logits = _deferred(find_logits(batch.forward.output, config.logits, "student"), "student")
         mask = batch.counted(logits, of_classes=True)
+        # The teacher runs without gradients in eval mode, where "training" would never be met: always, for this call
+        # alone.
         self._teacher.when = "always"
         try:
             (answer,) = self._targets(batch, Outputs(LOGITS, (logits,)), of_classes=True)
@@ -57,8 +60,10 @@ class ChunkedComparison(Comparison):
             self._teacher.when = "never"
         target = _deferred(answer.parts[0], "teacher")
         ours, theirs = _operands(logits), _operands(target)
+        # `rows_in_budget` counts two buffers of one dtype; student and teacher may differ under autocast.
         wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
+        # Two heads of one tokenizer may be padded differently: vocab_size cuts both to the classes that they share.
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
             divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
@@ -90,4 +95,5 @@ def _deferred(logits: Tensor, whose: str) -> DeferredLogits:
 
 def _operands(logits: DeferredLogits) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
     hidden, head, softcap = logits.made.operands()
+    # Chosen rows lose the leading dimensions; labels and mask have them, so they are given back.
     return hidden.reshape(*logits.shape[:-1], hidden.shape[-1]), head, softcap

@@ -21,9 +21,12 @@ from shared_core.distillation.chunked.loss import CrossEntropyTerms, checked_hea
 from shared_core.distillation.forward_capture import trains
 from shared_core.errors import ConfigError, TrainingError
 
+# Calls that ask for metadata alone, which a wrapper subclass has. Everything here is matched by ``func.__name__``.
 _TOLD = ("__get__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "__len__", "__hash__",
          "is_contiguous", "get_device")  # fmt: skip
+# Casts and copies. `detach` is one of them: it cuts the graph at the head's input.
 _AS_THEY_ARE = ("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach")
+# Reshapes that may move rows but must keep the last dimension, the classes.
 _SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divide", "itruediv"), ("add", "iadd")
 
@@ -56,11 +59,15 @@ class Made:
 
     def operands(self) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
         """Return input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)``, that make these logits."""
+        # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer: the factor goes into h, c into the
+        # bias.
         outer = 1.0 if self.outer is None else self.outer
         factor, bias = self.factor * outer, self.bias
         # a cap divides and multiplies by the same number
+        # 1/c times c is not exactly 1: without the tolerance h would be copied and rounded for nothing.
         hidden = self.hidden if math.isclose(factor, 1.0, rel_tol=1e-9) else self.hidden * factor
         if self.rows is not None:
+            # Rows are taken here, at the end: a choice of a choice stays one int64 index, and h is gathered once.
             hidden = hidden.reshape(-1, hidden.shape[-1])[self.rows]
         return hidden, (self.weight, bias if bias is None or outer == 1.0 else bias * outer), self.outer
 
@@ -93,6 +100,7 @@ class DeferredLogits(Tensor):
         channels_first: bool = False,
     ) -> DeferredLogits:
         """Return them; no memory is taken."""
+        # A wrapper subclass has sizes, strides and a device for whoever asks, and no storage.
         logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=made.hidden.device
         )
@@ -108,8 +116,11 @@ class DeferredLogits(Tensor):
         """Follow what needs no numbers."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in _TOLD:
+            # Without the guard the call would come back to this function.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # ``scalar_tensor * logits``: both orders mean the same, the deferred operand goes first. A quotient has no
+        # such case.
         if name in _TIMES and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
         logits = args[0] if args else kwargs.get("input")
@@ -117,6 +128,7 @@ class DeferredLogits(Tensor):
             raise _needs_numbers(name)
         if func is F.cross_entropy:
             return logits._cross_entropy(*args[1:], **{key: item for key, item in kwargs.items() if key != "input"})
+        # ``__imul__`` becomes ``imul``, ``mul_`` ``mul``, ``__getitem__`` ``getitem``.
         plain = name.strip("_")
         made = logits._followed(plain, args[1:]) if not kwargs else None
         if made is not None:
@@ -126,16 +138,20 @@ class DeferredLogits(Tensor):
             return logits._like(made)
         if plain in _AS_THEY_ARE:
             # a cast rounds nothing, for softmaxes are float32 whatever the logits are
+            # torch itself says which dtype `to(...)` gives, in all its signatures, on a tensor without elements.
             dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
             hidden = logits.made.hidden
             return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
         if plain in _SHAPES and not logits.channels_first:
+            # The meta device infers shapes, -1 included, and allocates nothing.
             like = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args[1:], **kwargs)
             if like.shape[-1:] == logits.shape[-1:] and like.dtype == logits.dtype:
                 return logits._like(logits.made, shape=tuple(like.shape))
         if plain in ("transpose", "swapaxes", "permute", "movedim") and not logits.channels_first:
+            # Each dimension gets a size of its own (2, 3, ...), so that the result's shape spells the permutation.
             sizes = tuple(range(2, 2 + logits.ndim))
             to = tuple(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
+            # Only (N, ..., C) to (N, C, ...), which `cross_entropy` takes for inputs of more than two dimensions.
             if to == (sizes[0], sizes[-1], *sizes[1:-1]):
                 shape = logits.shape[0], logits.shape[-1], *logits.shape[1:-1]
                 return cls(logits.made, shape, logits.dtype, logits.budget, True)
@@ -152,20 +168,24 @@ class DeferredLogits(Tensor):
         self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> DeferredLogits:
         if shape is not None and made.rows is not None:
+            # The same reshape for the index of rows, which is the logits' shape without classes.
             made = replace(made, rows=made.rows.reshape(shape[:-1]))
         return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
 
     def _followed(self, name: str, args: tuple[Any, ...]) -> Made | None:
         """Return how the logits are made after arithmetic, None if it is another operation."""
         made = self.made
+        # tanh of what was divided by c: the cap's inner half. `times` brings c back as `outer`.
         if name == "tanh" and made.outer is None:
             return replace(made, outer=1.0)
         if name not in (*_TIMES, *_OVER, *_PLUS) or len(args) != 1:
             return None
         (other,) = args
+        # A sum is followed where it is a bias: one number for each class, before the cap.
         if name in _PLUS:
             fits = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
             return made.plus(other) if fits and made.outer is None and not self.channels_first else None
+        # A learned scale (requires_grad) would need a gradient that these logits cannot give, so it is not followed.
         if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad:
             other = float(other)
         if not isinstance(other, int | float):
@@ -175,15 +195,19 @@ class DeferredLogits(Tensor):
     def _chosen(self, index: Any) -> DeferredLogits:
         lead = tuple(self.shape[:-1])
         parts = list(index) if isinstance(index, tuple) else [index]
+        # How many leading dimensions the index consumes: a bool mask its own number, None and `...` none, all others
+        # one.
         used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
                    for part in parts if part is not None and part is not Ellipsis)  # fmt: skip
         from_the_end = parts[-1] is not Ellipsis and any(part is Ellipsis for part in parts)
+        # The index reaches the last dimension: allowed only if it takes all classes there (``[..., :]``).
         if used > len(lead) or from_the_end:
             if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
                 raise _needs_numbers("a choice of classes")
             parts.pop()
         rows = self.made.rows
         if rows is None:
+            # The index acts on row numbers in the shape of the logits, so that torch's own rules of indexing hold.
             rows = torch.arange(math.prod(lead), device=self.made.hidden.device).reshape(lead)
         rows = rows[tuple(parts)]
         return self._like(replace(self.made, rows=rows), shape=(*rows.shape, self.shape[-1]))
@@ -199,6 +223,8 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
+        # As torch: class indices in the logits' shape without classes. Probabilities as targets need all classes of a
+        # row.
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
             raise ConfigError(
                 "distill",
@@ -211,15 +237,18 @@ class DeferredLogits(Tensor):
         hidden, head, softcap = self.made.operands()
         checked = checked_head("student", hidden, head, softcap)
         target = target.reshape(-1).to(hidden.device)
+        # Ignored rows are dropped before the product: they cost nothing, and what stands there cannot reach a sum.
         kept = (target != ignore_index).nonzero().squeeze(-1)
         rows, target = hidden.reshape(-1, hidden.shape[-1])[kept], target[kept]
         limit = rows_in_budget(checked.classes, checked.dtype, hidden.device, self.budget)
         losses = chunked_cross_entropy_rows(rows, checked, target, CrossEntropyTerms(weight, label_smoothing), limit)
         if reduction == "none":
+            # torch's "none" gives ignored rows a loss of 0.
             return losses.new_zeros(math.prod(lead)).index_put((kept,), losses).reshape(lead)
         total = losses.sum()
         if reduction == "sum":
             return total
+        # 0 / 0 = NaN where every target is ignored, as torch's mean.
         return total / (len(target) if weight is None else weight[target].sum())
 
 
@@ -239,9 +268,11 @@ class DeferringLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return logits, or what stands for them."""
+        # dynamo cannot trace a wrapper subclass that refuses dispatch; evaluation wants real logits.
         if torch.compiler.is_compiling() or self.when == "never" or (self.when == "training" and not trains(self)):
             return super().forward(input)
         kind, dtype = input.device.type, self.weight.dtype
+        # The dtype that `F.linear` would choose: autocast leaves float64 alone.
         if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, input.dtype):
             dtype = torch.get_autocast_dtype(kind)
         made = Made(input, self.weight, self.bias, dtype)
@@ -264,6 +295,7 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     Raises:
         ConfigError: If there is no such head, or it computes more than ``h Wᵀ + b``.
     """
+    # A wrapper (PEFT, encoder-decoder) and the model inside both define it; they name one head, so count by identity.
     asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
     heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}
     if len(heads) != 1:
@@ -274,6 +306,7 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
             "define that method to return the nn.Linear that makes the logits",
         )
     (head,) = heads.values()
+    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
     changed = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
     if type(head) is not nn.Linear or changed:
         got = f"{type(head).__name__}{' with a forward or hooks put on it' if changed else ''}"
@@ -285,6 +318,7 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
            for part in model.modules()):  # fmt: skip
         raise ConfigError("distill", f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile")
+    # A class swap: the module object, its parameters, their names and every reference to it stay the same.
     head.__class__ = DeferringLinear
     deferring = cast("DeferringLinear", head)
     deferring.when, deferring.budget = "never", budget

@@ -65,6 +65,7 @@ def checked_terms(
         raise ConfigError(_WHERE, f"divergence must be one of {', '.join(FUSED)}, got {divergence!r}")
     if alpha > 0 and labels is None:
         raise ConfigError(_WHERE, f"labels must be given with alpha above 0, got alpha {alpha} and no labels")
+    # The kernel has no mixture for β at its ends, where its logs would be infinite.
     divergence = without_ends(divergence, beta)
     factor = temperature**2 if scale_by_temperature else 1.0
     return Terms(float(temperature), factor, 1.0 - alpha, float(alpha), divergence, float(beta))
@@ -103,6 +104,7 @@ def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | No
     # as autocast itself, which leaves float64 alone
     if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, hidden.dtype):
         dtype = torch.get_autocast_dtype(kind)
+    # softcap 0 means none: the kernels test it as a number.
     return Head(weight, bias, dtype, weight.shape[0], softcap or 0.0)
 
 
@@ -146,6 +148,7 @@ def checked_rows(
             )
         labels = labels.to(device).reshape(-1).long()
         ignored = labels == ignore_index
+        # One host synchronisation. Out-of-range labels would else read outside the buffer on a GPU.
         if bool(((labels < 0) | (labels >= classes)).logical_and_(~ignored).any()):
             wrong = labels[~ignored]
             raise ConfigError(
@@ -157,6 +160,7 @@ def checked_rows(
     if mask is None:
         return labels, None
     mask = mask.to(device).reshape(-1)
+    # None for all rows: slices of `hidden` are views, an index would copy it. `-1` marks a row without a label.
     return labels, None if bool(mask.all()) else mask.nonzero().squeeze(-1)
 
 
@@ -169,6 +173,7 @@ def checked_chunk_rows(
     if budget_mib is not None and not 0 < budget_mib < math.inf:
         raise ConfigError(_WHERE, f"budget_mib must be finite and above 0, got {budget_mib}")
     budget = None if budget_mib is None else int(budget_mib * 2**20)
+    # Both buffers have as many rows, so the wider dtype decides.
     wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
     return chunk_rows or rows_in_budget(student.classes, wider, device, budget)
 
@@ -327,10 +332,13 @@ def _sums(
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
     labelled = 0 if labels is None else int((labels if rows is None else labels[rows]).ge(0).sum())
     if reduction == "mean" and labelled:
+        # The soft term is divided by `count` at the end, the hard one must be by `labelled`: its weight makes up for
+        # it.
         terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
         # a function's context does not tell that no gradient will be asked for
+        # Detached inputs have needs_input_grad False, so forward computes no gradients.
         inputs = [None if value is None else value.detach() for value in inputs]
     arguments = (
         teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
@@ -394,12 +402,16 @@ class _CrossEntropyRows(torch.autograd.Function):
         terms: CrossEntropyTerms,
         chunk_rows: int,
     ) -> Tensor:
+        # Only inputs are kept: logits are multiplied again in backward, two products in place of a (rows, classes)
+        # tensor.
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.arguments = head, terms, chunk_rows
         losses = torch.empty(len(hidden), dtype=arithmetic_dtype(head.dtype, 1.0), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for here, logits, _ in _chunks(hidden.detach(), head.used, chunk_rows):
                 for tile in _tiles(logits):
+                    # `losses[here]` is a view, so the assignment fills `losses`. float32 exists for a tile of rows
+                    # only.
                     losses[here][tile] = F.cross_entropy(
                         _capped(logits[tile].to(losses.dtype), head.softcap), targets[here][tile],
                         _in(terms.class_weight, losses), reduction="none", label_smoothing=terms.label_smoothing,
@@ -411,6 +423,7 @@ class _CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         head, terms, chunk_rows = ctx.arguments
+        # More than one chunk: the weight's gradient is summed in float32.
         several = len(hidden) > chunk_rows
         gradients = HeadGradients(hidden, head, ctx.needs_input_grad[:3], hidden.dtype, several=several)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -418,8 +431,10 @@ class _CrossEntropyRows(torch.autograd.Function):
             for here, logits, inputs in _chunks(hidden, used, chunk_rows):
                 for tile in _tiles(logits):
                     _to_gradient_(logits[tile], targets[here][tile], grad_losses[here][tile], head.softcap, terms)
+                # logits now hold the gradient by themselves; the next chunk takes their place.
                 gradients.add(here, logits, inputs, used[0])
         found = zip((hidden, weight, bias), gradients.values(), strict=True)
+        # The sums may be wider than the inputs; autograd wants each gradient in its input's dtype.
         return (*(None if grad is None else grad.to(like.dtype) for like, grad in found), *[None] * 4)
 
 
@@ -429,6 +444,7 @@ def _chunks(
     """Yield slices of rows, their logits in a buffer that the next ones take, and their inputs."""
     count, (weight, bias) = len(hidden), used
     size = even_rows(count, chunk_rows)
+    # (size, classes) in the product's dtype, used again for each chunk: the caller must be done with it at `yield`.
     buffer = torch.empty(size, len(weight), dtype=weight.dtype, device=hidden.device)
     for first in range(0, count, size):
         here = slice(first, min(first + size, count))
@@ -439,6 +455,7 @@ def _chunks(
 
 
 def _tiles(logits: Tensor) -> Iterator[slice]:
+    # Softmax needs float32 copies of half logits. A tile is the share of a chunk of which such copies may exist.
     size = tile_rows(len(logits), logits.shape[1], arithmetic_dtype(logits.dtype, 1.0), logits.device)
     return (slice(first, first + size) for first in range(0, len(logits), size))
 
@@ -451,6 +468,8 @@ def _to_gradient_(
     capped = _capped(logits.to(dtype), softcap)
     grad, spread = torch.softmax(capped, -1), terms.label_smoothing / logits.shape[-1]
     weight = _in(terms.class_weight, grad_losses)
+    # With L_i = (1-ε) w_y (-log p_y) + ε/C Σ_c w_c (-log p_c): p gets the sum of all these weights, each class its
+    # own.
     of_target = 1.0 - terms.label_smoothing if weight is None else weight[targets] * (1.0 - terms.label_smoothing)
     total = logits.shape[-1] if weight is None else weight.sum()
     grad.mul_((grad_losses * (of_target + spread * total))[:, None])
@@ -460,6 +479,7 @@ def _to_gradient_(
     starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
     grad.view(-1).scatter_add_(0, targets + starts, -grad_losses * of_target)
     if softcap:
+        # c tanh(z/c) has the derivative 1 - tanh² = 1 - (capped/c)².
         grad.mul_(1.0 - (capped / softcap).square_())
     logits.copy_(grad)
 
@@ -482,6 +502,8 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
         divergence in FUSED
         and student.numel() >= SMALLEST
         and torch.is_grad_enabled()
+        # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
+        # compiled graphs and functorch need autograd's own operations.
         and student.requires_grad
         and is_plain(student)
         and is_plain(teacher)
@@ -505,6 +527,7 @@ def divergence_sum(
     """
     options["temperature"] = temperature
     if fits_fused_sum(divergence, student, teacher):
+        # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
         return fused_sum(divergence, student, teacher * temperature if softened else teacher, **options)
     if softened:
         return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
@@ -549,13 +572,16 @@ def fused_sum(
     check_fraction(divergence, "beta", beta)
     divergence = without_ends(divergence, beta)
     check_mask(divergence, mask, tuple(student.shape[:-1]))
+    # The mask is applied below, by index: boolean indexing here would copy both sides first.
     rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
     places = None
     if mask is not None:  # found once: on a GPU the host waits for it
         places = mask.to(student.device).flatten().nonzero().squeeze(1)
         count = torch.full_like(count, len(places))
+    # `kd_rows_` multiplies by T² itself; without scaling its inverse takes that out.
     factor = 1.0 if scale_by_temperature else temperature**-2
     rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
+    # `student` carries the graph, `rows` its detached values: forward must not record on what it overwrites.
     total: Tensor = _FusedSum.apply(student, rows, targets, places, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
     return total, count
 
@@ -575,6 +601,7 @@ class _FusedSum(torch.autograd.Function):
     ) -> Tensor:
         dtype = arithmetic_dtype(student.dtype, temperature)
         if places is None:
+            # copy=True: `kd_rows_` writes the gradient over it, and the caller's logits must stay.
             gradient = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
             gradient, targets = rows.index_select(0, places).to(dtype), targets.index_select(0, places)
@@ -592,6 +619,8 @@ class _FusedSum(torch.autograd.Function):
         if not kept:
             ctx.gradient = None
         if ctx.places is not None:
+            # Rows that do not count get gradient 0: the compact (rows that count, C) gradient is put back in its
+            # places.
             whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
             gradient = whole.index_copy_(0, ctx.places, gradient)
         return gradient.view(ctx.shape), *[None] * 7

@@ -45,8 +45,10 @@ def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float 
     """
     one = without_ends(kind, beta)
     if one == "soft_cross_entropy":
+        # -Σ p_t log p_s
         return _expected(teacher.exp(), -student)
     if one == "forward_kl":
+        # Σ p_t (log p_t - log p_s)
         return _expected(teacher.exp(), teacher - student)
     if one == "reverse_kl":
         return _expected(student.exp(), student - teacher)
@@ -54,6 +56,7 @@ def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float 
     # logaddexp has no gradient where both are -inf; the probabilities, which multiply these logs, are 0 there
     neither = torch.isneginf(student) & torch.isneginf(teacher)
     student, teacher = student.masked_fill(neither, 0.0), teacher.masked_fill(neither, 0.0)
+    # log m = logaddexp(log β + log p_t, log(1 - β) + log p_s): in logs, for p underflows in float32 below e^-103.
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _expected(p_teacher, teacher - mixture) + (1 - beta) * _expected(p_student, student - mixture)
 
@@ -315,10 +318,12 @@ def mean_teacher(
     if space == "logits":
         mean = mean_logits(logits_list, weights)
         scaled = mean.to(compute_dtype(mean.dtype, temperature)) / temperature
+        # logsigmoid of the label's logit is the log-probability of yes; no softmax couples independent labels.
         return F.logsigmoid(scaled) if multi_label else F.log_softmax(scaled, dim=-1)
     read = _weighted("mean_teacher", logits_list, weights)
     dtype = compute_dtype(_widest(read), temperature)
     device = read[0][0].device
+    # -inf is the neutral element of logaddexp. The mean is taken in logs: log Σ w p, with no underflow of p.
     total = torch.full_like(read[0][0], -torch.inf, dtype=dtype)
     for logits, weight in read:
         scaled = logits.detach().to(device, dtype) / temperature
@@ -367,6 +372,7 @@ def _weighted(where: str, logits_list: Sequence[Tensor], weights: Sequence[float
                 f"{tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}",
             )
     total = sum(given)
+    # A teacher of weight 0 is dropped here: log 0 would be -inf, and its NaN must not count.
     return [(logits, weight / total) for logits, weight in zip(teachers, given, strict=True) if weight > 0]
 
 

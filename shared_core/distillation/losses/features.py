@@ -59,12 +59,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: Tensor, group: Any) -> Tensor:
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
+        # Ranks may have different numbers of rows: sizes first, then padding to the largest, cut off again after the
+        # gather.
         size = torch.tensor([len(features), math.prod(features.shape[1:])], device=features.device)
         sizes = [torch.empty_like(size) for _ in range(ranks)]
         dist.all_gather(sizes, size, group=group)
         rows, widths = torch.stack(sizes).T.tolist()
         if len(set(widths)) > 1:
             raise ConfigError("gather_features", f"features must be as wide on every rank, got {widths}")
+        # Padded rows are zeros, not `empty`: what is sent must be the same bytes in a repeated run.
         padded = features.new_zeros(max(rows), *features.shape[1:])
         padded[: len(features)] = features.detach()
         parts = [torch.empty_like(padded) for _ in range(ranks)]
@@ -75,7 +78,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # all_reduce works in place, and autograd may still own `gradient`.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
+        # Every rank's loss depends on every row: the sum over ranks is the row's whole gradient; this rank takes its
+        # own rows.
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[ctx.start : ctx.start + ctx.rows], None
 
@@ -170,6 +176,7 @@ def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, aver
     dtype = compute_dtype(student_attentions.dtype)
     student, teacher = student_attentions.to(dtype), teacher_attentions.to(dtype)
     if average_heads:
+        # Heads are averaged as probabilities, before the log.
         student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
     ratio = teacher.clamp(min=floor).log() - student.clamp(min=floor).log()
     return (teacher * ratio).sum(-1).mean(1)
@@ -313,8 +320,10 @@ def similarity_preserving(student_features: Tensor, teacher_features: Tensor, *,
         0.2929
     """
     student, teacher = _features("similarity_preserving", student_features, teacher_features, mask)
+    # Autocast would take the product of `_gram` in half precision.
     with _without_autocast(student):
         ours, theirs = _gram(student), _gram(teacher)
+    # G = X Xᵀ, then each row over its L2 norm (equation 3): (b, b) whatever the widths.
     return _mean((unit_rows(ours) - unit_rows(theirs)).square().sum(), len(student) ** 2)
 
 
@@ -362,9 +371,12 @@ def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tens
     student, teacher = _features("linear_cka", student_features, teacher_features, mask)
     with _without_autocast(student):
         ours, theirs = _gram(_centred(student)), _gram(_centred(teacher))
+    # By Gram matrices: ‖X_tᵀ X_s‖² = ⟨X_s X_sᵀ, X_t X_tᵀ⟩, so two (b, b) products serve in place of one (D, D) each.
     size: Tensor = torch.linalg.vector_norm(ours)
     other: Tensor = torch.linalg.vector_norm(theirs)
+    # Rounding may give 1 + 1e-7, and the loss 1 - similarity must not be negative.
     similarity = ((ours * theirs).sum() / positive_or_one(size * other)).clamp(0, 1)
+    # Both sides constant: nothing differs, so the similarity is 1 by definition, without a gradient.
     return similarity + ((size == 0) & (other == 0)).to(similarity.dtype)
 
 
@@ -452,14 +464,17 @@ def _unit_scale(features: Tensor) -> Tensor:
 def _distances(features: Tensor) -> Tensor:
     # by differences, not by the Gram matrix, whose cancellation loses near pairs; cdist's gradient at 0 is 0
     distances = torch.cdist(_unit_scale(features), _unit_scale(features), compute_mode="donot_use_mm_for_euclid_dist")
+    # The paper's μ is over pairs that differ, so the zeros of the diagonal are left out.
     pairs = (distances > 0).sum().clamp(min=1)
     return distances / positive_or_one(distances.sum() / pairs)
 
 
 def _angles(features: Tensor) -> Tensor:
     features = _unit_scale(features)
+    # (b, b, D): [i, j] is the unit vector of x_i - x_j, zeros where both are the same example.
     directions = unit_rows(features.unsqueeze(0) - features.unsqueeze(1))
     with _without_autocast(features):
+        # [i, j, k] is the cosine of the angle at x_i between x_j and x_k: a batch of b products (b, D) (D, b).
         return directions @ directions.transpose(1, 2)
 
 

@@ -58,6 +58,7 @@ def hard_label_sum(
         (0.6931, 1)
     """
     check_fraction("hard_label", "threshold", threshold)
+    # T = 1 and no T²: a label has no softness, and the confidence is meant of the teacher's own probabilities.
     pair = soften(
         "hard_label",
         student_logits,
@@ -111,6 +112,7 @@ def logit_mse_sum(
         (6.0, 3)
     """
     student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, teacher_log_probs, mask)
+    # -inf minus -inf is NaN; classes that both rule out agree.
     both_out = torch.isneginf(student) & torch.isneginf(teacher)
     return (student - teacher).masked_fill(both_out, 0.0).square().mean(-1).sum(), count
 
@@ -162,7 +164,9 @@ def bernoulli_kl_sum(
         teacher = teacher / temperature
         log_yes, log_no = F.logsigmoid(teacher), F.logsigmoid(-teacher)
     else:
+        # Log-probabilities of yes only: log(1 - p) follows from them.
         log_yes, log_no = teacher, log1m_exp(teacher)
+    # p log(p/q) + (1 - p) log((1 - p)/(1 - q)), all in logs: the sigmoid rounds to 1 in float32 from 17 on.
     terms = _term(log_yes, F.logsigmoid(student)) + _term(log_no, F.logsigmoid(-student))
     rows = terms.mean(-1) if average_labels else terms.sum(-1)
     factor = temperature**2 if scale_by_temperature else 1.0
@@ -233,10 +237,12 @@ def teacher_bounded_mse_sum(
     names = ("student_outputs", "targets")
     if targets is not None and not targets.is_floating_point():
         targets = targets.to(torch.float32)
+    # Checked with the same mask first, so that both calls drop the same rows.
     _, truth, _ = counted_rows(where, student_outputs, targets, mask, names=names)
     student, teacher, count = _outputs(where, student_outputs, teacher_outputs, teacher_log_probs, mask)
     truth = truth.to(student.dtype)
     errors, bound = (student - truth).square().sum(-1), (teacher - truth).square().sum(-1)
+    # The comparison decides which rows count and is no part of the loss, so it has no gradient.
     return errors.masked_fill(errors.detach() + margin <= bound, 0.0).sum(), count
 
 
@@ -253,6 +259,7 @@ def log1m_exp(log_probs: Tensor) -> Tensor:
 
 def _term(log_p: Tensor, log_q: Tensor) -> Tensor:
     p = log_p.exp()
+    # Where p underflows to 0 the difference of logs may be infinite, and 0 * inf is NaN.
     return p * (log_p - log_q).masked_fill(p == 0, 0.0)
 
 

@@ -35,6 +35,7 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
         >>> mean_of(torch.tensor(3.0), torch.tensor(2)).item(), mean_of(torch.tensor(0.0), torch.tensor(0)).item()
         (1.5, 0.0)
     """
+    # 0 / 1 where nothing counts: the sum is 0 with a graph, so gradients are zeros, not missing.
     return total / count.clamp(min=1)
 
 
@@ -89,6 +90,7 @@ def counted_rows(
         # rows that do not count are taken out, not multiplied by 0: padding may hold Inf or NaN
         mask = mask.to(student.device)
         student, teacher = student[mask], teacher[mask]
+    # A tensor, not an int: it is summed over processes and divided by on the device, without a synchronisation.
     count = torch.full((), student.shape[:-1].numel(), dtype=torch.int64, device=student.device)
     return student, teacher, count
 
@@ -125,6 +127,7 @@ def soften(
     """Return both log-softmaxes at the temperature; the teacher's log-probabilities are taken as they are."""
     check_temperature(where, temperature)
     student, teacher, count = rows_of_either(where, student_logits, teacher_logits, teacher_log_probs, mask)
+    # At extreme T the factor T² multiplies differences of log-softmaxes that float32 rounds: float64 there.
     dtype = compute_dtype(student.dtype, temperature)
     log_p_teacher = teacher.to(dtype)
     if teacher_log_probs is None:
@@ -134,5 +137,6 @@ def soften(
         log_p_teacher,
         count,
         temperature**2 if scale_by_temperature else 1.0,
+        # The dtype of the result depends on the logits alone, so that changing T does not change it.
         compute_dtype(student.dtype),
     )

@@ -103,12 +103,14 @@ def with_tail(
         ([0.25, 0.75], [0.7, 0.3])
     """
     classes, known = student_logits.shape[-1], topk_indices.shape[-1]
+    # The student's log-probabilities of all C classes first: normalising over the k alone would drop the tail's mass.
     dtype = compute_dtype(student_logits.dtype, temperature)
     log_q = F.log_softmax(student_logits.to(dtype) / temperature, dim=-1)
     indices = topk_indices.long()
     top = log_q.gather(-1, indices)
     log_p = topk_log_probs.to(dtype)
     if known == classes:
+        # No tail: an extra class of probability 0 on both sides adds nothing to any divergence.
         nothing = torch.full_like(top[..., :1], -torch.inf)
         return torch.cat([top, nothing], -1), torch.cat([log_p, nothing], -1)
     rest = log_q.scatter(-1, indices, -torch.inf)
@@ -116,6 +118,8 @@ def with_tail(
     empty = torch.isneginf(rest).all(-1, keepdim=True)
     tail = rest.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
     if tail_mass is None:
+        # 1 - Σ p is a difference of near numbers: in float64, and below the stored dtype's epsilon it is only
+        # rounding.
         left = 1 - topk_log_probs.double().exp().sum(-1, keepdim=True)
         left = left.masked_fill(left < torch.finfo(topk_log_probs.dtype).eps, 0.0)
     else:

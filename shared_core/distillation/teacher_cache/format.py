@@ -165,6 +165,7 @@ def _damaged_manifest(path: Path, what: str) -> CheckpointError:
 
 Array = npt.NDArray[Any]
 
+# A key is 16 bytes, two big-endian words; the index is sorted by high, then low.
 _INDEX_TENSORS = {"high": torch.uint64, "low": torch.uint64, "shard": torch.int32, "row": torch.int32}
 
 
@@ -190,6 +191,7 @@ def indices_dtype(vocabulary: int) -> torch.dtype:
         >>> indices_dtype(50257), indices_dtype(128256)
         (torch.uint16, torch.int32)
     """
+    # Class numbers are half of what top-k stores: 2 bytes each up to 65,536 classes.
     return torch.uint16 if vocabulary <= 2**16 else torch.int32
 
 
@@ -222,6 +224,7 @@ class PendingShard:
 
     def write(self, path: Path) -> None:
         """Write them as a shard: whole, on disk, or not at all."""
+        # Rows of example i lie in starts[i] .. starts[i + 1], as in a CSR matrix: examples have different lengths.
         starts = np.cumsum([0, *(len(places) for places in self.where)], dtype=np.int64)
         tensors = {
             "keys": torch.from_numpy(as_words(self.keys)),
@@ -284,11 +287,13 @@ class Shard:
         start, stop = int(self.starts[row]), int(self.starts[row + 1])
         if not 0 <= start <= stop <= len(self.tail):
             raise _damaged(self.path, f"rows {start} to {stop} of {len(self.tail)}")
+        # Bounds come from a file: an end beyond it would read another example's rows.
         return slice(start, stop)
 
     def places_of(self, row: int) -> Array:
         """Return the positions of an example that have a row, counted from its first; damaged ones are refused."""
         places: Array = self.where[self.rows_of(row)]
+        # Rising and in range: the reader assigns by these positions, and a repeated one would overwrite a row.
         if places.size and not (places[0] >= 0 and places[-1] < self.lengths[row] and (np.diff(places) > 0).all()):
             raise _damaged(self.path, f"positions that do not rise from 0 to {self.lengths[row]}")
         return places
@@ -326,10 +331,12 @@ class Index:
     def find(self, keys: list[bytes]) -> list[tuple[int, int] | None]:
         """Return shard and row of each example, None for one that is not there."""
         words = as_words(keys)
+        # Halving over the high words alone, which lie in one mapped column: O(log n) pages are read.
         firsts = np.searchsorted(self._high, words[:, 0], side="left")
         found: list[tuple[int, int] | None] = []
         for (high, low), first in zip(words, firsts, strict=True):
             at = int(first)
+            # Two keys with the same high word are rare (n² / 2^65): walk to the low word.
             while at < len(self) and self._high[at] == high and self._low[at] != low:
                 at += 1
             is_there = at < len(self) and self._high[at] == high
@@ -349,6 +356,7 @@ def write_index(path: Path, shards: Iterable[Shard]) -> None:
         rows = np.arange(len(shard), dtype=np.int32)
         places.append(np.stack([np.full_like(rows, number), rows], axis=1))
     keys, place = np.concatenate(words), np.concatenate(places)
+    # lexsort takes the primary column last.
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     keys, place = keys[order], place[order]
     columns = {"high": keys[:, 0], "low": keys[:, 1], "shard": place[:, 0], "row": place[:, 1]}
@@ -383,6 +391,7 @@ def _mapped(path: Path, expected: Mapping[str, tuple[torch.dtype, tuple[int | No
         )
         if tensor.dtype != dtype or not fits:
             raise _damaged(path, f"{name} {tensor.dtype} {tuple(tensor.shape)}")
+    # Views of the mapped file: pages are read when touched, and forks share them.
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 

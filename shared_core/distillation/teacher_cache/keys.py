@@ -134,6 +134,7 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
     tensors = tensors_of(inputs)
     chosen = _chosen(tensors, fields, positional=not isinstance(inputs, Mapping))
     count = next(iter(chosen.values())).shape[0]
+    # 128 bits: two different examples of 10^12 share a key with a probability below 1e-14.
     hashes = [hashlib.blake2b(digest_size=KEY_BYTES) for _ in range(count)]
     paddings: dict[str, Padding] = {}
     for number, (name, tensor) in enumerate(chosen.items()):
@@ -146,12 +147,15 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
         if tensor.ndim > 1:
             paddings[name] = padding
         tag, data = _bytes_of(tensor)
+        # Bytes of one position, so that the unpadded part is one slice of the row.
         width = data.shape[1] // max(padding.length, 1)
         inner = "x".join(map(str, (tensor.ndim, *tensor.shape[2:])))
         for row, digest in enumerate(hashes):
             start, stop = int(padding.starts[row]), int(padding.stops[row])
             real = padding.real[row, start:stop]
+            # Padding between real positions is part of what the model sees; padding around them is not.
             holes = b"" if real.all() else np.packbits(real).tobytes()
+            # The header holds all sizes, so that the concatenation of fields can be read in one way only.
             digest.update(f"|{number}:{tag}:{inner}:{stop - start}:{len(holes)}|".encode() + holes)
             digest.update(data[row, start * width : stop * width].data)
     return ExampleRows([digest.digest() for digest in hashes], paddings)
@@ -164,6 +168,7 @@ def as_words(keys: Sequence[bytes]) -> Words:
         >>> as_words([bytes(15) + bytes([7])]).tolist()
         [[0, 7]]
     """
+    # Big-endian: numeric order is then the order of the bytes.
     return np.frombuffer(b"".join(keys), dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
@@ -192,6 +197,7 @@ def _padding(tensor: Tensor, mask: Tensor | None) -> Padding:
     if mask is None or mask.ndim != 2 or tuple(mask.shape) != tuple(tensor.shape[:2]):
         return Padding.whole(count, length)
     real = (mask.detach() != 0).cpu().numpy()
+    # One past the last real position, by the first one from the right; 0 where an example has none.
     stops = np.where(real.any(1), length - real[:, ::-1].argmax(1), 0) if length else np.zeros(count, np.int64)
     starts = real.argmax(1) if length else np.zeros(count, np.int64)
     return Padding(starts.astype(np.int64), stops.astype(np.int64), real)
@@ -200,9 +206,11 @@ def _padding(tensor: Tensor, mask: Tensor | None) -> Padding:
 def _bytes_of(tensor: Tensor) -> tuple[str, npt.NDArray[np.uint8]]:
     """Return the name of the dtype and the bytes of each example."""
     tensor = tensor.detach()
+    # Ids are int32 in one data set and int64 in the next; the model treats them alike, so the key does too.
     is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     tag = "int" if is_integer else str(tensor.dtype)
     tensor = (tensor.to(torch.int64) if is_integer else tensor).cpu().contiguous()
+    # Not `size // rows`: a batch may have no rows.
     size = tensor[:1].numel() * tensor.element_size() if tensor.shape[0] else 0
     data: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy().reshape(tensor.shape[0], size)
     return tag, data
@@ -396,6 +404,7 @@ def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
     if type(value) not in (Tensor, nn.Parameter) and callable(dequantize):
         flat = dequantize()
     flat = flat.reshape(-1)
+    # 16 M elements at a time: a whole embedding on the CPU as bytes would double the memory.
     step = 2**24
     for at in range(0, flat.numel(), step):
         digest.update(flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy())
@@ -404,6 +413,7 @@ def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
 def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
     if not vocabulary:
         return None
+    # By number: the order of a tokenizer's dictionary is not part of what it means.
     pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
     return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 

@@ -172,13 +172,16 @@ class TeacherCache:
         shards = [self._shard(number) for number, _ in places]
         lengths = [shard.length_of(row) for shard, (_, row) in zip(shards, places, strict=True)]
         length, offsets = self._layout(rows, lengths)
+        # Pinned memory lets the copies to a GPU run beside the forward.
         shape, pin = (len(places), length), device.type == "cuda"
         is_dense = made.top_k == made.vocabulary
         log_probs = torch.zeros(*shape, made.top_k, dtype=made.torch_dtype, pin_memory=pin)
+        # A dense store keeps all classes in their order, and so no numbers of classes.
         indices = torch.zeros(*shape, 1 if is_dense else made.top_k, dtype=torch.int32, pin_memory=pin)
         tail = torch.zeros(shape, dtype=torch.float32, pin_memory=pin)
         mask = torch.zeros(shape, dtype=torch.bool, pin_memory=pin)
         for number, (shard, (_, row)) in enumerate(zip(shards, places, strict=True)):
+            # Stored positions count from an example's first; `offsets` is where this batch's padding puts that.
             stored, at = shard.rows_of(row), shard.places_of(row) + offsets[number]
             log_probs.numpy()[number, at] = shard.log_probs[stored]
             tail.numpy()[number, at] = shard.tail[stored]
@@ -232,6 +235,7 @@ def _widened(indices: Tensor, log_probs: Tensor, tail: Tensor, mask: Tensor, *, 
         indices = torch.arange(classes, device=indices.device).expand(*tail.shape, -1)
     exact = log_probs.dtype == torch.float32
     log_probs = log_probs.float()
+    # float16 rounds each log-probability; positions without a row hold zeros and must not be rescaled.
     if not exact:
         balanced, tails = normalised(log_probs, tail)
         log_probs = torch.where(mask.unsqueeze(-1), balanced, log_probs)

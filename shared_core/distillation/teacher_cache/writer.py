@@ -171,6 +171,7 @@ def _top_k(logits: Tensor, temperature: float, top_k: int) -> TopK:
         indices = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
         return TopK(indices, log_probs.float(), log_probs.new_full((len(logits),), -torch.inf).float())
     top, indices = log_probs.topk(top_k, dim=-1)
+    # The tail's log-mass from the tail's own classes: 1 - Σ p of the top would lose all digits below 1e-7.
     tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)
     return TopK(indices, top.float(), tail.float())
 
@@ -185,12 +186,14 @@ def to_stored(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
         >>> to_stored(torch.tensor([-1e6, -torch.inf, -0.5]), torch.float16).tolist()
         [-65504.0, -inf, -0.5]
     """
+    # A class that is merely improbable must not become impossible (-inf), and an impossible one must stay so.
     low = torch.finfo(dtype).min
     return torch.where(torch.isneginf(log_probs), log_probs, log_probs.clamp(min=low)).to(dtype)
 
 
 def normalised(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
     """Return rounded log-probabilities and tail with their sum of probabilities, about 1 ± 2e-4, brought back to 1."""
+    # Rounded values sum to 1 ± 2e-4; as a distribution they must sum to 1, or the KL has a floor that is not 0.
     total = torch.logsumexp(torch.cat([log_probs, tail_log_mass.unsqueeze(-1)], -1), -1)
     return log_probs - total.unsqueeze(-1), tail_log_mass - total
 
@@ -234,6 +237,7 @@ class StoreWriter:
         """Every example's key with a hash of which of its positions count."""
         self._manifest: Manifest | None = None
         self._shards = 0
+        # Files that a killed writer left under temporary names.
         clean_strays(folder)
         if (folder / MANIFEST_FILE).exists():
             self._go_on(Manifest.read(folder))
@@ -268,8 +272,10 @@ class StoreWriter:
         write_index(index, shards)
         rows, mass, largest = 0, 0.0, 0.0
         for shard in shards:
+            # Millions of tail masses near 1e-4: float32 would stop growing.
             masses = np.exp(shard.tail.astype(np.float64))
             rows, mass, largest = rows + len(masses), mass + masses.sum(), max(largest, masses.max(initial=0.0))
+        # A hash of the sorted keys: the same data in another order is the same data.
         data = hashlib.blake2b(Index(index).words().astype(">u8").tobytes(), digest_size=16).hexdigest()
         made = dataclasses.replace(
             made,
@@ -280,6 +286,7 @@ class StoreWriter:
             tail_mass_max=float(largest),
             fingerprints={**made.fingerprints, "data": data},
         )
+        # Last: only a manifest with complete = True says that shards and index are there.
         made.write(self._folder)
         for old in self._folder.glob("index-*.safetensors"):
             if old != index:
@@ -307,6 +314,7 @@ class StoreWriter:
                     "use the same, or write another folder",
                 )
         self._manifest = made
+        # A shard is renamed into place when whole, so each that exists counts, also without the index.
         while (self._folder / shard_name(self._shards)).exists():
             shard = self._open(made, self._shards)
             places = [shard.places_of(row) for row in range(len(shard))] if made.labelled else [None] * len(shard)
@@ -349,6 +357,7 @@ class StoreWriter:
             )
         counted: Array = (labels != IGNORED).cpu().numpy()
         if self._settings.causal:
+            # Position i is where token i + 1 is predicted: the label's mask moves one to the left.
             counted = np.pad(counted[:, 1:], ((0, 0), (0, 1)))
         return counted
 

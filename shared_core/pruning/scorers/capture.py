@@ -26,6 +26,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
+        # An empty tensor with a grad_fn, and no part of the loss: its only use is that it holds what was saved.
         return anchor.new_empty(0)
 
     @staticmethod
@@ -82,6 +83,8 @@ class BackwardWatch:
 
     def clear(self) -> None:
         """Forget what arrived and is not taken, and whatever a forward kept so far."""
+        # Graphs of an earlier step may still run backward (an error, a probe): their hooks compare this and do
+        # nothing.
         self._generation += 1
         self._expected, self._arrived = {}, {}
 
@@ -109,10 +112,13 @@ class BackwardWatch:
             if self._arrived.get(name):
                 self._flush(name)
             self._expected[name] = self._expected.get(name, 0) + 1
+        # A frozen path: no gradient will ever arrive for this call.
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
+        # Without an input that requires a gradient, apply would make no node.
         anchor = torch.empty(0, requires_grad=True)
         carry: Any = _Carry.apply  # untyped
+        # A list, so that the closure can let go of it: else the graph keeps the activations alive.
         carriers = [carry(anchor, self._keep(x.detach(), output.detach()))]
         generation = self._generation
 
@@ -129,6 +135,8 @@ class BackwardWatch:
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors
             self._arrived.setdefault(name, []).append((kept, gradient.detach()))
+            # A layer may be called several times in one forward (weight sharing): all calls of a step belong
+            # together.
             if len(self._arrived[name]) >= self._expected.get(name, 0):
                 self._flush(name)
 
@@ -139,6 +147,7 @@ class BackwardWatch:
         calls = self._arrived.pop(name, [])
         self._expected.pop(name, None)
         with torch.no_grad():
+            # Calls of different batch sizes cannot be stacked by example.
             by_examples: dict[int, list[Call]] = {}
             for kept, gradient in calls:
                 by_examples.setdefault(kept.shape[0], []).append((kept, gradient))
@@ -200,10 +209,12 @@ class GatheringScorer(Scorer):
         raise NotImplementedError
 
     def _commit(self, loss_scale: float) -> None:
+        # Undone before the ranks are joined: each has a loss scale and a count of its own.
         for name, window in self._window.items():
             self._rescale_(window, self._window_counts[name], loss_scale)
         counts = torch.tensor([self._window_counts.get(name, 0) for name in self.modules], dtype=torch.int64)
         if world_size() > 1 and self.modules:
+            # Counts first: a rank that saw nothing of a layer joins the sum with zeros, or the others would wait.
             # where the weights are: NCCL takes no tensor of the CPU
             weight: Any = next(iter(self.modules.values())).weight
             counts = all_reduce_(counts.to(weight.device), "sum").cpu()

@@ -21,6 +21,7 @@ from shared_core.modules.weight_views import channel_axis, over_outputs
 from shared_core.pruning.scorers.capture import BackwardScorer, Call
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
+# Numbers of one chunk of examples: per-example gradients are as large as the weight, each.
 _BUDGET = 1 << 24
 
 
@@ -51,6 +52,7 @@ def squared_gradient_sum(
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    # (examples, ..., features) each; a missing batch axis is one example.
     calls = [(_batched(module, x), _batched(module, gradient)) for x, gradient in calls]
     examples = calls[0][0].shape[0]
     total: Tensor | None = None
@@ -83,6 +85,7 @@ def _squared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     if len(pairs) == 1 and first.shape[-1] == 1:
         # one place: the square of a product is the product of squares, and the sum a single matrix product
         return torch.einsum("nga,ngb->gab", first[..., 0].square(), second[..., 0].square())
+    # (examples, groups, outputs, inputs): the sum over places must be squared, so it must exist for each example.
     gradients = first @ second.transpose(-1, -2)
     for a, b in pairs[1:]:
         gradients += a @ b.transpose(-1, -2)
@@ -114,6 +117,7 @@ def _elements(module: nn.Module, x: Tensor, gradient: Tensor) -> int:
 def _factors(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return A and B, (examples, groups, rows, places): an example's weight gradient is ``A Bᵀ``, rows as stored."""
     if not isinstance(module, nn.modules.conv._ConvNd):
+        # (examples, 1, features, places): all tokens of an example are places of its gradient.
         inputs = x.reshape(x.shape[0], 1, -1, x.shape[-1]).transpose(-1, -2)
         outputs = gradient.reshape(gradient.shape[0], 1, -1, gradient.shape[-1]).transpose(-1, -2)
         return (inputs, outputs) if is_transformers_conv1d(module) else (outputs, inputs)
@@ -136,9 +140,11 @@ def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int])
     for axis, (size, stride, dilation) in enumerate(
         zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
     ):
+        # unfold with the dilated window, then every `dilation`-th of it: the inputs that one kernel place meets.
         x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
         # rows at the end meet no place: output_padding, or a stride that does not divide
         x = x.narrow(axis, 0, places[axis - 2])
+    # (examples, channels, kernel dims, place dims): channels and kernel as in the weight, places last.
     order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
     x = x.permute(order)
     return x.reshape(x.shape[0], x.shape[1] * math.prod(module.kernel_size), -1)
@@ -186,6 +192,7 @@ class Fisher(BackwardScorer):
         self._gather(name, sums, num_examples(module, calls[0][0]))
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
+        # A mean loss over `count` examples has gradients of 1/count each, and the scaler multiplied by loss_scale.
         window.mul_((count / loss_scale) ** 2)
 
     def _like(self, name: str) -> Tensor:
@@ -224,9 +231,11 @@ class _StepSums(Scorer):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
+            # Sums over steps hold this process's part; they are gathered only to rank and to save.
             gradient = local_part(gradient.to_dense() if gradient.is_sparse else gradient)
             if is_sharded(weights[name]) and name not in self._placed:
                 self._placed[name] = weights[name]
+                # A saved sum is whole; the first step after resuming knows how the weight is sharded.
                 if name in self._sums:  # resumed
                     self._sums[name] = part_of(self._sums[name].to(gradient.device), weights[name])
             weight = local_part(weights[name].detach())
@@ -308,6 +317,8 @@ class Movement(_StepSums):
     keeps_going: ClassVar[bool] = True
 
     def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
+        # S -= w g: the score's own gradient step (Sanh et al., equation 3) but for its learning rate, which ranks
+        # alike.
         total.addcmul_(weight, gradient, value=-1)
 
     def _mean(self, total: Tensor) -> Tensor:
@@ -354,6 +365,7 @@ class NeuronTaylor(BackwardScorer):
         places = examples = 0
         for output, gradient in calls:
             axis = channel_axis(module, output)
+            # a ∂L/∂a, channels last.
             product = (wide(output) * wide(gradient)).movedim(axis, -1)
             if axis == 0:
                 product = product.unsqueeze(0)  # without a batch axis: one example
@@ -362,8 +374,11 @@ class NeuronTaylor(BackwardScorer):
                 return
             product = product.reshape(examples, -1, product.shape[-1])
             places += product.shape[1]
+            # Summed over positions with its sign, before |.|: equation 8 takes the absolute value of an example's
+            # mean.
             products = product.sum(1) if products is None else products + product.sum(1)
         if products is not None:
+            # float64: counts over a long run exceed what float32 sums resolve.
             self._gather(name, products.abs_().sum(0).double() / max(places, 1), examples)
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:

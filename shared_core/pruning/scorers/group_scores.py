@@ -40,6 +40,7 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
                 [3, 6]])
     """
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device)
+    # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
 
@@ -49,6 +50,7 @@ def _l1_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
 
 
 def _l2_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    # The norm of parts' norms is the norm over all tensors of a unit.
     norms = torch.stack([torch.linalg.vector_norm(weight, dim=1) for weight in weights])
     norm: Tensor = torch.linalg.vector_norm(norms, dim=0)
     return norm
@@ -60,6 +62,7 @@ def _mean_magnitude(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
 
 def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
     points = torch.cat(weights, 1)
+    # (rows, units) distances at a time: all pairs of 10,000 units would be 400 MB.
     rows = max(1, _PIECE // max(len(points), 1))
     # distances by differences: by matrix products, equal filters would lie a rounding error apart
     sums = [
@@ -70,6 +73,7 @@ def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
 
 
 def _taylor(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
     return _added((weight * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)).square()
 
 
@@ -175,6 +179,7 @@ def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
         >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
         tensor([0.5000, 1.5000, 4.0000])
     """
+    # A mean of 0 (all units of the group are zeros) compares as it is.
     mean = scores[live].double().mean()
     return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
 

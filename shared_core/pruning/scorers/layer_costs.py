@@ -71,6 +71,7 @@ class LayerUses:
 def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
     """Return at how many positions of an example a call used the weight of this name."""
     if isinstance(module, nn.MultiheadAttention):
+        # Queries, keys and values may have different lengths; a packed weight multiplies all three.
         inputs = [*args[:3], *(kwargs[part] for part in ("query", "key", "value") if part in kwargs)]
         steps = dict(zip("qkv", (_steps(x, first=module.batch_first) for x in inputs), strict=True))
         return steps.get(name.rpartition(".")[2].partition("_proj_")[0]) or sum(steps.values()) / 3
@@ -79,8 +80,10 @@ def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return float(used.numel() > 0)
     if isinstance(module, nn.RNNBase):
         if isinstance(used, nn.utils.rnn.PackedSequence):
+            # Data without padding over the largest batch: positions of an example on average.
             return used.data.shape[0] / int(used.batch_sizes[0])
         return _steps(used, first=module.batch_first)
+    # A transposed convolution uses each weight once per input position, others once per output position.
     used = used if getattr(module, "transposed", False) else output
     return used.numel() / used.shape[channel_axis(module, used)] / num_examples(module, used) if used.numel() else 0.0
 
@@ -194,6 +197,7 @@ def layer_costs(
             costs[name] = 2.0 * places
             continue
         dtype = str(weight.dtype).removeprefix("torch.")
+        # A multiply and an add for each position; the weight itself is read once from DRAM.
         operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
         costs[name] = places * operation + weight.element_size() * figure("dram_byte")
     return costs
@@ -234,6 +238,7 @@ class CostWatch:
         weight = weight_of(*next(iter(self._modules.items())))
         # where the weights are: NCCL takes no tensor of the CPU
         joined = all_reduce_(torch.tensor(uses, dtype=torch.float64).to(weight.device), "sum").tolist()
+        # Every layer is divided by the calls of one layer: relative costs are all that ranking needs.
         forwards = next((calls for _, calls in joined if calls), 1)
         positions = {
             name: total / forwards

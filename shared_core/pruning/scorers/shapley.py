@@ -66,20 +66,24 @@ def shapley_values(
             )
         return result
 
+    # The empty and the full coalition begin and end every order: computed once.
     empty, full = checked(torch.zeros(num_units, dtype=torch.bool)), checked(torch.ones(num_units, dtype=torch.bool))
     near = truncate * abs(full - empty)
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)
     order = torch.empty(0, dtype=torch.int64)
     for row, marginal in enumerate(orders):
+        # Antithetic: each second order is the reverse of the one before, whose errors partly cancel.
         order = order.flip(0) if antithetic and row % 2 else torch.randperm(num_units, generator=generator)
         kept = torch.zeros(num_units, dtype=torch.bool)
         before = empty
         for place, unit in enumerate(order.tolist()):
+            # What is left of this order could add little: its units count as 0, which biases the values.
             if truncate and abs(full - before) <= near:
                 break
             kept[unit] = True
             after = full if place == num_units - 1 else checked(kept)
             marginal[unit] = after - before
             before = after
+    # A pair is one sample: its two orders are not independent.
     samples = orders.view(-1, 2, num_units).mean(1) if antithetic else orders
     return orders.mean(0), samples.std(0) / math.sqrt(len(samples))

@@ -83,6 +83,7 @@ class Wanda(GatheringScorer):
 
     def reset(self) -> None:
         """Start again; what was gathered stays for layers that no input will reach."""
+        # What is older serves layers that no input reaches before the next update (experts, rare branches).
         former, missed = self._former | self._totals, dict(self._missed)
         for name in self.modules if self.ready else ():
             if name not in self._totals:
@@ -126,6 +127,7 @@ class Wanda(GatheringScorer):
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
         axis = channel_axis(self.modules[name], x)
+        # Over all positions and examples: one norm for each input channel.
         others = [i for i in range(x.dim()) if i != axis]
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         # sums of squares of long runs are kept in float64, where small batches still count

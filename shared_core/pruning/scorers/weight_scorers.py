@@ -84,6 +84,7 @@ class Random(Scorer):
         return scores.view(weight.shape)
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
         index = torch.arange(*where.indices(weight.numel()), device=weight.device)
         return self._draw(name, index).to(_score_dtype(weight))
 
@@ -94,6 +95,7 @@ class Random(Scorer):
         bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
         bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
         bits = bits ^ _shifted(bits, 31)
+        # The top 24 bits, which float32 holds exactly: uniform in [0, 1).
         return _shifted(bits, 40).float() * 2.0**-24
 
     def state_dict(self) -> dict[str, Any]:

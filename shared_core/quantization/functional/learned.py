@@ -116,6 +116,8 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
         raise ConfigError(where, f"qmax must be a whole number of at least 1, got {qmax!r}")
     if axis is not None and not -dims <= axis < dims:
         raise ConfigError(where, f"axis must name one of the {dims} axes of the shape, got {axis}")
+    # n counts the values that share one scale; in an activation not the examples, whose number is no property of the
+    # layer.
     shared = set(range(dims)) - (set() if axis is None else {axis % dims})
     if activation:
         if dims == 0 or (axis is not None and axis % dims == 0):

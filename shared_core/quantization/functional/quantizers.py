@@ -55,6 +55,7 @@ def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
         return x
     if isinstance(module, nn.modules.conv._ConvNd):
         axis = -1 - len(module.kernel_size)
+        # A convolution's vectors are its channels, which lie before the spatial dims.
         return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
     return quantize(x, scheme)
 
@@ -109,4 +110,6 @@ def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
     """
     rows = as_rows(module, weight)
     steps = scale.to(rows.device).unsqueeze(1)
+    # As many steps as the saved scale says: a baked weight lies on the grid already, and rounding it again moves no
+    # value.
     return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)

@@ -20,6 +20,7 @@ from shared_core.quantization.ranges.saved_ranges import saved_scheme
 WHERE = "convert: backend=torchao"
 _BACKENDS = ("reference", "torchao", "auto")
 _FEWEST_ROWS = 32  # torch._int_mm on CUDA refuses 16 and fewer
+# 255 · 128 bounds a product of codes: beyond so many the 32-bit sum may overflow.
 _MOST_INPUTS = (2**31 - 1) // (255 * 128)
 _GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torchao wraps
 
@@ -71,6 +72,7 @@ class TorchaoLinear(nn.Linear):
             # torchao subtracts the zero point's share in the output's type: in bf16 that would cancel all digits
             y = F.linear(x.float(), self.weight)
             y = y if self.bias is None else y + self.bias
+            # A row with NaN has no codes; the kernel would turn it into numbers.
             y = torch.where(x.isnan().any(1, keepdim=True), torch.nan, y).to(x.dtype)
         else:
             y = F.linear(x, self.weight, self.bias)
@@ -246,6 +248,8 @@ def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[T
         >>> codes.tolist(), scale.tolist(), low.tolist(), exact
         ([[0, 2, 3, 6]], [[0.25]], [[-0.5]], True)
     """
+    # A grid of up to 15 steps between the smallest and largest value: which number of steps it has is tried from 1
+    # up.
     groups = weight.view(len(weight), -1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     span = torch.where(high > low, high - low, torch.ones_like(low))
@@ -254,6 +258,7 @@ def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[T
         candidate = span / steps
         position = (groups - low) / candidate
         fits = (position - position.round()).abs().amax(-1, keepdim=True) <= tolerance
+        # The coarsest grid that fits is the real one; finer multiples of it fit too.
         scale, found = torch.where(fits & ~found, candidate, scale), found | fits
     codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
     return codes.view(weight.shape), scale.squeeze(-1), low.squeeze(-1), bool(found.all())

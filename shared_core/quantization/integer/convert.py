@@ -78,6 +78,7 @@ def convert(
             integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
+            # Weights that are not on their codes yet are put there, each shared one once.
             bake_(module, baked)
         restore(module)
         apply_ranges(module, {"": entries[name]})

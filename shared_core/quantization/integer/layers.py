@@ -62,6 +62,7 @@ class CodeModule(nn.Module):
         return self.weight_codes.to(scale.dtype) * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `.half()` and `.to(dtype)` cast every floating buffer; scales in half precision would move outputs.
         dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -97,6 +98,8 @@ class IntegerLayer(CodeModule):
         self.qmin, self.qmax = scheme.input_range
         codes, scale = channel_codes(weight, scheme, learned)
         terms = weight[0].numel()
+        # float64 sums are exact, but an int8 runtime's 32-bit sums must be as well: |code| · range · terms stays
+        # below 2^31.
         if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
             raise CompatibilityError(
                 "convert",
@@ -125,11 +128,13 @@ class IntegerLayer(CodeModule):
 
         A NaN has no code, so rows that hold one come out as NaN rather than as a number.
         """
+        # Codes less the zero point: the sum then needs no correction term for it.
         centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
         # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
         # it
         total = self._accumulate(centred, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
+        # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
         y = total * kernels.along(scale, total.dim(), axis)
         if self.bias is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared_core.quantization.integer.layers import CodeModule, IntConv2d, IntLinear
 
+# Codes of 2 M values at a time stay in cache while they are rounded, clamped and converted.
 _PART = 1 << 21
 LOWEST = -128  # moves signed codes to unsigned ones, for which the instructions are made
 
@@ -105,6 +106,7 @@ def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_
         [0, 128, 255]
     """
     # torch converts to int8 five times as fast as to uint8 (2.13)
+    # int8 to uint8 by flipping the sign bit: the same as adding 128.
     return codes.to(torch.int8, memory_format=memory_format).view(torch.uint8).bitwise_xor_(-LOWEST)
 
 
@@ -116,6 +118,7 @@ def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
         input: What it was computed of.
         dims: Those of the input over which one NaN reaches all of the output.
     """
+    # amax hands NaN on: one pass for the check, and no mask where there is none.
     nan = input.amax(dims, keepdim=True).isnan()
     if torch.compiler.is_compiling() or bool(nan.any()):
         output.add_(torch.where(nan, torch.nan, 0.0))
@@ -150,6 +153,7 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         self._packed = None
         if self.weight_codes.device.type == "cpu":
             self._packed = torch.ops.onednn.qconv_prepack(
+                # Codes were moved by 128, so the zero point is too.
                 self.weight_codes, self.weight_scale, self._scale, self._zero_point - LOWEST,
                 self.stride, self.padding, self.dilation, self.groups, None,
             )  # fmt: skip
@@ -238,6 +242,7 @@ class OneDnnTokenLinear(_OneDnnLinear):
         else:
             scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
             codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
+            # Infinite scale: the row's codes are meaningless.
             scale = _nan_if_not_finite(scale)
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale

@@ -70,6 +70,7 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
         if self.quantizer.scheme.weight == "nvfp4":  # its tensor scale is of the whole weight
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
+        # Only the vectors looked up are rounded: a vocabulary's table would cost more than the model.
         found = nn.Embedding.forward(self, input)
         if not found.numel():
             return found
@@ -82,6 +83,8 @@ class _FakeQuantRecurrent(_FakeQuant):
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         flat = self._flat_weights
         try:
+            # The stock forward reads `_flat_weights`: swapped for the call, as a copy of its cell code would not be
+            # cuDNN's.
             self._flat_weights = [
                 self.quantizer.weight(self, weight) if name.startswith("weight_") else weight
                 for name, weight in zip(self._flat_weights_names, flat, strict=True)
@@ -144,6 +147,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters = dict(module._parameters)
         old: Any = module.weight
         if id(old) not in weights:
+            # Tied Conv1D weights stay one parameter after the transpose.
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer

@@ -23,6 +23,7 @@ class PlainState(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         missing: list[str] = args[2]
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # In place: torch goes on with this very list.
         missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
 
 

@@ -205,12 +205,15 @@ def adversarial_accuracy(
         if attack == "fgsm" or not _any(eps):
             moved = fgsm(attacked, x, y, eps, low=low, high=high)
         else:
+            # 2.5 eps / steps (Madry et al. 2018, arXiv:1706.06083): the boundary is within reach from any start.
             size = 2.5 * eps / steps if step is None else step
             moved = pgd(attacked, x, y, eps, size, steps, low=low, high=high, generator=generator)
         right = _right(model, x, y)
         examples, clean = examples + len(x), clean + int(right.sum())
         held += int((right & _right(model, moved, y)).sum())
         with _attacking(attacked):
+            # An input without any gradient cannot be attacked: counted, for robustness would be an illusion (Athalye
+            # et al. 2018, arXiv:1802.00420).
             still = _ascent(where, attacked, x, y, _cross_entropy).flatten(1).any(1).logical_not()
         without_gradient += int(still.sum())
     if not examples:
@@ -296,6 +299,7 @@ def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | No
         raise ConfigError(where, f"eps must be at least 0 and finite, got {eps}")
     least = -math.inf if low is None else _like(low, x)
     most = math.inf if high is None else _like(high, x)
+    # An image that was normalised in float32 may lie a rounding outside of its own bounds.
     slack = 4 * torch.finfo(x.dtype).eps * (1 + x.abs())
     if not bool(((x >= least - slack) & (x <= most + slack)).all()):
         raise ConfigError(

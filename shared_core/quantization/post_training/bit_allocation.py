@@ -72,6 +72,7 @@ class BitPlan:
     @property
     def conversions(self) -> int:
         """Changes of format from the float input through the layers in order to the float output."""
+        # The input and the output of the chain are float (0): a change of format at either end counts too.
         formats = [0, *(width if width <= _LARGEST_CODE else 0 for width in self.bits.values()), 0]
         return sum(first != second for first, second in itertools.pairwise(formats))
 
@@ -216,6 +217,7 @@ def plan_bits(
     total = sum(sizes[name] for name in names)
     if not (isinstance(budget, (int, float)) and 0 < budget < math.inf):
         raise ConfigError(where, f"budget must be a finite average of bits above 0, got {budget!r}")
+    # 1e-12: budget * total may be rounded below the whole number that was meant.
     capacity = math.floor(budget * total * (1 + 1e-12))
     least = sum(min(size for _, size, _ in choices) for choices in options)
     if least > capacity:
@@ -242,6 +244,8 @@ def _widths(
 
 def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tuple[list[int], float]:
     price, best = _lagrangian(options, capacity)
+    # Exact branch and bound over partial plans (a multiple-choice knapsack). rest[i] bounds from below what layers
+    # i.. cost at the Lagrangian price, so that plans which cannot beat the feasible one are dropped early.
     rest = [0.0]  # bound on what the layers behind cost, at this price a bit
     for choices in reversed(options):
         rest.append(rest[-1] + min(cost + price * size for _, size, cost in choices))
@@ -254,10 +258,12 @@ def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tup
             for used, cost, chosen in states
             for width, size, more in choices
         ]
+        # By size, then cost: walking up, a plan is kept only if it costs less than every smaller one (Pareto front).
         grown.sort(key=lambda state: state[:2])
         smallest_rest = sum(min(size for _, size, _ in later) for later in options[index + 1 :])
         states, cheapest = [], math.inf
         for used, cost, chosen in grown:
+            # What this plan costs at least: its own cost, the rest's bound, and the unused capacity at the price.
             bound = cost + rest[index + 1] - price * (capacity - used)
             if cost < cheapest and used + smallest_rest <= capacity and bound <= best + slack:
                 states.append((used, cost, chosen))
@@ -277,6 +283,7 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
         picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
         return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
 
+    # The least price at which the greedy plan fits: found by doubling, then by bisection.
     low, high = 0.0, 1e-30
     if at(low)[0] <= capacity:
         return 0.0, at(low)[1]
@@ -446,6 +453,7 @@ def plan_by_quality(
         raise ConfigError(where, f"start must be 'quantized' or 'float', got {start!r}")
     modules = weighted_layers(model, [*sensitivities, *keep], where)
     able = _with_costs(sensitivities, keep, bits, where)
+    # Least sensitive first: each curve quantises a prefix of this order.
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]
@@ -467,6 +475,7 @@ def plan_by_quality(
     float_quality = measure(0).quality
     curves: dict[str, list[CurvePoint]] = {"quantized": [], "float": []}
     accepted = {"quantized": 0, "float": 0}
+    # From all quantised down, until quality holds. Not a bisection: quality need not fall monotonically.
     for count in range(len(order), -1, -1):
         curves["quantized"].append(measure(count))
         if float_quality - measure(count).quality <= largest_loss:

@@ -90,6 +90,8 @@ def correct_bias(
     if isinstance(batches, Iterator):
         raise ConfigError(where, "batches must be readable several times, got an iterator", "pass a list")
     reference_layers, quantized_layers = _pair(reference, quantized, layers)
+    # Means of the float model first; then layer by layer in order of execution, as each correction changes what later
+    # layers see.
     means = _means(reference, reference_layers, batches)
     without = [name for name in means if getattr(quantized_layers[name], "bias", None) is None]
     keys = set(quantized.state_dict())
@@ -98,9 +100,11 @@ def correct_bias(
         module = quantized_layers[name]
         if name in without and not add_missing:
             continue
+        # The shapes are those of the float layers: a quantised one may be of a class without channels.
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
             raise MatchError(where, f"{name!r} must be reached in the quantised model too", "correct the other layers")
+        # E[y_float - y_q] in float64: a mean over all batches and places of each output channel.
         correction = mean - found[name].to(mean)
         _add(module, correction)
         corrected[name] = correction.square().mean().sqrt().item()
@@ -149,6 +153,7 @@ def _means(
     if not num_batches:
         raise ConfigError("correct_bias", "batches must hold at least one batch, got none")
     for name, total in sums.items():
+        # Called several times in one forward: one bias cannot correct inputs of different means.
         if calls[name] > num_batches:
             raise CompatibilityError(
                 "correct_bias", f"{name!r} must be called once in a forward", "leave it out of layers"
@@ -278,6 +283,7 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
             return None
         if type(node.module) in LAYERS:
             return _refusal(flow, node) or _join(start, node, flat)
+        # Behind a flatten each channel becomes a block of features: the scale must repeat for each of them.
         if _is_flatten(node):
             flat = True
         elif node.kind in _POOLING and not pooled and not flat:
@@ -321,6 +327,8 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
     for name, link in links.items():
         if name in joined:
             continue
+        # A depthwise layer between two others has one scale for its inputs and outputs: the three are equalised
+        # together.
         behind = links.get(link.second)
         if behind is not None and is_depthwise(modules[link.second]):
             joined.add(link.second)
@@ -344,6 +352,7 @@ class _Weights:
         self.views = {
             name: by_channel(self.weights[name], module, channels.get(name)) for name, module in self.modules.items()
         }
+        # Outputs of the first layer are divided, so its bias is too, by the product of all sweeps' scales.
         self.divisors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             if not bool(torch.isfinite(weight).all()):
@@ -368,6 +377,7 @@ class _Weights:
             new.append((module.weight, self.weights[name]))  # type: ignore[arg-type]
             if module.bias is not None and name in self.divisors:
                 new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
+        # Only if every value is finite in the model's dtype is anything written.
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
                 raise CompatibilityError(
@@ -442,6 +452,7 @@ def equalize(
         moved = max(_sweep(weights, chain) for chain in chains)
         iterations += 1
     expected = None if example_inputs is None else run(model, example_inputs)
+    # The function must not change: checked on the example, undone if it did.
     held = weights.write()
     if expected is not None:
         try:
@@ -477,15 +488,18 @@ def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
     first = largest_by_output(weights.views[chain[0].first])
     last = largest_by_input(weights.views[chain[-1].second])
     if len(chain) == 1:
+        # r1 / s = r2 s gives s = √(r1 / r2): both ranges become √(r1 r2) (Nagel et al. 2019, arXiv:1906.04721).
         scales = [torch.sqrt(first / last)]  # √(r1·r2)/r2 without the product, which may overflow
         live = (first > 0) & (last > 0)
     else:
         middle = largest_by_output(weights.views[chain[0].second])
+        # Three ranges become their geometric mean; cube roots first, for a product of three may overflow.
         mean = first.pow(1 / 3) * middle.pow(1 / 3) * last.pow(1 / 3)
         scales = [first / mean, mean / last]
         live = (first > 0) & (middle > 0) & (last > 0)
     largest = 0.0
     for link, scale in zip(chain, scales, strict=True):
+        # A channel of zeros keeps its scale: nothing can be equalised there.
         scale = torch.where(live, scale, 1.0)
         weights.divide(link, scale)
         largest = max(largest, scale.log().abs().max().item())

@@ -56,6 +56,7 @@ def output_noise(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             sums = found.setdefault(name, SignalToNoise())
+            # The quantised layer on the exact inputs: its own noise, without that of the layers before.
             _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook

@@ -82,6 +82,7 @@ def judge_loss(
     good, bad = thresholds(accept)
     rule = f"acceptable up to {good:.4%}, unacceptable above {bad:.4%} of the float quality"
     change = before - after if mode == "max" else after - before
+    # A quality of 0 has no relative loss.
     if not (math.isfinite(change) and before):
         return Verdict(math.nan, "unknown", rule)
     loss = change / abs(before)

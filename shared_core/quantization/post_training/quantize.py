@@ -145,11 +145,13 @@ def quantize_with_report(
         raise ConfigError(WHERE, "calibration must be given for correct_bias, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
+    # Equalisation and bias correction need fused batch norms: a norm behind a layer would undo either.
     if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
         _try("equalisation", notes, lambda: _equalized(quantized, example))
     compares = batches is not None and (correct_bias or measure_outputs)
+    # The reference is the float model after fusing and equalising, so that layers compare one to one.
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized)
@@ -306,6 +308,7 @@ def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100)
     peak = rows.abs().amax(1, keepdim=True) / qmax
     peak = torch.where(peak > 0, peak, torch.ones_like(peak))
     best, least = peak.clone(), torch.full_like(peak, torch.inf)
+    # From the widest scale down: of equal errors the one that clips least stays.
     for k in range(candidates, 0, -1):
         scale = peak * (k / candidates)
         error = (rows - (rows / scale).round_().clamp_(qmin, qmax).mul_(scale)).square_().sum(1, keepdim=True)
@@ -338,8 +341,10 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
         >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
         (680, 400)
     """
+    # Codes are packed across rows, rounded up to a byte.
     codes = -(-channels * width * scheme.weight_bits // 8)
     if scheme.weight == "group":
+        # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
         return codes + channels * (width // scheme.group_size) * (5 if scheme.affine else 4)
     if scheme.weight == "mxfp4":
         return codes + channels * -(-width // _MX_GROUP)
@@ -359,6 +364,7 @@ def quantized_bytes(model: nn.Module) -> int:
         >>> quantized_bytes(quantize(nn.Linear(64, 10), "int8_weight"))  # 640 codes, 10 scales, 10 biases
         720
     """
+    # By address: tied weights count once.
     tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
     for module in model.modules():
         entry = layer_entry(module)

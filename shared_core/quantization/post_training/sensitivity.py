@@ -104,6 +104,8 @@ def hessian_trace(
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
     generator = torch.Generator().manual_seed(seed)
+    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample, for the error bar (Dong et al. 2020, HAWQ-V2,
+    # arXiv:1911.03852).
     samples = torch.zeros(probes, len(weights), dtype=torch.float64)
     with _twice_differentiable(model, weights):
         for probe in range(probes):
@@ -125,6 +127,7 @@ def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where
     if value.numel() != 1 or not value.requires_grad:
         raise ConfigError(where, f"loss must return a scalar that depends on the weights, got {tuple(value.shape)}")
     zeros = torch.zeros(len(weights), dtype=torch.float64)
+    # Hv as the gradient of gᵀv, without forming H: one double backward for all layers at once.
     gradients = torch.autograd.grad(value.reshape(()), weights, create_graph=True, allow_unused=True)
     pairs = [(gradient, sign) for gradient, sign in zip(gradients, signs, strict=True) if gradient is not None]
     pairs = [(gradient, sign) for gradient, sign in pairs if gradient.requires_grad]
@@ -134,6 +137,8 @@ def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where
         [gradient for gradient, _ in pairs], weights, [sign for _, sign in pairs], allow_unused=True
     )
     for index, (product, sign) in enumerate(zip(products, signs, strict=True)):
+        # The block's own part of vᵀHv: the product with all layers' v, read at this layer. Terms between layers
+        # average to 0.
         if product is not None:
             zeros[index] = (product.double() * sign.double()).sum().item()
     return zeros
@@ -223,6 +228,7 @@ def layer_sensitivity(
         if missing:
             raise MatchError(where, f"traces must hold every layer, got none for {missing[0]!r}", "pass layers too")
         costs = {
+            # ½ tr(H)/n · ‖ŵ - w‖² up to the ½, which changes no ranking; a negative estimate is noise around 0.
             name: {width: max(traces[name].average, 0.0) * _noise(module, quantize, width) for width in bits}
             for name, module in modules.items()
         }
@@ -270,6 +276,7 @@ def _output_costs(
 def _distance(exact: Tensor, rounded: Tensor, metric: Metric) -> float:
     if metric == "rmse":
         return (rounded - exact).square().sum().item()
+    # KL(p || p̂) of the distributions along the last axis.
     target = F.log_softmax(exact, -1)
     return F.kl_div(F.log_softmax(rounded, -1), target, reduction="sum", log_target=True).item()
 

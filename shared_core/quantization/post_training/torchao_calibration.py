@@ -237,6 +237,7 @@ class ObservedLayer:
         """Show inputs (rows, in_features) to the twin."""
         if len(rows):
             self.seen = True
+            # Kept on the device of the rows: read once, when all batches are through.
             self.finite = self.finite and bool(torch.isfinite(rows).all())
             self.holder[0](rows.clone())  # AWQ keeps what it sees, and the model may write into it
 
@@ -299,6 +300,7 @@ def put_weight(layer: nn.Linear, weight: Tensor) -> None:
 
 
 Progress = Callable[[int, int], None]
+# What multiplies with each kind of weight on each device, for the report.
 _KERNELS = {
     ("int8_weight", "cpu"): "torchao int8 weight-only: a product in float",
     ("int8_dynamic", "cpu"): "torchao int8 dynamic: int8 x int8 -> int32 (torch._int_mm)",
@@ -523,6 +525,7 @@ def _measure(
     def hook(name: str) -> Callable[..., None]:
         def measure(layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             rows = _rows(layer, args, kwargs)
+            # Each form on the same inputs: noise of the weight alone, not of the layers before.
             if len(rows):
                 exact = output.detach().reshape(-1, layer.out_features)
                 _add(sums[name], exact, {form: F.linear(rows, forms[form][name], layer.bias) for form in forms})
@@ -536,6 +539,7 @@ def _measure(
         for form, weights in forms.items():
             for name, layer in layers.items():
                 put_weight(layer, weights[name])
+            # The whole model with all layers in one form.
             outputs[form] = _call(model, batch)
         for name, layer in layers.items():
             layer.weight = original[name]

@@ -42,14 +42,17 @@ def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -
     tail = float((100 - Decimal(repr(float(percentile)))) / (100 if symmetric else 200))
     low, high = _extrema(histogram)
     width, first = histogram.width, histogram.first
+    # Zeros are counted apart; they belong to the cell that begins at 0.
     counts = histogram.cells.clone()
     zero = (-first).clamp(max=histogram.bins - 1)[:, None]
     counts.scatter_add_(1, zero, histogram.zeros[:, None])
     # as many as may be left out; a product such as 0.001 · 1000 that was rounded down still counts as 1
     cut = torch.floor(histogram.total * (tail * (1 + 2.0**-50)))[:, None]
+    # The first cell from above with more than `cut` values at or above it: its upper edge is the end.
     upper = first + (counts.flip(1).cumsum(1).flip(1) > cut).sum(1)
     high = torch.minimum(upper * width, high)
     if symmetric:
+        # Symmetric: rows are of |x|, so one tail is all.
         return torch.stack([-high, high], 1)
     lower = first + (counts.cumsum(1) <= cut).sum(1)
     return torch.stack([torch.maximum(lower * width, low), high], 1)
@@ -89,10 +92,12 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
         >>> low == -high and 0.99 < high < 1.1
         True
     """
+    # Values of one side of a symmetric grid share qmax + 1 codes, 0 included.
     levels = qmax + 1 if symmetric else qmax - qmin + 1
     low, high = _extrema(histogram)
     clip = torch.cat(
         [
+            # All thresholds at once: (rows, bins, levels + 1) of prefix sums, in groups of rows that fit the memory.
             _kl_threshold(histogram.cells[rows], low[rows] / width, high[rows] / width, first, levels) * width
             for rows, width, first in _row_groups(histogram, histogram.bins * (levels + 1))
         ]
@@ -110,34 +115,45 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     start = torch.maximum(-threshold, bottom.clamp(max=0)) - first[:, None]
     end = (torch.minimum(threshold, top.clamp(min=0)) - first[:, None]).clamp(max=bins)
     length = end - start
+    # A window must have at least as many cells as codes, and not be wider than the data.
     valid = (length >= levels) & (threshold <= torch.maximum(-bottom, top))
+    # Where values pile up at an end (ReLU6, a clamp) the pile is data, not an outlier, and must stay inside.
     valid &= threshold >= _saturated_reach(counts, bottom, top, first)
     start, end = start.clamp(0, bins - 2), end.clamp(2, bins)  # what lies outside is not valid
     last = end - 1
+    # Prefix sums: any window's count, number of occupied cells and Σ n log n are two look-ups each.
     summed, occupied, entropy = (_prefix(v) for v in (counts, (counts > 0).to(counts.dtype), _xlogx(counts)))
     total = counts.sum(1, keepdim=True).clamp(min=1)
+    # What lies outside goes to the end cells, as clipping moves it there.
     left = summed.gather(1, start)
     right = summed[:, -1:] - summed.gather(1, end)
     inside = summed.gather(1, end) - left
     ends = [(counts.gather(1, start), left), (counts.gather(1, last), right)]
+    # Σ p log p of the clipped histogram: the window's own, with both end cells replaced by their sums with what is
+    # outside.
     reference = entropy.gather(1, end) - entropy.gather(1, start)
     reference = reference + sum(_xlogx(own + beyond) - _xlogx(own) for own, beyond in ends)
     # cell j is in group ⌊j·L/n⌋, so that group g begins with cell ⌈g·n/L⌉
     group = torch.arange(levels + 1, device=counts.device)
+    # `levels` groups of nearly equal length, each a code; edges are indices of cells.
     edges = start[..., None] + (group * length.clamp(min=0)[..., None] + levels - 1) // levels
     edges = edges.clamp(max=bins).view(rows, -1)
     shape = (rows, bins, levels + 1)
     mass = summed.gather(1, edges).view(shape).diff(dim=2)
     cells = occupied.gather(1, edges).view(shape).diff(dim=2)
+    # An end cell that was empty is occupied once it receives what was clipped.
     cells[..., 0] += (ends[0][0] == 0) & (left > 0)
     cells[..., -1] += (ends[1][0] == 0) & (right > 0)
+    # Q spreads each group's mass evenly over its occupied cells (the TensorRT calibration).
     height = mass / cells.clamp(min=1)
     cross = torch.xlogy(mass, height).sum(2)
     cross = cross + torch.xlogy(left, height[..., 0]) + torch.xlogy(right, height[..., -1])
+    # KL(P || Q) = Σ p log(p/q), P normalised by all values, Q by those inside the window.
     divergence = (reference - cross) / total - torch.log(total) + torch.log(inside)
     divergence = torch.where(valid & (inside > 0), divergence, math.inf)
     least = divergence.amin(1)
     # equal divergences differ by the rounding of the sums, so that they are equal up to a tolerance
+    # Of equal divergences the widest window: it clips least.
     best = torch.where(divergence <= least[:, None] + 1e-10, threshold, 0).amax(1)
     return torch.where(torch.isfinite(least), best, bins)
 
@@ -201,19 +217,23 @@ def _mse_clip(
 ) -> Tensor:
     """Return the best (low, high) of each row in cells; all arguments are in cells too."""
     rows, bins = counts.shape
+    # Ranges contain 0, so that 0 has a code.
     low, high = low.clamp(max=0)[:, None], high.clamp(min=0)[:, None]
     edges = first[:, None] + torch.arange(bins + 1, device=counts.device)
     # the outermost cells reach as far as the values do, and no empty cell has an extent
     edges = torch.minimum(torch.maximum(edges, low), high)
+    # Extrema are known exactly: their values are points, what else is in their cells is spread.
     extrema, held, counts = _at_extrema(counts, low, high, first)
     density = counts / torch.where(edges.diff(dim=1) > 0, edges.diff(dim=1), 1.0)
     shares_low, shares_high = _grid(_COARSE_SYMMETRIC if symmetric else _COARSE, symmetric, counts)
     shares_low, shares_high = shares_low.expand(rows, -1), shares_high.expand(rows, -1)
     step = 1.0 / (_COARSE_SYMMETRIC if symmetric else _COARSE)
+    # A coarse grid over both ends, then two refinements around the best, each four times finer.
     for round_ in range(_ROUNDS + 1):
         grid = _candidates(shares_low * low, shares_high * high, qmin, qmax, symmetric)
         error = _squared_error(edges, density, grid) + _squared_error_at(extrema, held, grid)
         best = error.argmin(1, keepdim=True)
+        # argmin takes the first of equal errors: the grid begins with the widest range.
         best_low, best_high = shares_low.gather(1, best), shares_high.gather(1, best)
         if round_ < _ROUNDS:
             step /= _FINE
@@ -265,10 +285,14 @@ def _codes(u: Tensor, grid: _Grid) -> Tensor:
 
 def _squared_error(edges: Tensor, density: Tensor, grid: _Grid) -> Tensor:
     """Return the expected squared error (rows, candidates) of what is spread, times the number of values."""
+    # u = t/s: edges in steps of the grid.
     u = edges[:, None] / grid.scale[..., None]
     code = _codes(u, grid)
     # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3): a twelfth for each whole code passed and the rest from the nearest
+    # F(t) = ∫ from 0: whole codes passed give 1/12 each, the last piece (u - n)³ / 3. Clipped codes keep n fixed, so
+    # the same formula grows as the cube beyond the range.
     integral = u.sub_(code).pow_(3).div_(3).add_(code.div_(12))
+    # Σ over cells of density · (F(upper) - F(lower)), times s³ by the substitution.
     error = torch.einsum("rce,re->rc", integral.diff(dim=2), density) * grid.scale**3
     return torch.where(grid.empty, math.inf, error)
 

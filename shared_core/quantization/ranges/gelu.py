@@ -87,6 +87,7 @@ class GeluInputs:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _remember(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._bank.observing and isinstance(output, Tensor):
+            # The output itself is recognised while it lives; its grad_fn also through views and dropout (`_PASSES`).
             self._outputs[id(output)] = weakref.ref(output)
             if output.grad_fn is not None:
                 self._sources.add((output.grad_fn, output.output_nr))
@@ -106,6 +107,7 @@ class GeluInputs:
             return True
         node: Any = x.grad_fn
         number = x.output_nr
+        # Back through the graph while each node has one source: a node with two mixes in something else.
         while node is not None:
             if node.name() == "GeluBackward0" or (node, number) in self._sources:
                 return True
@@ -128,6 +130,7 @@ class GeluInputs:
             return False
         names = list(self.quantizers)
         flags = [[name in self._seen, self.quantizers[name].clip is not None] for name in names]
+        # All ranks must clip the same layers: a layer that one rank reached is judged for all.
         agreed = all_reduce_(torch.tensor([*flags, [self._late, False]], dtype=torch.int32, device=device), "max")
         *rows, (late, _) = agreed.tolist()
         for name, (seen, clipped) in zip(names, rows, strict=True):
@@ -177,6 +180,7 @@ class GeluInputs:
         if not self.searches:
             yield
             return
+        # grad_fn exists only with gradients, so frozen models get them for the length of a calibration.
         frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
         try:
             for parameter in frozen:

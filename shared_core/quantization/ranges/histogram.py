@@ -119,10 +119,12 @@ class Histogram:
         bins, counts = self.bins, self.counts
         exponent, first = _grid(self.extrema, bins)
         reciprocal, shift = power_of_two(-exponent)[:, None], first.to(torch.float64)[:, None]
+        # The scatter adds one element, expanded: no tensor of ones in memory.
         one = torch.ones((), dtype=torch.float64, device=x.device)
         for part in torch.split(x, max(1, _CHUNK // x.shape[0]), 1):
             values = part.to(torch.float64)  # a product with a power of two is exact, and here cannot overflow
             cell = (values * reciprocal).floor_().sub_(shift)
+            # Two more counters behind the cells: exact zeros, and what is not finite.
             cell = torch.where(values == 0, float(bins), cell)
             cell = torch.where(torch.isfinite(values), cell, float(bins + 1))
             # whole numbers add up exactly in any order; bincount would wait for a CUDA device
@@ -143,6 +145,7 @@ class Histogram:
         extrema, counts = other.extrema.to(self.data.device), other.counts.to(self.data.device)
         wider = torch.minimum(self.extrema, extrema)
         self._cover(wider)
+        # Joined on the wider grid: each count moves whole, into the one cell that contains its old one.
         self.counts.add_(_regrid(counts, extrema, wider))
 
     def all_reduce(self) -> None:
@@ -150,6 +153,7 @@ class Histogram:
 
         Two collectives whatever the rows. Every rank must call it, and once for the same data.
         """
+        # Two collectives: all ranks first agree on the extrema, and with them on the grid.
         self._cover(all_reduce_(self.extrema.clone(memory_format=torch.contiguous_format), "min"))
         self.counts.copy_(all_reduce_(self.counts.clone(memory_format=torch.contiguous_format), "sum"))
 
@@ -197,6 +201,8 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def _grid(extrema: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return (exponent of the width, first cell) of every row."""
     low, high = extrema[:, 0].clamp(max=0), (-extrema[:, 1]).clamp(min=0)
+    # Cells are powers of two wide and begin at multiples of their width, so that two grids always nest: a coarser one
+    # is the finer one with cells joined. Counts so never depend on the order of the data.
     log2 = bins.bit_length() - 1
     # With 2^(p-1) <= max|x| < 2^p: below 2^(p - log2) one side alone has too many cells, and one step above it
     # each side has bins/2 at most.
@@ -204,6 +210,7 @@ def _grid(extrema: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     exponent = exponent.clamp(min=_SMALLEST_EXPONENT)
     reciprocal = power_of_two(-exponent)
     above = torch.floor(high * reciprocal) - torch.floor(low * reciprocal) >= bins
+    # Negative and positive cells together must fit: if they do not, one doubling does it.
     exponent = exponent + above
     return exponent, torch.floor(low * power_of_two(-exponent)).to(torch.int64)
 
@@ -214,6 +221,7 @@ def _regrid(counts: Tensor, extrema: Tensor, wider: Tensor) -> Tensor:
     (exponent, first), (new_exponent, new_first) = _grid(extrema, bins), _grid(wider, bins)
     # Cells without counts may lie anywhere, so that their index is clamped. A shift right rounds down, which is
     # right for negative cells too.
+    # 62 bits are more than any index has; a negative shift is not possible, as the grid only gets coarser.
     shift = (new_exponent - exponent).clamp(0, 62)
     cell = (first[:, None] + torch.arange(bins, device=counts.device)) >> shift[:, None]
     index = (cell - new_first[:, None]).clamp(0, bins - 1)

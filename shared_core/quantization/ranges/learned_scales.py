@@ -93,6 +93,7 @@ class WeightScale:
     def __init__(self, module: nn.Module, scheme: LayerScheme, plus: bool, rounded_gate: bool) -> None:
         self.qmin, self.qmax = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
         self.plus, self.rounded_gate = plus, rounded_gate
+        # LSQ+: a range of 3σ in units of the grid; LSQ: the 2 E|w| / √qmax of its initial scale, in units of E|w|.
         self._steps = -self.qmin / 3 if plus else math.sqrt(self.qmax) / 2
         _learn(module, "weight_magnitude", self._initial(module) * self._steps)
 
@@ -163,6 +164,7 @@ class InputRange:
     def start(self, module: nn.Module, minimum: float, maximum: float, mean: float) -> None:
         """Set the parameters from what was observed: range and mean magnitude."""
         self.started, self.unsigned = True, minimum >= 0
+        # PACT clips at 0 below: an input with negative values keeps its observed range.
         self.learns = self.kind != "pact" or self.unsigned
         qmin, qmax = self.codes
         if self.kind == "lsq":
@@ -173,6 +175,7 @@ class InputRange:
             _set(module, "input_magnitude", scale * self._steps)
             _set(module, "input_offset", -scale * zero_point)
         elif self.learns:
+            # 10 where the window held zeros alone: a clip of 0 would have no gradient.
             _set(module, "input_clip", maximum or 10.0)
 
     @property
@@ -190,6 +193,7 @@ class InputRange:
         """Return scale and zero point of LSQ and LSQ+."""
         magnitude, *offset = (learned_value(module, name).reshape(()) for name in self.names)
         scale = _scale_of(magnitude, self._steps)
+        # z = -β / s: the offset is learned in units of x, so that a step of s alone does not move the grid's zero.
         return scale, -offset[0] / scale if offset else None
 
     def quantize(self, module: nn.Module, x: Tensor) -> Tensor:

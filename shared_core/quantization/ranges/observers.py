@@ -94,6 +94,7 @@ class RangeBank:
         if self.noise_seed is None:
             return None
         generator = torch.Generator(device=weight.device)
+        # A key of seed, step and layer: the recomputed forward of checkpointing draws the same noise.
         generator.manual_seed(((self.noise_seed * 1_000_003 + self.num_steps) * 1_000_003 + number) % 2**63)
         return torch.rand(weight.shape, generator=generator, device=weight.device)
 
@@ -108,6 +109,7 @@ class RangeBank:
         window = all_reduce_(self.window.clone(), "min")
         if self.totals is not None:
             totals = all_reduce_(self.totals.clone(), "sum")
+            # The mean of a layer that nothing reached stays what it was.
             self.taken_mean = torch.where(totals[:, 1] > 0, totals[:, 0] / totals[:, 1], self.mean)
         self.clear_window()
         return window
@@ -117,7 +119,9 @@ class RangeBank:
 
         A layer that saw nothing keeps its range, and so does one that saw NaN or infinity, which is counted.
         """
+        # A window that is still infinite: no input came in this step.
         seen = ~(window == math.inf).all(1)
+        # NaN or infinity in a step: it is counted and moves no range.
         finite = torch.isfinite(window).all(1)
         new = torch.stack([window[:, 0], -window[:, 1]], 1)
         if self.ema_constant is None:
@@ -126,6 +130,7 @@ class RangeBank:
             )
         else:
             moved = self.ranges + self.ema_constant * (new - self.ranges)
+        # The first window is the first range: an average with the initial 0 would be too narrow for long.
         moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
         self.mean = torch.where(finite, self.taken_mean, self.mean)
@@ -137,6 +142,7 @@ class RangeBank:
         self.ranges.copy_(ranges)
         self.known.copy_(known)
         qmin, qmax = self.codes.unbind(1)
+        # Scales for all layers at once, on the device.
         scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], qmin, qmax)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
@@ -236,6 +242,7 @@ class EstimatorBank(RangeBank):
         """Count the values of `x` in a layer's window."""
         # Counts, unlike extrema, feel a recomputation; it is the only forward that runs inside a backward pass.
         if torch._C._current_graph_task_id() == -1:
+            # One row of the bank's memory: counts of a layer land in it directly.
             Histogram.of(self.window[index : index + 1]).update(x.reshape(1, -1))
 
     def clear_window(self) -> None:
@@ -256,6 +263,7 @@ class EstimatorBank(RangeBank):
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1
+        # After 1, 2, 4, 8, ... commits too: early ranges follow quickly, later ones every `refresh_every`.
         if self.num_commits % self.refresh_every == 0 or self.num_commits & (self.num_commits - 1) == 0:
             self.refresh()
 

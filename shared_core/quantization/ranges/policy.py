@@ -75,6 +75,7 @@ class ObservedRanges:
     def begin(self, device: torch.device, seed: int) -> None:
         """Begin or resume a run: the optimizer exists."""
         self.bank.move_(device)
+        # A resumed run inside an accumulation window goes on with what it had observed.
         if not self._window_restored:
             self.bank.clear_window()
         if self.config.rounding == "stochastic":
@@ -94,6 +95,7 @@ class ObservedRanges:
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
+        # Taken before the step, committed after it: a skipped step (overflow) leaves no trace.
         self._pending = self.bank.take_window() if self.bank.observing else None
 
     def after_step(self) -> None:
@@ -115,6 +117,7 @@ class ObservedRanges:
         bank = self.bank
         if not any(quantizer.has_range for quantizer in self.ranged):
             return False
+        # Ranges of other weights: the estimation must leave window and switches as they were.
         before, observing = bank.state_dict(), bank.observing
         for quantizer in self.ranged:
             quantizer.has_range = False
@@ -123,6 +126,7 @@ class ObservedRanges:
         try:
             calibrate()
             bank.commit(bank.take_window())
+            # Batches that miss a layer would leave it without a range it had: refused, and undone.
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
@@ -222,6 +226,7 @@ class ClippedRanges(ObservedRanges):
     def settle(self) -> None:
         """Agree with the other ranks on which layers read a GELU; every rank must call it."""
         if self.bank.observing and self.gelu_inputs.settle(self.bank.device):
+            # Layers found late have been observed unclipped in this step.
             self.bank.clear_window()
 
     def close(self) -> None:
@@ -283,12 +288,15 @@ class NoDecay:
                     if _is_decoupled(optimizer, group):
                         self._before.append((parameter, parameter.detach().clone(), float(group["lr"]) * decay))
                     else:
+                        # A coupled decay λp is in the gradient that the optimizer makes; subtracted before, it
+                        # cancels.
                         parameter.grad.add_(parameter, alpha=-decay)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Restore what a decoupled decay took."""
         for parameter, before, share in self._before:
+            # A decoupled one multiplies by (1 - lr λ): lr λ p_before is given back.
             parameter.add_(before, alpha=share)
         self._before = []
 
@@ -330,6 +338,7 @@ class LearnedRanges(ObservedRanges):
             scheme = quantizer.scheme
             if quantizer.index is not None:
                 quantizer.learned_input = InputRange(layer, kind, scheme, rounded)
+            # Two layers with one weight would learn two scales for it; it keeps the one that its values give.
             alone = all(owners[id(weight)] == 1 for weight in weights_of(layer).values())
             learnable = scheme.weight == "channel" and alone and not isinstance(layer, _STOCK_WEIGHTS)
             if kind != "pact" and learnable:
@@ -380,6 +389,7 @@ class LearnedRanges(ObservedRanges):
         """The step was applied: move the ranges, and keep positive what must be."""
         super().after_step()
         self._decay.after_step()
+        # A scale must stay positive; below the bound its gradient could not bring it back soon.
         torch._foreach_clamp_min_([local_part(value) for value in self._positive], SMALLEST_MAGNITUDE)
 
     def reestimate(self, calibrate: Callable[[], None]) -> bool:
@@ -388,6 +398,7 @@ class LearnedRanges(ObservedRanges):
             return False
         for _, quantizer in self._learning():
             if quantizer.learned_input is not None:
+                # The input parameters start again from the new ranges.
                 quantizer.learned_input.started = False
         if self.bank.quantizing:
             self.start()

@@ -64,6 +64,8 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         restore(module)
         index = static.index(name) if name in static else None
         entry = ranges[name]
+        # A folded layer's steps are those of the folded weight, which the unfolded one does not tell: the file has
+        # them.
         if "batch_norm" not in entry:
             swap(module, SavedQuantizer(bank, index, schemes[name], dict(entry)))
             continue
@@ -155,6 +157,8 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
         saved = quantizer.entry(module)
         layer: Any = module
         weight, batch_norm = (
+            # The folded weight on its grid is taken before fusing: fusing rounds weight and factor again, off the
+            # grid.
             quantizer.rounded(layer, folded_weight(layer, layer.weight.detach())),
             layer.fold.batch_norm,
         )

@@ -52,6 +52,8 @@ class _Program:
 
     def forward(self: Any, *args: Any) -> Tensor:
         """Return the layer's output."""
+        # A rounded output lets the next integer layer read codes: XNNPACK fuses dequantise-layer-quantise into one
+        # kernel.
         y: Tensor = super().forward(*args)  # type: ignore[misc]
         return y if self.output_qparams is None else _through(y, *self.output_qparams)
 
@@ -62,6 +64,7 @@ class _Program:
         if self.input_qparams is None:
             return x
         scale, zero_point = self.input_qparams
+        # The operators that XNNPACK's partitioner recognises. Any other spelling of the same formula stays in float.
         if self.by_operators:
             return _through(x, scale, zero_point)
         low, high = self.scheme.input_range
@@ -70,6 +73,7 @@ class _Program:
 
     def _of_tokens(self: Any, x: Tensor) -> Tensor:
         if self.by_operators:
+            # XNNPACK rounds rows to asymmetric int8 codes: at least as fine as the scheme's symmetric range.
             ops = _decomposed()
             scale, zero_point = ops.choose_qparams_per_token_asymmetric.default(x, torch.int8)
             codes = ops.quantize_per_token.default(x, scale, zero_point, *_INT8, torch.int8)
@@ -77,6 +81,7 @@ class _Program:
                 codes, scale, zero_point, *_INT8, torch.int8, torch.float32
             )
             return found
+        # The token's axis: the last one of a linear layer, the channels of a convolution.
         axis = -1 - len(getattr(self, "kernel_size", ()))
         return of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
 
@@ -94,6 +99,7 @@ class _Program:
         return self.bias  # type: ignore[no-any-return]
 
     def _spread(self: Any, codes: Tensor, scale: Tensor) -> Tensor:
+        # Codes, not values, are stored: where no operator fits, the weight is computed from them at each call.
         if self.block:
             return codes.to(scale.dtype) * scale.repeat_interleave(self.block, self.scale_axis)
         return codes.to(scale.dtype) * kernels.along(scale, codes.dim(), self.scale_axis)
@@ -113,6 +119,7 @@ class _Linear(nn.Linear):
 
 class _Embedding(nn.Embedding):
     def forward(self: Any, input: Tensor) -> Tensor:
+        # Rows are gathered as codes and only then multiplied: the table is never there in float.
         indices = input.reshape(-1)
         codes, scale = (values.index_select(0, indices) for values in (self.weight_codes, self.weight_scale))
         found: Tensor = self._spread(codes, scale).reshape(*input.shape, self.embedding_dim)
@@ -144,12 +151,15 @@ def program_layer(
         shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
     """
     grid = shared_grid(name, module, scheme, shared)
+    # int64, the dtype that dequantize_per_channel has zero points in.
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
     kind = type(module)
+    # The float weight goes: the program is to hold the codes alone.
     module.weight = None
     for buffer, value in (("codes", grid.codes), ("scale", grid.scale), ("zero_point", zeros)):
         module.register_buffer(f"weight_{buffer}", value)
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
+    # Plain numbers: the operators take a scale and a zero point as attributes.
     module.input_qparams = None if qparams is None else (float(qparams[0]), int(qparams[1]))
     module.output_qparams = None
     of_tokens = scheme.input == "token" and kind is nn.Linear and not scheme.affine_input
@@ -161,7 +171,9 @@ def program_layer(
 
 def set_output_range(module: Any, low: float, high: float) -> None:
     """Quantise a layer's output in 8 bits, of a range that holds 0, so that its products can be summed as integers."""
+    # 0 must have a code: padding and ReLU's zeros are exact then.
     low, high = min(low, 0.0), max(high, 0.0)
+    # 255 steps over the range; the lowest value gets code -128.
     scale = max(high - low, 1e-8) / 255
     module.output_qparams = (scale, round(-128 - low / scale))
 
@@ -234,9 +246,11 @@ def export_executorch(
     reference, names = quantized_reference(model, "export_executorch")
     exported, layers = _with_codes(reference, names, example_inputs)
     with quiet():
+        # What XNNPACK takes is known only after lowering: so lower, look, change, and lower again.
         edge, integer = _lowered(exported, example_inputs, layers)
         if calibration is not None:
             ranges = _output_ranges(reference, names, [example_inputs, *calibration])
+            # What has a static input but runs in float lacks an output range: XNNPACK's integer kernels write codes.
             for name in set(layers) - set(integer):
                 if layers[name].by_operators and layers[name].scheme.input == "static":
                     set_output_range(layers[name], *ranges[name])
@@ -250,6 +264,7 @@ def export_executorch(
         buffer = edge.to_executorch().buffer
     with scratch_folder() as folder:
         file = folder / "model.pte"
+        # A scratch file first: the target is written only once the program has been compared.
         file.write_bytes(buffer)
         change = _compare(file, reference, example_inputs) if verify else None
         with atomic_write(path) as temporary:
@@ -265,6 +280,7 @@ def _with_codes(reference: nn.Module, names: tuple[str, ...], inputs: Any) -> tu
     exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
     shared: dict[int, Quantized] = {}
     weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
+    # In the order of the model: a tied weight gets its codes from the layer that comes first.
     for name, layer in layers.items():
         program_layer(name, layer, schemes[name], qparams[name], shared)
     del weights
@@ -279,6 +295,7 @@ def _output_ranges(
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            # 0 belongs to each range, as `set_output_range` has it.
             low, high = found.get(name, (0.0, 0.0))
             found[name] = (min(low, float(output.min())), max(high, float(output.max())))
 
@@ -311,6 +328,7 @@ def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[
             f"model must be one that torch.export can trace, got {type(error).__name__}: {str(error)[:500]}",
             "simplify its forward",
         ) from error
+    # A weight that is still dequantised by itself in the graph was not taken into an integer kernel.
     lowered = edge.exported_program()
     buffers = lowered.graph_signature.inputs_to_buffers
     alone = {
@@ -338,6 +356,7 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
     from executorch.runtime import Runtime
 
     args, kwargs = arguments(plain(inputs))
+    # The runtime takes tensors by position: the leaves in the order of the call.
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     try:
         method = Runtime.get().load_program(str(file)).load_method("forward")
@@ -352,12 +371,14 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
         expected = [leaf for leaf in tree_leaves(plain(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
     if len(found) != len(expected):
         raise CompatibilityError("export_executorch", f"program must have {len(expected)} outputs, got {len(found)}")
+    # Relative to the largest output of each: single outputs near 0 would make any change large.
     changes = [
         float((mine.double() - theirs.double()).abs().max() / (theirs.double().abs().max().clamp_min(1e-12)))
         for mine, theirs in zip(found, expected, strict=True)
         if theirs.numel()
     ]
     change = max(changes, default=0.0)
+    # `not <=`, so that a NaN is refused too.
     if not change <= _LARGEST_CHANGE:
         raise CompatibilityError(
             "export_executorch",

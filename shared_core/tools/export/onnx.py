@@ -73,18 +73,23 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
     model = onnx_ir.load(exact)
     graph = model.graph
     new: list[Any] = []
+    # A copy of the nodes: some are added while the graph is walked.
     for node in tuple(graph):
         integer = _is_integer_convolution(node)
         if integer:
             _round_bias(graph, node)
         if integer or _joins_codes(node):
             _hand_on_codes(graph, _end_of(node.outputs[0]), new)
+    # Placed first, measured then: which tensors need a range is known only from the graph. The ranges are of the
+    # exact file, so quantisers before one do not shift it.
     names = tuple(quantizer.inputs[0].name for quantizer in new)
     bank = _observed(exact, names, calibration)
     for quantizer, scale, zero_point in zip(new, bank.scale.tolist(), bank.zero_point.tolist(), strict=True):
+        # A scale and a zero point of each tensor, unsigned: onnxruntime's fast kernels take uint8 inputs.
         for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
             value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
             graph.register_initializer(value)
+    # Layers whose input is handed on as codes have a quantiser of their own that nothing reads now.
     RemoveUnusedNodesPass()(model)
     graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
     onnx_ir.save(model, file)
@@ -93,6 +98,7 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
 
 def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> EstimatorBank:
     """Return the ranges of the tensors, a row each, over all batches."""
+    # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
     with probing(file, names, "FLOAT") as session:
@@ -139,6 +145,7 @@ def _joins_codes(node: Any) -> bool:
     """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
     if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
         return False
+    # All inputs must be codes, or onnxruntime leaves the sum in float and dequantises each.
     others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
     if None in others.values():
         return False
@@ -163,9 +170,12 @@ def _round_bias(graph: Any, convolution: Any) -> None:
     if len(convolution.inputs) < 3:
         return
     makers = [value.producer() for value in convolution.inputs]
+    # inputs[1] of a DequantizeLinear is its scale. float64, so that the quotient below rounds once.
     x_scale, w_scale, b_scale = (maker.inputs[1].const_value.numpy().astype(np.float64) for maker in makers)
     step = x_scale * w_scale
+    # QLinearConv adds an int32 bias to the sums of s_x s_w: it must lie on that very grid, b = s_x s_w q.
     codes = np.rint(makers[2].inputs[0].const_value.numpy() * b_scale / step)
+    # 2^30: a bias may not fill the 32 bits that the sums are added into.
     name, largest = f"{convolution.outputs[0].name}_bias", 2**30
     arrays = {
         "codes": np.clip(codes, -largest, largest).astype(np.int32),
@@ -181,6 +191,7 @@ def _round_bias(graph: Any, convolution: Any) -> None:
 def _end_of(value: Any) -> Any:
     """Return the tensor behind the operations that a runtime computes on codes."""
     readers = value.consumers()
+    # With one reader only: another one needs the tensor as it is before the operation.
     while len(readers) == 1 and readers[0].op_type in _FOLLOWS and not value.is_graph_output():
         value = readers[0].outputs[0]
         readers = value.consumers()
@@ -192,12 +203,14 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
     import onnx_ir
 
     readers = value.consumers()
+    # A graph's output stays in float, and codes that only a quantiser reads are codes already.
     if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
         return
     quantizer = _quantizer_of(value)
     if quantizer is None:
         parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
         codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
+        # The constants have no values yet: `quantize_activations` measures them and fills them in.
         quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
         graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
         new.append(quantizer)
@@ -207,6 +220,8 @@ def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
 def _quantizer_of(value: Any) -> Any | None:
     """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
     found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
+    # Layers that read one tensor each have a range for it. The widest holds all values; its steps are the coarser
+    # ones.
     return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)
 
 
@@ -216,6 +231,7 @@ def _dequantized(quantizer: Any) -> Any | None:
 
 
 def _let_read(value: Any, quantizer: Any) -> None:
+    # tuple: the uses change while they are walked.
     for reader, place in tuple(value.uses()):
         if reader is not quantizer:
             reader.replace_input_with(place, _dequantized(quantizer))
@@ -244,6 +260,7 @@ def two_examples(inputs: Any) -> Any:
     """Return inputs whose batch is not 1, which torch.export would take for a constant."""
     if _batch(inputs) != 1:
         return inputs
+    # Two equal examples: the batch axis stays open, and what is traced does not depend on their values.
     return tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
 
 
@@ -258,6 +275,7 @@ def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
     """
     if not (batch or length):
         return None
+    # Axes of the batch's size are taken for the batch, and second axes of one length for lengths, which share a name.
     examples, lengths = _batch(inputs) if batch else None, _lengths(inputs) if length else {}
     open_axes = {name: torch.export.Dim(name) for name in ("batch", *lengths)}
 
@@ -281,6 +299,7 @@ def _batch(inputs: Any) -> int | None:
 
 
 def _lengths(inputs: Any) -> dict[str, int]:
+    # Encoder and decoder may have different lengths: each has an axis of its own, found by the argument's name.
     found: dict[str, int] = {}
     for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor) and value.dim() > 1:
@@ -334,6 +353,8 @@ def onnxruntime_sums_exactly() -> bool:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
+    # 64 products of 255 * 127 in int16 pairs saturate (VPMADDUBSW) on processors without VNNI: two of them exceed
+    # 32767.
     inputs, outputs = 64, 32
     weight = numpy_helper.from_array(np.full((inputs, outputs), 127, np.int8), "weight")
     graph = helper.make_graph(
@@ -349,6 +370,8 @@ def onnxruntime_sums_exactly() -> bool:
         file = folder / "saturation.onnx"
         onnx.save(model, file)
         session = session_of(file, optimise=True)
+        # One row and 17: onnxruntime chooses another kernel for a single row, and one may saturate where the other
+        # does not.
         sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
     return all((found == 255 * 127 * inputs).all() for found in sums)
 
@@ -364,17 +387,20 @@ def make_unsigned(file: Path) -> bool:
     model: Any = onnx_ir.load(file)
     graph, changed = model.graph, False
     for node in graph:
+        # Where the weight's codes stand in these operators' inputs.
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
         value = None if place is None else node.inputs[place]
         if place is None or value is None or value.const_value is None:
             continue
         codes = value.const_value.numpy()
+        # Codes up to 64 are exact as they are: a pair of products fits 16 bits.
         if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
             continue
         name = f"{value.name}_unsigned"
         # of a product the second zero point is that of the weights
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
+        # int16 in between: 127 + 128 does not fit int8.
         node.replace_input_with(place, _constant(graph, name, (codes.astype(np.int16) + 128).astype(np.uint8)))
         node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
         changed = True
@@ -501,9 +527,12 @@ def export_onnx(
     difference = moved = None
     with scratch_folder() as folder:
         file = folder / "model.onnx"
+        # A bias within tolerance on s_x s_w runs on integers. If the file then differs from the model too much, write
+        # it again with a bias that is exact, and in float.
         for exact_bias in (False, True):
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
             shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
+            # The second round asks only if the first found something to change.
             unsigned = unsigned and make_unsigned(file)
             if not (runs and verify):
                 break
@@ -519,6 +548,7 @@ def export_onnx(
             exact, file = file, folder / "integer.onnx"
             activations = quantize_activations(exact, file, calibration)
             change = relative_change(file, exact, example_inputs)
+        # Of the final file: what runs on integers depends on onnxruntime's fusions here.
         nodes = integer_nodes(file) if runs else {}
         with atomic_write(path) as temporary:
             temporary.write_bytes(file.read_bytes())
@@ -571,6 +601,7 @@ def _export(
         for value in graph.inputs
     }
     # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
+    # Axes that were to stay open must still have a name (a str) in some input.
     asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
     for place, axis in enumerate(("batch", "length")):
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
@@ -592,6 +623,7 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
     with quiet(), torch.no_grad():
         try:
             output = call_model(exported, inputs)
+            # A mapping of tensors (a ModelOutput) names the outputs; nested ones get the exporter's own names.
             named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
             return torch.onnx.export(
                 exported,
@@ -601,11 +633,14 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
                 opset_version=opset,
                 dynamic_shapes=shapes,
                 output_names=[str(key) for key in output] if named else None,
+                # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime
+                # fuses.
                 custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
                 verbose=False,
             )
         except Exception as error:  # torch.export and the exporter raise whatever the model makes them
             cause: BaseException = error
+            # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise CompatibilityError(

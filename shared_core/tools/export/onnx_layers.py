@@ -44,6 +44,8 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         >>> codes.tolist(), scale.tolist()
         ([[1, -2, 3]], [0.5])
     """
+    # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
+    # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
     largest = rows.abs().amax(1)
     codes, scale = torch.zeros_like(rows), torch.zeros_like(largest)
     left = torch.arange(len(rows), device=rows.device)[largest > 0]
@@ -53,11 +55,13 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         step = largest[left] / steps
         exact = rows[left] / step.unsqueeze(1)
         rounded = exact.round()
+        # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
         fits = ((exact - rounded).abs() <= _ON_GRID).all(1) & (rounded.amax(1) <= qmax)
         codes[left[fits]], scale[left[fits]] = rounded[fits], step[fits]
         left = left[~fits]
     if len(left):
         return None
+    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
     known = scale[scale > 0]
     scale[scale == 0] = known.min() if len(known) else 1.0
     return codes.to(torch.int8), scale
@@ -81,14 +85,18 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
     """
     bias, step = bias.double(), step.double()
     codes = (bias / step).round()
+    # Room for the sums that the bias is added to, in int32.
     if not bool((codes.abs() < 2**30).all()):
         return None
+    # The scale for which this code is exactly the bias, kept within what onnxruntime takes as s_x s_w.
     near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
         step * (1 - _SAME_SCALE), step * (1 + _SAME_SCALE)
     )
+    # First the exact step, then the nearby scale. The first one within tolerance runs on integers.
     for scale in (step, near):
         if bool(((codes * scale - bias).abs() <= tolerance).all()):
             return codes.to(torch.int32), scale.float()
+    # Else: one code with a scale of its own stands for any bias exactly, and onnxruntime leaves the layer in float.
     codes = torch.where((codes == 0) & (bias != 0), bias.sign(), codes)
     return codes.to(torch.int32), torch.where(codes == 0, step, bias / codes).float()
 
@@ -121,7 +129,9 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
             "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
         )
     rows = as_rows(module, values).contiguous()
+    # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
     bits = max(scheme.weight_bits, 2)
+    # limit allows one more step than qmax: -2^(b-1) is a code too.
     qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
     block = 0
     if scheme.weight == "group":
@@ -154,6 +164,8 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         )
     if not isinstance(module, TRANSPOSED):
         return Quantized(codes.view(values.shape), scale, 0, 0)
+    # (in, out / groups, ...): a channel is a pair (group, out), and DequantizeLinear scales along one axis. Rows are
+    # kept, and put into the weight's shape in the graph.
     if module.groups > 1:  # its channels lie on two axes
         return Quantized(codes, scale, 0, 0)
     return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
@@ -170,6 +182,7 @@ def shared_grid(name: str, module: Any, scheme: LayerScheme, shared: dict[int, Q
 @torch.library.custom_op("efftrain::quantize", mutates_args=())
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """Return codes in uint8, ``clamp(ne(x/s) + z, 0, 2^bits − 1)``; QuantizeLinear, and Clip below 8 bits."""
+    # round() is to the nearest even, as in QuantizeLinear.
     codes = (x / scale).round() + zero_point.to(x.dtype)
     return codes.clamp(0, 2**bits - 1).to(torch.uint8)
 
@@ -184,6 +197,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: in
     """Return ``s·(q − z)``; the scale is one for all, one for each slice of an axis, or one for each block along it."""
     values = codes.to(scale.dtype)
     if zero_point is not None:
+        # In float, as ONNX defines it for integers of 8 bits: q - z overflows int8.
         values = values - _spread(zero_point.to(scale.dtype), codes.dim(), axis, block)
     return values * _spread(scale, codes.dim(), axis, block)
 
@@ -213,6 +227,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @torch.library.custom_op("efftrain::integer_linear", mutates_args=())
 def integer_linear(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
     """Return ``(q_x − z) q_wᵀ`` in int32; MatMulInteger."""
+    # double is exact: 255 * 127 * n stays below 2^53 for any layer, and torch has no int8 product on a CPU with all
+    # shapes.
     return F.linear(codes.double() - zero_point, weight_codes.double()).to(torch.int32)
 
 
@@ -234,6 +250,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
 
     def to_quantize(x: Any, scale: Any, zero_point: Any, bits: int) -> Any:
         codes = opset.QuantizeLinear(x, scale, zero_point)
+        # uint8 saturates at 255 by itself; fewer bits need a Clip, which `_is_activation` knows as part of the codes.
         return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
 
     def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
@@ -244,6 +261,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         return opset.Gemm(*((x, weight) if bias is None else (x, weight, bias)), transB=1)
 
     def to_integer_linear(codes: Any, weight_codes: Any, zero_point: int) -> Any:
+        # ONNX's product has the weight as (in, out); the constant is transposed when the file is optimised.
         return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
 
     ops = torch.ops.efftrain
@@ -291,6 +309,7 @@ class _Exported(nn.Module):
 
 def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
     """Return values as codes with a range for each token, the last axis, can hold them."""
+    # Symmetric: the zero point is a constant, which MatMulInteger takes for all rows.
     if not scheme.affine_input:
         codes, scale = _token_codes(x, scheme.activation_bits)
         return codes * scale
@@ -302,6 +321,7 @@ def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
 
 def _token_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    # A token of zeros: any scale gives codes of 0.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (x / scale).round(), scale
 
@@ -315,8 +335,10 @@ class ExportLinear(_Exported, nn.Linear):
             codes, scale = _token_codes(input, self.scheme.activation_bits)
             # onnxruntime's kernels for unsigned inputs are the faster ones
             total = integer_linear((codes + 128).to(torch.uint8), self.weight_codes, 128)
+            # The scales of token and channel come after the integer sum: (q_x - z) q_w^T s_x s_w.
             y: Tensor = total.to(input.dtype) * scale * self.weight_scale
             return y if self.bias is None else y + self.bias
+        # Gemm takes matrices: the other axes become rows and come back.
         rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
         y = linear(self.quantized_input(rows), self.quantized_weight(), self.quantized_bias())
         return y if input.dim() == 2 else y.reshape(*input.shape[:-1], self.out_features)
@@ -367,6 +389,7 @@ class ExportEmbedding(_Exported, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the indices."""
         indices = input.reshape(-1)
+        # Only what is asked for is dequantised; the table stays in codes.
         codes: Tensor = self.weight_codes.index_select(0, indices)  # type: ignore[operator]
         scale: Tensor = self.weight_scale.index_select(0, indices)  # type: ignore[operator]
         found: Tensor = dequantize(codes, scale, None, self.scale_axis, self.block)
@@ -444,6 +467,8 @@ def to_export(
         exact_bias: Whether a convolution's bias must be exact even where it then runs in float.
     """
     grid = shared_grid(name, module, scheme, shared)
+    # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
+    # kernel.)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         raise CompatibilityError(
             "export_onnx",
@@ -459,19 +484,23 @@ def to_export(
         # moved to unsigned codes: 0 is then the smallest value of what a ReLU gives, and the ReLU folds
         tensors |= {"input_scale": input_scale, "input_zero_point": (zero_point - lowest).to(torch.uint8)}
         if module.bias is not None and not grid.block:
+            # Absolute, on the layer's output: far below what the written file is checked with.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
             if isinstance(module, nn.modules.conv._ConvNd) and not exact_bias:
                 # onnxruntime's QLinearConv wants the very scale, and what it rounds away is far below the step of
                 # what reads it
+                # A scale for the output without data: input span times the norm of a channel's weights.
                 span = input_scale * (2**scheme.activation_bits - 1)
                 norm = grid.scale * grid.codes.float().movedim(grid.axis, 0).flatten(1).norm(dim=1)
                 tolerance = 1e-5 * (span * norm).clamp_min(1)
             found = None
+            # With a scale for each channel alone: a transposed layer with groups may have other numbers of both.
             if len(grid.scale) == len(module.bias):
                 found = bias_codes(module.bias, input_scale * grid.scale, tolerance)
             if found is not None:
                 zeros = torch.zeros(len(module.bias), dtype=torch.int32)
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
+    # Only now: the layer's float weight and bias were read above.
     restore(module)
     for buffer, value in tensors.items():
         module.register_buffer(buffer, value)

@@ -60,10 +60,12 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
     Raises:
         CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
     """
+    # A copy: folding and baking change it. On the CPU, where the runtimes compute.
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module):
             check_begun(name, module, where)
+    # Before the ranges are read: a merged batch norm scales the weight, and so changes its codes.
     merge_folds_(reference)
     entries = {
         name: layer_entry(module)
@@ -72,6 +74,8 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
         if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.baked)  # type: ignore[union-attr]
     }
     after = {name: entry for name, entry in entries.items() if entry is not None}
+    # Layers that training has baked (or a fold just has) are made to quantise again from what is kept for deployment:
+    # their grid is needed, and the baked weight alone does not tell it.
     if after:
         apply_ranges(reference, after)
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
@@ -98,8 +102,10 @@ def baked_copy(
     """
     exported = copy.deepcopy(reference)
     layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
+    # Before baking, which drops the quantiser's state.
     qparams = {name: layer.quantizer.qparams(layer) for name, layer in layers.items()}
     schemes = {}
+    # Tied layers have one weight: bake it once.
     baked: set[int] = set()
     for name, layer in layers.items():
         quantizer = layer.quantizer

@@ -40,10 +40,14 @@ def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, fl
         CompatibilityError: If an output differs by more than 1e-5 of the largest output (of 1, if that is less); where
             inputs have a range for each token, 1e-2 of it (of 1e-3).
     """
+    # A static range lets codes be compared one by one; for tokens only outputs can be.
     of_tokens = any(module.quantizer.scheme.input == "token" for module in reference.modules() if type(module) in STOCK)  # type: ignore[union-attr]
     tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if of_tokens else (TOLERANCE, 1.0)
+    # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
     outputs, codes = _run(file, inputs)
     reference = copy.deepcopy(reference)
+    # A value on the border of two codes may fall to either side, by the last bit of a float sum, and layers behind it
+    # would see another input. With the file's codes put in, everything else must agree to float precision.
     forced = _force(reference, codes)
     with torch.no_grad():
         expected = [leaf for leaf in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
@@ -51,8 +55,10 @@ def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, fl
         raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
     largest = 0.0
     for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
+        # double: a float32 difference of near-equal outputs is rounding itself.
         exact = mine.double().numpy()
         difference = float(np.abs(exact - theirs).max(initial=0.0))
+        # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
         if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
             raise CompatibilityError(
                 "export_onnx",
@@ -86,6 +92,7 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
     names = [entry.name for entry in session.get_inputs()]
     if isinstance(inputs, Mapping) and set(names) <= set(inputs):
         return {name: inputs[name].detach().cpu().numpy() for name in names}
+    # By position too: the exporter may rename inputs (args_0) where they are nested.
     tensors = [leaf for leaf in tree_leaves(_mapping(inputs)) if isinstance(leaf, Tensor)]
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
@@ -95,6 +102,7 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
     import onnx
 
     model = onnx.load(file)
+    # Codes come from QuantizeLinear, or from the Clip that narrows them.
     makers = {name: node.op_type for node in model.graph.node for name in node.output}
     wanted = dict.fromkeys(
         node.input[0]
@@ -119,6 +127,7 @@ def probing(file: Path, names: Iterable[str], kind: str) -> Iterator[Any]:
     import onnx
 
     model, element = onnx.load(file), onnx.TensorProto.DataType.Value(kind)
+    # Further outputs do not change what unoptimised nodes compute.
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
     with scratch_folder() as folder:
         probe = folder / "probe.onnx"
@@ -139,10 +148,13 @@ class _Forced:
 
     def take(self, mine: Tensor) -> Tensor:
         """Return the file's codes for `mine`; `mine`, if there are none that are nowhere more than one away."""
+        # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
+        # not do, as the exporter makes up its own.
         best, fewest = mine, int((1 - _SAME_LAYER) * mine.numel())
         for codes in self.codes:
             if codes.numel() != mine.numel():
                 continue
+            # int16: uint8 minus uint8 wraps around.
             distance = (codes.view(mine.shape).to(torch.int16) - mine).abs()
             moved = int(distance.count_nonzero())
             if moved <= fewest and int(distance.max() if distance.numel() else 0) <= 1:
@@ -160,6 +172,7 @@ def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
         quantizer: Any = module.quantizer if type(module) in STOCK else None
         qparams = None if quantizer is None else quantizer.qparams(module)
         if qparams is not None:
+            # The file's codes are unsigned; `lowest` moves the model's to them.
             (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
             quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
     return forced
@@ -204,6 +217,7 @@ def integer_nodes(file: Path) -> dict[str, int]:
         session_of(file, optimise=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
+    # Counted after optimisation: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
     return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}
 
 
