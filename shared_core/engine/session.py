@@ -250,7 +250,7 @@ class Session:
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
-            TrainingError: If another session is attached to the model.
+            TrainingError: If another session is attached to the model, or this one to another model.
         """
         compatibility.check(self.recipe, surroundings)
         if self._finished:

@@ -153,7 +153,7 @@ def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
 
 @dataclass
 class Context:
-    """What a technique is told with every verb. One object lives as long as the session; verbs read it."""
+    """What a technique is told with every hook. One object lives from `Session.attach` to the end of that run."""
 
     model: nn.Module
     """The user's model without wrappers (DDP, compile)."""
@@ -225,7 +225,7 @@ class Context:
         """Return ``(begin, end)`` as optimizer steps.
 
         Raises:
-            ConfigError: If the range is empty, or ends after training does.
+            ConfigError: If the range ends before it begins, or after training does; it may be empty.
         """
         first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
         if last < first:
