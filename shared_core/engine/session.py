@@ -667,7 +667,7 @@ class Session:
         return of(context, self.techniques, self.recipe, self.skipped, self._history)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
+        """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
 
         Raises:
             CheckpointError: If the state is not a session's.

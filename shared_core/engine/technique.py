@@ -306,7 +306,10 @@ class Technique:
         """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
 
     def begin(self, context: Context) -> None:
-        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
+        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
+
+        Called again where a trainer loads the best model, and its state, at the end of a run.
+        """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the forward and the loss of each training micro-batch."""
@@ -376,7 +379,7 @@ class Technique:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. Called after `attach`, before `begin`."""
+        """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
 
     def window_state(self) -> dict[str, Any]:
         """Return what this process has gathered in an accumulation window that is not over, beside `state_dict`."""
