@@ -23,7 +23,7 @@ def compat(
         typer.echo(json.dumps(rows, indent=2))
         return
     columns = [column for column in rows[0] if column != "technique"]
-    title = "yes = allowed, and tested for two techniques; a number = refused, reason below"
+    title = "yes = allowed, and tested for two techniques of this library; a number = refused, reason below"
     table = Table(title=title, title_justify="left")
     for heading in ("technique", *columns):
         table.add_column(heading)

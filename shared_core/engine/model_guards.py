@@ -1,4 +1,4 @@
-"""Checks of the user's model: what techniques hold is still part of it, and it can be copied, hooked and sharded."""
+"""Checks of the user's model and optimizers: what is still part of it, who wrapped it, what cannot be worked on."""
 
 from __future__ import annotations
 

@@ -208,8 +208,9 @@ def in_order(keys: Iterable[str], kind: str = "attach") -> list[str]:
 def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     """Make a technique one of a recipe's: flags, YAML, callbacks, receipt and `eff` know it from then on.
 
-    Call it in the module that defines both, and import that module before the trainer is made; or name the module in
-    an entry point of group ``efftrain.techniques``, which is loaded with the first recipe.
+    Call it in the module that defines both, and import that module before the trainer is made, and for flags before
+    `hf_eff`; or name the module in an entry point of group ``efftrain.techniques``, which is loaded with the first
+    recipe.
 
     Args:
         technique: The class that a session drives; its `key` is the config's.

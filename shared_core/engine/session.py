@@ -250,7 +250,7 @@ class Session:
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
-            TrainingError: If another session is attached to the model.
+            TrainingError: If another session is attached to the model, or this one to another model.
         """
         compatibility.check(self.recipe, surroundings)
         if self._finished:
@@ -667,7 +667,7 @@ class Session:
         return of(context, self.techniques, self.recipe, self.skipped, self._history)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
+        """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
 
         Raises:
             CheckpointError: If the state is not a session's.

@@ -153,7 +153,7 @@ def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
 
 @dataclass
 class Context:
-    """What a technique is told with every verb. One object lives as long as the session; verbs read it."""
+    """What a technique is told with every hook. One object lives from `Session.attach` to the end of that run."""
 
     model: nn.Module
     """The user's model without wrappers (DDP, compile)."""
@@ -225,7 +225,7 @@ class Context:
         """Return ``(begin, end)`` as optimizer steps.
 
         Raises:
-            ConfigError: If the range is empty, or ends after training does.
+            ConfigError: If the range ends before it begins, or after training does; it may be empty.
         """
         first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
         if last < first:
@@ -306,7 +306,10 @@ class Technique:
         """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
 
     def begin(self, context: Context) -> None:
-        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
+        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
+
+        Called again where a trainer loads the best model, and its state, at the end of a run.
+        """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the forward and the loss of each training micro-batch."""
@@ -376,7 +379,7 @@ class Technique:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. Called after `attach`, before `begin`."""
+        """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
 
     def window_state(self) -> dict[str, Any]:
         """Return what this process has gathered in an accumulation window that is not over, beside `state_dict`."""

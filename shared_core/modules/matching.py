@@ -162,7 +162,7 @@ def match_modules(
         include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all.
             A pattern must match a module that the technique can handle.
         skip: The same; wins over `include`. A pattern here must match some module of the model.
-        min_size: Smallest number of weights.
+        min_size: Smallest number of weights; modules without a weight of their own are left out in any case.
 
     Raises:
         MatchError: If nothing is left, or a pattern matches nothing.

@@ -1,7 +1,4 @@
-"""The exchange of weights and their average in a model.
-
-The running average of a run's weights: beside them while they train, in their place for validation, at the end.
-"""
+"""The running average of a run's weights: beside them while they train, in their place for validation, at the end."""
 
 from __future__ import annotations
 
