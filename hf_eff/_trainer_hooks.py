@@ -541,6 +541,9 @@ class SessionCallback(TrainerCallback):
             TrainingError: If a subclass or another callback computes the loss or clips without the Trainer's methods.
         """
         self._check_hooks_ran()
+        # Raised by us for the last step: accelerate sets it itself in each step, but only where it has a scaler.
+        if self._discarded:
+            cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = False
         self._scale.before_step()
 
     def _check_hooks_ran(self) -> None:
@@ -562,10 +565,6 @@ class SessionCallback(TrainerCallback):
     ) -> None:
         """Tell the session whether the step was applied."""
         self._complete = self._computed = False
-        optimizer = cast(Any, self._trainer.optimizer)
-        # Raised by us for the last step: accelerate sets it itself, but only where it has a scaler.
-        if self._discarded:
-            optimizer._is_overflow = self._discarded = False
         skipped = self._trainer.accelerator.optimizer_step_was_skipped
         if self._scale.hid_a_skip():
             skipped = True
@@ -577,7 +576,7 @@ class SessionCallback(TrainerCallback):
             self.session.skipped_optimizer_step()
         elif not self.session.after_optimizer_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
-            optimizer._is_overflow = self._discarded = True
+            cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look now and then whether steps are applied as planned: many may be skipped."""

@@ -65,6 +65,19 @@ def test_hugging_face_holds_the_learning_rate(discards_the_third_step, tmp_path)
     assert falls == [number != AT for number in range(2, NUM_STEPS + 1)]
 
 
+def test_hugging_face_counts_an_overflow_right_behind_it(discards_the_third_step, tmp_path):
+    class Overflow(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == AT:
+                self.hook = model.register_forward_hook(lambda _, inputs, out: {**out, "loss": out["loss"] * torch.inf})
+            elif state.global_step == AT + 1:
+                self.hook.remove()
+
+    recipe = recipe_of("prune") | {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0}}
+    steps = run_hf(recipe, tmp_path, callbacks=[Overflow()]).receipt["steps"]
+    assert (steps["applied"], steps["skipped"]) == (NUM_STEPS - 2, 2)
+
+
 def test_lightning_counts_it_once(discards_the_third_step, tmp_path):
     states = []
 
