@@ -33,6 +33,7 @@ def pack_bits(mask: Tensor) -> Tensor:
         >>> pack_bits(torch.tensor([True, False, True]))
         tensor([160], dtype=torch.uint8)
     """
+    # Eight booleans are read as one int64, which a view gives only at a multiple of 8 bytes.
     if mask.numel() % 8 or mask.storage_offset() % 8:
         whole = mask.new_zeros(mask.numel() + -mask.numel() % 8)
         whole[: mask.numel()] = mask
@@ -47,6 +48,7 @@ def unpack_bits(bits: Tensor, count: int) -> Tensor:
         >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
         tensor([ True, False,  True])
     """
+    # The way back: the same constant spreads bit 7 - i to bit 8 i + 7; shifted by 7, the mask keeps one bit a byte.
     return (((bits.to(torch.int64) * _MAGIC) >> 7) & _ONES).view(torch.bool)[:count]
 
 
@@ -61,6 +63,7 @@ def take(flat: Tensor, mask: Tensor) -> Tensor:
         >>> take(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([True, False, True]))
         tensor([5., 7.])
     """
+    # On a GPU, masks as indices are fast; on a CPU see `_places`.
     if flat.device.type != "cpu":
         return flat[mask]
     return torch.cat([part.gather(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
@@ -133,6 +136,7 @@ def sign_form(flat: Tensor) -> Form:
         tensor([0., 1., 0.])
     """
     count, dtype = flat.numel(), flat.dtype
+    # NaN: `nan <= 0` is false, and ReLU passes the gradient there too, so the inverse is what is stored.
     return Form("sign", (pack_bits(~(flat <= 0)),), lambda parts: unpack_bits(parts[0], count).to(dtype))
 
 
@@ -157,6 +161,7 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
         ('bitmap', 104)
     """
     form = _candidate(flat, sparse, values or as_is)
+    # Of integers of the same width, of narrow rows or few zeros: what saves little would only cost its passes.
     return form if form is not None and form.nbytes <= _WORTH_IT * flat.nbytes else None
 
 
@@ -168,6 +173,7 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
         return _integers(flat)
     if not sparse or flat.dtype not in _FLOATS:
         return None
+    # Compared as bits: -0.0 is not 0.0 here, and NaN equals itself. Both must come back as they were.
     integers = flat.view(_FLOATS[flat.dtype])
     # a look at a few values spares most dense tensors the passes; an odd step, to meet every column
     sample = integers[:: (integers.numel() // _SAMPLE) | 1].tolist()
@@ -177,6 +183,7 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
 
 
 def _integers(flat: Tensor) -> Form | None:
+    # aminmax is one pass, and one read from the device for both.
     low, high = (int(bound) for bound in flat.aminmax())
     for dtype in _NARROW:
         bounds = torch.iinfo(dtype)
@@ -190,6 +197,7 @@ def _cast(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
+    # The two values, if there are two, are the least and the largest, as integers.
     low, high = integers.aminmax()
     mask = integers == high
     if not bool((mask | (integers == low)).all()):
@@ -206,9 +214,12 @@ def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
 
 def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Form]) -> Form | None:
     mask, count = integers != 0, flat.numel()
+    # Waits for the device: how much memory to allocate depends on it (option `sparse`).
     others = int(mask.count_nonzero())
     # what a value costs, so that zeros are also weighed against rounded values
     cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
+    # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept: fewer than 1 in 32 makes it the
+    # smaller.
     by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
     if min(by_bits, by_index) > _WORTH_IT * count * cost:
         return None
@@ -241,6 +252,8 @@ def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
         >>> form.rebuild(form.parts)
         tensor([1.0010e+00, 6.5504e+04])
     """
+    # To the largest number, not to infinity: an infinite activation would make NaN of whole gradients. True ones
+    # stay.
     if dtype is torch.float16:
         bound = torch.finfo(dtype).max
         flat = flat.where(flat.isinf(), flat.clamp(-bound, bound))
@@ -273,9 +286,12 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     count, dtype = flat.numel(), flat.dtype
     groups = flat.float()
     if padding := -count % group_size:
+        # Filled up by copies of the last value: zeros would widen the last group's range.
         groups = torch.cat([groups, groups[-1:].expand(padding)])
     groups = groups.view(-1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    # codes = floor((x - low) / scale + u), u uniform in [0, 1): the expectation of low + code * scale is x, so that
+    # rounding adds noise to gradients and no bias (ActNN, Chen et al. 2021, arXiv:2104.14129).
     scale = (high - low) / LEVELS
     # multiplied by the inverse, a value at the top would not always come to 255
     codes = (groups - low).div_(scale.where(scale > 0, 1.0))
@@ -285,6 +301,7 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     scale = scale.where(scale.isfinite(), torch.nan)
 
     def rebuild(parts: Parts) -> Tensor:
+        # The filling is cut off before storing, and put back here, since groups are whole.
         codes = torch.cat([parts[0], parts[0].new_zeros(padding)]) if padding else parts[0]
         return (codes.view(-1, group_size) * parts[1]).add_(parts[2]).view(-1)[:count].to(dtype)
 

@@ -46,10 +46,13 @@ class CudaLane:
 
     def host_like(self, part: Tensor) -> Tensor:
         """Return pinned memory; torch keeps and reuses it."""
+        # Pinned: only then is copy_(non_blocking=True) asynchronous. torch's allocator of pinned memory reuses
+        # blocks.
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Start a copy on the stream."""
+        # The values that are to be copied may still be in computation on the present stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -69,6 +72,7 @@ class Moved:
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
         """What is being copied: kept until the copy is done, as the allocator knows nothing of the other stream."""
+        # A version counts in-place writes: what backward gets must be what forward saved.
         self._versions = [part._version for part in parts]
         self._was_changed = False
         self._fetched: tuple[Parts, Any] | None = None
@@ -89,9 +93,11 @@ class Moved:
     def fetch(self) -> None:
         """Start copying back, unless the source is still there."""
         if self.source is not None or self._fetched is not None:
+            # The device's tensor is still held: nothing to fetch.
             return
         # allocated where the computation runs, which waits for the copy before it uses or frees them
         parts = tuple(torch.empty_like(part, device=self._device) for part in self.host)
+        # Started as early as possible: the copy runs beside the backward of later layers.
         self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
 
     def parts(self) -> Parts:
@@ -110,6 +116,8 @@ class Moved:
                 "leave out the in-place operation",
             )
         self.fetch()
+        # Backward goes through what was saved from the last to the first: what was saved before this one is wanted
+        # next.
         earlier: Moved | None = self
         for _ in range(_AHEAD):
             earlier = earlier._before() if earlier is not None and earlier._before is not None else None
@@ -117,6 +125,7 @@ class Moved:
                 earlier.fetch()
         if self._fetched is None:
             return self.source or ()
+        # Handed over, so that __del__ does not wait again.
         (parts, event), self._fetched = self._fetched, None
         self._mover.lane.wait(event)
         return parts
@@ -144,6 +153,7 @@ class HostMover:
         moved = Moved(self, parts, self._latest)
         self._latest = weakref.ref(moved)
         self._under_way.append((weakref.ref(moved), self.lane.run(lambda: _copy(parts, moved.host))))
+        # At most so many copies at once hold their source: else the device's memory would grow as without offload.
         if len(self._under_way) > _IN_FLIGHT:
             self._settle()
         return moved
@@ -157,6 +167,7 @@ class HostMover:
     def _settle(self) -> None:
         reference, event = self._under_way.popleft()
         if (moved := reference()) is not None:
+            # The stream waits, not the host: forward goes on being launched.
             self.lane.wait(event)
             moved.release()
 

@@ -112,9 +112,12 @@ def is_weight(tensor: Tensor) -> bool:
         >>> is_weight(layer.weight.t()), is_weight(layer.weight.to(torch.bfloat16)), is_weight(layer(x))
         (True, True, False)
     """
+    # A view of a parameter has it as _base, also without a graph (frozen weights).
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node: Any = tensor.grad_fn
+    # Autocast casts a weight once a forward and saves the cast: stored in another form, each use would store it
+    # again.
     while node is not None and node.name().startswith(_STILL_A_WEIGHT):
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
@@ -132,6 +135,7 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
 
 def is_region_input() -> bool:
     """Return whether activation checkpointing is saving the input of a region that it will compute again."""
+    # Checkpointing calls the hook from its own file, a few frames up: there is no other sign of it.
     frame: Any = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -174,11 +178,14 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
+        # Buffers are replaced by some modules in every forward; parameters seldom, so these are looked up when one is
+        # met.
         if self._buffers:
             self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""
+        # The storage's address, so that all views of a weight are known by it.
         address = tensor.untyped_storage()._cdata
         if address in self._known or address in self._of_buffers:
             return True
@@ -282,10 +289,16 @@ class Ledger:
         storage = tensor.untyped_storage()
         # a region's input must stay exact, also where someone else has it rounded
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
+        # What makes two saved tensors the same memory. The version too: written in between, they differ. A tensor
+        # that fills its memory counts by its extent alone, so that x and x.t() are stored once.
         key = place if dense else (*place, tensor.size(), tensor.stride())
+        # A ReLU's result is decided when the next tensor is saved: the following layer often saves the same one as
+        # its input.
         self._decide(key)
+        # A handle refers weakly: memory that autograd has let go is not found again.
         known = self._memories.get(key)
         memory = known() if known is not None else None
+        # With signs alone the values are gone: who needs them stores them anew.
         if memory is not None and not memory.sign_only:
             self._counts.shared += 1
             return Handle(memory, tensor, dense)
@@ -302,10 +315,12 @@ class Ledger:
         """Return the tensor that was saved; of a ReLU's result, what its backward needs of it."""
         if isinstance(kept, Memory):
             return _unchanged(kept)
+        # Each unpacking rebuilds it: backward uses a saved tensor once, and keeping the rebuilt one would hold both.
         flat = kept.memory.flat()
         if flat is None:
             return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
         if kept.dense:
+            # In the memory's own order; size and stride then put the axes back.
             return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
         # the same strides, since kernels may add up in another order for others
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
@@ -316,12 +331,14 @@ class Ledger:
 
     def _why_not(self, tensor: Tensor) -> str | None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        # Lazy negation and conjugation are flags of the tensor, which its memory does not show.
         if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
             return "of other kinds"
         if is_weight(tensor) if self._held is None else tensor in self._held:
             return WEIGHT
         if tensor.numel() < self._config.min_size:
             return "small"
+        # An expanded tensor repeats its memory: written out it would be larger.
         repeats = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True))
         return "expanded" if repeats else None
 
@@ -336,13 +353,16 @@ class Ledger:
         # A ReLU's sign will do for its backward, unless the next to save saves all of its result anyway.
         if self._undecided is not None:
             (own, memory), self._undecided = self._undecided, None
+            # own[5] is `rounds` of the key.
             memory.sign_only = own != key
             self._store(memory, rounds=own[5])
 
     def _store(self, memory: Memory, rounds: bool) -> None:
         tensor = memory.tensor
+        # Written in place since it was saved: `unpack` compares versions and says so.
         if tensor is None or tensor._version != memory.version:
             return  # backward will tell
+        # Dense in any order of axes: one row of its memory, without a copy.
         flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
         form = self._form(flat, memory.sign_only, rounds)
         if form is None and self._mover is None:
@@ -351,6 +371,7 @@ class Ledger:
         form = form or as_is(flat)
         memory.tensor, left = None, form.nbytes
         if self._mover is not None:
+            # The device holds nothing of it from here on, once the copy is done.
             memory.moved, left = self._mover.out(form.parts), 0
             form = form._replace(parts=())
         memory.form = form
@@ -369,6 +390,7 @@ class Ledger:
             values: Callable[[Tensor], Form] = partial(int8_form, group_size=config.group_size, generator=generator)
         else:
             values = partial(narrow_form, dtype=_NARROW[config.pack])
+        # Rounding applies to what is left without zeros; if nothing exact helps, to all values.
         return exact_form(flat, sparse=config.sparse, values=values) or values(flat)
 
 
@@ -381,6 +403,7 @@ class Packing(saved_tensors_hooks):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
+        # After an error the open ReLU result is never needed.
         if raised[0] is None:
             self._ledger.close()
 
@@ -388,6 +411,7 @@ class Packing(saved_tensors_hooks):
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill a piece of memory without gaps and repetitions, in any order."""
     expected = 1
+    # Sorted by stride: without gaps, each step is the product of the sizes before it.
     for step, size in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
         if size != 1:
             if step != expected:

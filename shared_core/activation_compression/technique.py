@@ -74,6 +74,7 @@ class ActivationCompression(Technique):
         """
         self._held = HeldMemory(context.model)
         if self.config.offload:
+            # One lane a device: models on several devices would need one each.
             device = next(context.model.parameters()).device
             if device.type != "cuda":
                 raise _nothing_to_offload(f"a model on {device.type}")
@@ -81,6 +82,7 @@ class ActivationCompression(Technique):
 
     def forward(self, context: Context) -> Packing:
         """Return what packs the tensors that the forward inside saves."""
+        # Counted within a step, so that accumulated micro-batches round with other numbers.
         self._micro_batch = self._micro_batch + 1 if context.step == self._step else 1
         self._step = context.step
         generators: dict[torch.device, torch.Generator] = {}
@@ -110,6 +112,7 @@ class ActivationCompression(Technique):
             raise TrainingError(
                 "activations", "forward and loss must run inside session.forward(), got a step without", "surround them"
             )
+        # Looked for at the end of kinds: "bitmap+int8" is rounded as well.
         if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
             raise TrainingError(
                 "activations",
@@ -125,6 +128,7 @@ class ActivationCompression(Technique):
                 f"{left}; lower min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep "
                 "inputs alone",
             )
+        # Once is enough, and `report` counts on.
         context.done_with(self.before_optimizer_step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def open_adapter(folder: Path) -> Ingredient:
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
 
     adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
+    # A soup is written with the same file name and the same keys.
     adapter.shards = dict.fromkeys([*adapter.specs, *adapter.ties], file.name)
     lora_layers(adapter)
     return adapter
@@ -98,6 +99,7 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
     for key in adapter.specs:
         match = _A.fullmatch(key)
         if match is not None:
+            # PEFT names an embedding's factors `lora_embedding_A`, without `.weight`, as they are bare parameters.
             stem = f"{match['module']}.lora_{match['embedding'] or ''}B"
             layer = LoraLayer(
                 match["module"].removeprefix(_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
@@ -116,6 +118,8 @@ def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     def of(patterns: str, default: str) -> Any:
         fitting = (value for key, value in (config.get(patterns) or {}).items()
                    if re.match(rf"(.*\.)?({key})$", module))  # fmt: skip
+        # PEFT's own rule: a pattern must fit the end of the name, after a dot or from the start; dicts keep the
+        # order.
         return next(fitting, config.get(default, 8))
 
     return of("rank_pattern", "r"), of("alpha_pattern", "lora_alpha")
@@ -146,6 +150,8 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
         if odd is not None:
             raise CheckpointError("soup", f"{adapter.name} must hold plain LoRA, got {odd!r}", remedy)
         for layer in lora_layers(adapter):
+            # A has its rank in dimension 0, B in dimension 1; both must be what the config says, or the scale would
+            # be wrong.
             ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
             rank = rank_and_alpha(adapter.config, layer.module)[0]
             if ranks != (rank, rank):
@@ -155,6 +161,7 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
                     f"in B of {adapter.name}",
                     f"it is damaged, or a convolution with groups; {remedy}",
                 )
+    # Fields that both know: versions of PEFT add fields, which the other file cannot have.
     for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
         one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
         if one != two and not (field in _OPTIONAL_FIELDS and None in (one, two)):

@@ -53,6 +53,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):  # a path of the machine that wrote it
+            # Pure: an index from Windows must open here, and no path of it is ever followed.
             return PurePath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -60,6 +61,7 @@ class _IndexUnpickler(pickle.Unpickler):
             raise CheckpointError(
                 self._name, f"index must name only what DCP writes, got {module}.{name}", "no code was run"
             )
+        # Of the list alone, all in torch and the standard library.
         return getattr(importlib.import_module(module), name)
 
 
@@ -115,6 +117,8 @@ class DistributedWeights(Mapping[str, Tensor]):
         self._folder = folder
         try:
             index = _read_index(folder / INDEX)
+            # planner_data maps flat keys to the path in the nested dict that was saved; without it a key is its own
+            # path.
             paths = {key: (index.planner_data or {}).get(key, (key,)) for key in index.state_dict_metadata}
             tensors = {key for key, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
             self.root = _root([paths[key] for key in paths if key in tensors], folder)
@@ -124,6 +128,7 @@ class DistributedWeights(Mapping[str, Tensor]):
                 ".".join(map(str, path[depth:])): key for key, path in paths.items() if tuple(path[:depth]) == self.root
             }
             self._entries = index.state_dict_metadata
+            # Where each chunk lies, by key and offset in the whole tensor.
             self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
             other = next((name for name, key in self._keys.items() if key not in tensors), None)
             if other is not None:
@@ -137,12 +142,15 @@ class DistributedWeights(Mapping[str, Tensor]):
     def _spec(self, key: str) -> TensorSpec:
         entry = self._entries[key]
         spec = TensorSpec(tuple(entry.size), entry.properties.dtype)
+        # Counted, not placed: chunks that overlap and leave a gap would have to lie about their sizes.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}", "some are missing")
         for _, place in self._shards(key):
             file = self._folder / place.relative_path
+            # A name with a slash could lead out of the folder.
             if PurePath(place.relative_path).name != place.relative_path:
                 raise CheckpointError(file, "shard must be a file name in the same folder")
+            # A transform (compression, encryption) would have to be undone by code that is named in the file.
             if place.transform_descriptors:
                 raise CheckpointError(file, f"shard must be stored as it is, got {place.transform_descriptors}")
             if not file.is_file() or file.stat().st_size < place.offset + place.length:
@@ -159,9 +167,11 @@ class DistributedWeights(Mapping[str, Tensor]):
             file = self._folder / place.relative_path
             with file.open("rb") as stream:
                 stream.seek(place.offset)
+                # Of a shard's own bytes: torch.save wrote each one into the file as a whole archive.
                 shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
             if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
                 raise CheckpointError(file, f"shard of {key!r} must be of the index's shape and dtype", "it is damaged")
+            # The whole tensor in one shard: no copy.
             if tuple(chunk.sizes) == spec.shape:
                 return shard
             whole = torch.empty(spec.shape, dtype=spec.dtype) if whole is None else whole
@@ -181,6 +191,7 @@ class DistributedWeights(Mapping[str, Tensor]):
 def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     """Return what leads to the model among the paths of all tensors; optimizer states lie beside it."""
     roots = {
+        # The first of the known names on the way to each tensor, optimizer states left out.
         tuple(path[: position + 1])
         for path in paths
         for position in [next((i for i, part in enumerate(path[:-1]) if part in _ROOTS), None)]
@@ -190,10 +201,13 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     if len(roots) == 1:
         root = roots.pop()
         beside = [path for path in paths if tuple(path[: len(root)]) != root]
+        # A root of one key is a trainer's; a deeper one counts only if nothing but optimizers lies beside it.
         if len(root) == 1 or all("optim" in str(path).lower() for path in beside):  # else a part named `model`
             return root
+    # Flat: the state dict itself was saved.
     elif not roots and not tops:
         return ()
+    # One unknown name above everything: that is the root.
     elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
     raise CheckpointError(
@@ -212,6 +226,7 @@ def open_distributed(folder: Path, inner: Path) -> Ingredient:
     def load() -> Mapping[str, Tensor]:
         # what Lightning keeps beside the shards; it holds latent weights where those in the shards are rounded
         raw = load_checkpoint(meta).get(RAW_KEY) if meta.is_file() else None
+        # ChainMap reads the first that has a key: latent weights over rounded ones.
         return ChainMap(raw, weights) if raw else weights  # type: ignore[arg-type]
 
     return Ingredient(str(folder), DISTRIBUTED, folder, load, read_config(folder), specs=weights.specs)

@@ -36,6 +36,7 @@ class MappedSafetensors(Mapping[str, Tensor]):
 
     def __init__(self, files: Mapping[str, Path], prefix: str = "") -> None:
         self._files, self._prefix = files, prefix
+        # Opened at once, so that a damaged file is found before a search begins. Mapped: pages are read when used.
         self._handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
 
     def __getitem__(self, key: str) -> Tensor:
@@ -80,6 +81,7 @@ def _is_archive(file: Path) -> bool:
         if not zipfile.is_zipfile(file):
             return False
         with zipfile.ZipFile(file) as archive:
+            # An uncompressed archive can be mapped; torch.save never compresses.
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
     except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
         raise CheckpointError(file, f"file must be a whole checkpoint, got {error}", "leave it out") from error
@@ -91,6 +93,7 @@ def _is_archive(file: Path) -> bool:
 def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> Any:
     """Return what a file or stream of ``torch.save`` holds, running none of its code; errors call it `name`."""
     try:
+        # weights_only: torch's own restricted unpickler, which admits tensors and plain values.
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
@@ -184,6 +187,7 @@ class Ingredient:
         self._load = load
         self._open: Mapping[str, Tensor] | None = None
         self._stored: dict[str, str] = {}
+        # Ties are found by storage: tensors of a file that share memory are one, and are averaged once.
         owners: dict[tuple[Any, ...], str] = {}
         self.specs: dict[str, TensorSpec] = dict(specs or {})
         """The tensors, each once, in the order of the file."""
@@ -201,6 +205,7 @@ class Ingredient:
                 self.ties[key] = owner
         if not self.specs:
             raise CheckpointError(name, "state dict must hold at least one tensor, got none", "check the path")
+        # Headers are read; from here on data are read only when asked for.
         self.close()
 
     def _tensors(self) -> Mapping[str, Tensor]:
@@ -220,10 +225,12 @@ class Ingredient:
             names: For each tensor its new name and the one it has now.
             ties: Further new names of a tensor, each with the one in `names`.
         """
+        # A shallow copy with the same loader: names differ, the file is opened by whoever reads first.
         other = copy.copy(self)
         other.specs = {new: self.spec(old) for new, old in names.items()}
         other.ties = dict(ties)
         other._stored = {}
+        # Through earlier renamings: `_stored` always leads to the name on disk.
         for new, old in names.items():
             owner = self.ties.get(old, old)
             other._stored[new] = self._stored.get(owner, owner)
@@ -263,6 +270,7 @@ class Ingredient:
         """Return a hash of names, shapes and the two ends of every tensor, to tell ingredients apart cheaply."""
         # the factor of BA is in the config
         digest = hashlib.sha256(repr(sorted(self.config.items())).encode() if self.kind == ADAPTER else b"")
+        # Sorted: files of one model may have another order. Two ends of each tensor change in any training.
         for key in sorted(self.specs):
             flat = self.tensor(key).reshape(-1)
             ends = torch.cat([flat[:1024], flat[-1024:]]).cpu().contiguous().view(torch.uint8).numpy()
@@ -275,6 +283,7 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what two tied tensors have in common, None for a tensor without data."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
+    # Address, shape and strides: two views of one memory with other shapes are not one parameter.
     start: Any = tensor.data_ptr()
     if (part := local_part(tensor)) is not tensor:  # which may be empty, and then has no address of its own
         start = part.untyped_storage().data_ptr(), part.storage_offset()

@@ -72,6 +72,7 @@ _ADMITTED = {
 }
 
 
+# The C unpickler cannot have its operations replaced; the Python one keeps them in a table.
 _PYTHON: Any = pickle._Unpickler
 
 
@@ -94,6 +95,8 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         return _ADMITTED.get((module, name)) or Foreign(f"{module}.{name}")
 
     def _instantiate(self, function: Any, arguments: Any) -> None:
+        # An object of an unknown class becomes a name; only the admitted functions run, with arguments that are
+        # values.
         self.append(_called(function, arguments))
 
     def _reduce(self) -> None:
@@ -129,6 +132,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         _set(self.stack[-1], items)
 
     def _empty_set(self) -> None:
+        # Sets would call __hash__ of what the file puts into them.
         self.append(Foreign("builtins.set"))
 
     def _frozen_set(self) -> None:
@@ -136,6 +140,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
         self.append(Foreign("builtins.frozenset"))
 
     for _operation, _method in (
+        # All operations that call something, set attributes, or fill a container: each is one of ours now.
         (pickle.REDUCE, _reduce), (pickle.NEWOBJ, _reduce), (pickle.NEWOBJ_EX, _new_with_names), (pickle.BUILD, _build),
         (pickle.APPEND, _append), (pickle.APPENDS, _appends), (pickle.SETITEM, _setitem), (pickle.SETITEMS, _setitems),
         (pickle.ADDITEMS, _appends), (pickle.EMPTY_SET, _empty_set), (pickle.FROZENSET, _frozen_set),
@@ -171,6 +176,7 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 
 def _set(target: Any, items: list[Any]) -> None:
+    # Exact types: a subclass could have a method of its own.
     if type(target) in (dict, OrderedDict):
         for key, value in zip(items[::2], items[1::2], strict=True):
             # the hash of a tuple of tuples of itself takes time without end
@@ -188,6 +194,7 @@ def load_checkpoint(file: Path) -> Any:
     Raises:
         CheckpointError: If it is missing, damaged, names what runs code, or is another file with such objects.
     """
+    # torch's own restricted reader first: most files need nothing else.
     try:
         return load_torch_file(file)
     except NotPlainError as error:
@@ -197,6 +204,7 @@ def load_checkpoint(file: Path) -> Any:
             raise CheckpointError(file, f"checkpoint must hold only tensors and values, but {hostile}") from None
         except Exception as damage:  # a pickle that is no such checkpoint raises anything
             raise error from damage
+        # Only for what trainers write: another pickle with foreign objects is no checkpoint that this must read.
         if isinstance(content, dict) and ("state_dict" in content or "pytorch-lightning_version" in content):
             return content
         raise
@@ -224,6 +232,7 @@ def without_foreign(values: Any) -> tuple[Any, list[str]]:
 
 def _foreign_in(values: Any) -> str | None:
     """Return the class of the first foreign object in plain values, which may hold themselves."""
+    # With a stack and not by recursion: values may hold themselves, or be nested thousands deep.
     seen: set[int] = set()
     left = [values]
     while left:

@@ -50,8 +50,10 @@ def parts_of(folder: Path) -> list[Part]:
 
 
 def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -> list[Part]:
+    # Lengths are bounded, since names go into error messages and file systems.
     if not all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind)):
         raise CheckpointError(file, f"module must have a name and a path, got {name!r:.100} and {path!r:.100}")
+    # A path in a file that is not trusted: one folder name, nothing that leads elsewhere.
     if path and (Path(path).name != path or path in (".", "..") or "\0" in path):
         raise CheckpointError(file, f"module must lie in a folder beside it, got {path!r:.100}", "it is damaged")
     folder = f"{above}{path}"
@@ -79,6 +81,7 @@ def _routes(root: Path, folder: str, name: str) -> list[Part]:
         for number, path in enumerate(names if isinstance(names, list) else [names]):
             if not isinstance(path, str):
                 raise CheckpointError(file, f"router must name the folders of its modules, got {path!r:.100}")
+            # A module that several routes share is there once.
             if path not in found:
                 above, module = f"{folder}/" if folder else "", f"{name}.sub_modules.{route}.{number}"
                 found |= {part.folder.removeprefix(above): part

@@ -74,6 +74,7 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
         raise CheckpointError(
             "checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "the file is damaged"
         )
+    # Latent weights stand in for rounded ones under their names.
     return {key: raw.get(key, value) for key, value in weights.items()}
 
 
@@ -98,9 +99,11 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
             "check the path",
         )
     prefixes = [part.prefix for part, _ in held]
+    # One prefix inside another would make names that belong to two modules.
     if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
         raise CheckpointError(folder, f"modules must have names of their own, got {', '.join(sorted(prefixes))}")
     files = [_PartFiles(folder, part, found) for part, found in held]
+    # Configs of all modules are compared: under their folder's name, so that fields do not mix.
     config = read_config(folder)
     for part in parts:
         if part.folder:
@@ -108,6 +111,7 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
 
     def load() -> Mapping[str, Tensor]:
         loaded = [each.load() for each in files]
+        # Prefixes differ, so no key is in two files.
         return loaded[0] if len(loaded) == 1 else ChainMap(*loaded)  # type: ignore[arg-type]
 
     ingredient = Ingredient(str(folder), HF_FOLDER, folder, load, config)
@@ -152,8 +156,10 @@ class _PartFiles:
             CheckpointError: If the index says otherwise than the files.
         """
         names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
+        # Without an index all tensors lie in the one file.
         index = self._index or {name.removeprefix(self._prefix): self._found for name in names}
         told = {self._prefix + key: self._below + file for key, file in index.items()}
+        # Both ways: an index that names what no file has, and tensors that no index names.
         if odd := sorted(told.keys() ^ set(names)):
             raise CheckpointError(
                 self._place / self._found, f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
@@ -175,6 +181,7 @@ def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(index, f"index must have a weight_map, got {shards!r}", "the file is damaged")
+    # Names of shards come from the file: they must stay in this folder.
     for name in shards.values():
         if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
             raise CheckpointError(index, f"shard must be a file name in the same folder, got {name!r:.100}")
@@ -196,6 +203,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))
         else:
             found.append(path)
+    # By real path: a link to a folder given as well would count its weights twice.
     places: dict[str, Path] = {}
     for path in found:
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:

@@ -53,6 +53,7 @@ class PlainKeys:
             CheckpointError: Naming what is missing, unexpected or of another shape.
         """
         missing, unexpected = self._names - set(state_dict), set(state_dict) - self._names
+        # Extra state has no shape: its presence is checked, what is in it is the module's own affair.
         reshaped = {
             name: (shape, tuple(state_dict[name].shape))
             for name, shape in self._shapes.items()
@@ -121,6 +122,7 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
         (['bias'], ['weight'])
     """
     own = model.state_dict()
+    # Ties by address: a file may store a tied weight under one of its names.
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in given]
     others = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
@@ -149,6 +151,8 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
             continue
         if value.is_floating_point() != own.is_floating_point():
             raise CheckpointError(where, f"{name} must be of {own.dtype}, got {value.dtype}", "it is another's")
+        # vector_norm(inf) is NaN or infinite if any element is, and makes no mask. float8 (1 byte) has no such
+        # kernel.
         if value.is_floating_point() and value.itemsize > 1:
             largest = torch.linalg.vector_norm(value.detach(), float("inf"))
             if not torch.isfinite(largest):

@@ -48,6 +48,7 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         >>> torch.equal(teacher.weight, earlier.weight), teacher.weight is student.weight
         (True, False)
     """
+    # Layers that techniques have replaced are in the student already: a copy of it would be no plain model.
     kinds = map(type, student.modules())
     replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
     if replaced is not None:
@@ -68,5 +69,6 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
             "hyperparameters, or the module itself",
         )
     check_values(teacher, weights, f"distill: teacher {source}")
+    # strict=False: `unlike` has checked names, ties aside.
     teacher.load_state_dict(dict(weights), strict=False)
     return teacher

@@ -27,10 +27,12 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
         >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.ones(2), torch.tensor(math.nan)])
         (True, False)
     """
+    # Empty tensors (a process's part of a small parameter) have no largest element.
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return True
     # the largest magnitude is not finite where an element is not
+    # One fused kernel for all tensors and one read at the end; isfinite on each would make a mask as large as it.
     largest = torch._foreach_norm(filled, math.inf)
     return bool(torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all())
 
@@ -86,6 +88,7 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Return whether `flag` is true on any process; every process must call it."""
     if world_size() == 1:
         return flag
+    # max of 0 and 1: true if any is.
     return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())
 
 
@@ -98,6 +101,7 @@ def everyones(mine: Any) -> list[Any]:
 
 def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not the same on every process; each must call it."""
+    # Digests cross the network, not values.
     digests = {name: digest(value) for name, value in mine.items()}
     others = everyones(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
@@ -106,8 +110,10 @@ def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
 def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be kept beside the main process's state, so that `with_own_state` makes this one of it."""
     places = {_name(place): value for place, value in tree_flatten_with_path(state)[0]}
+    # The structures must agree before leaves can be told apart by place.
     is_built_alike = not differing({"places": list(places)})
     parts = differing(places)
+    # The main process's state is the one that is saved whole.
     if rank() == 0:
         return {}
     return {"session_parts": parts} if is_built_alike else {"session": state}
@@ -140,6 +146,7 @@ def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = Fals
         is_inside_window: Whether gradients of a window that is not over are held.
     """
     if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
+        # DDP broadcasts rank 0's buffers at the next forward, unless an accumulation window is open.
         return {}
     return differing({name: local_part(one).cpu() for name, one in model.named_buffers()})
 
@@ -160,5 +167,6 @@ def digest(value: Any) -> str:
     """Return a text that two values share where they are equal: of a tensor bit for bit."""
     if not isinstance(value, Tensor):
         return repr(value)
+    # As bytes: NaN equals itself, and bfloat16 has no numpy dtype.
     values = value.detach().cpu().contiguous().reshape(-1)
     return f"{value.dtype} {list(value.shape)} {hashlib.sha256(values.view(uint8).numpy().data).hexdigest()}"

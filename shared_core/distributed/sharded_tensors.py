@@ -28,6 +28,8 @@ def whole_of(part: Tensor, like: Any) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
+    # run_check=False: a check would be a collective of its own. Shape and stride are given, since uneven parts cannot
+    # tell them.
     placed = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -40,6 +42,7 @@ def cut(full: Tensor, like: Any) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor
 
+    # src_data_rank=None: every process has the whole already, so each cuts its own part.
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -50,6 +53,7 @@ def sum_parts(part: Tensor, like: Any) -> Tensor:
     """
     from torch.distributed.tensor import DTensor, Partial
 
+    # Partial: each process holds a summand. Redistributing it to shards is a reduce-scatter, not an all-reduce.
     mesh = like.device_mesh
     summed = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return summed.redistribute(placements=like.placements).to_local()
@@ -61,8 +65,10 @@ def place_of(like: Any) -> tuple[slice, ...]:
     for axis, placement in enumerate(like.placements if is_sharded(like) else ()):
         if placement.is_shard():
             whole = place[placement.dim]
+            # As torch.chunk: ceil(size / processes) each, so that last processes may have less, or nothing.
             size = -(-(whole.stop - whole.start) // like.device_mesh.size(axis))
             start = min(whole.start + like.device_mesh.get_local_rank(axis) * size, whole.stop)
+            # Nested: with several mesh axes the next one cuts this part.
             place[placement.dim] = slice(start, min(start + size, whole.stop))
     return tuple(place)
 
@@ -88,6 +94,7 @@ def reshard_(model: nn.Module) -> None:
 
     FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
     """
+    # Gathered parameters after a forward are other tensors, and would be overwritten by the next gathering.
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()

@@ -67,6 +67,7 @@ class Zeros(Claim):
         from eff_kernels.masks import unpack_bits  # it loads kernels
 
         keep = unpack_bits(self.mask.to(tensor.device), tensor.shape)
+        # masked_fill keeps only what was pruned: NaN counts as not 0.
         pruned, live = int((~keep).sum()), int((tensor.masked_fill(keep, 0) != 0).sum())
         if live:
             return f"{live:,} of {pruned:,} pruned weights are not 0"
@@ -132,7 +133,9 @@ class Grid(Claim):
             return None
         rows = self.rows(tensor)
         groups = rows.reshape(len(rows), -1) if not self.group else _cut(rows, self.group)
+        # More weights than codes share a scale: then values can be counted. Fewer always fit.
         if groups.shape[1] > self.levels:
+            # Sorted, each change of value is a new one: no unique a row.
             ordered = groups.sort(dim=1).values
             most = 1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).max())
             if most > self.levels:
@@ -147,6 +150,8 @@ class Grid(Claim):
             off = self._distance(wide, scale, largest, rounding)
         else:
             peak, off = wide.abs().amax(dim=1), wide.new_full((len(wide),), math.inf)
+            # The largest weight has the largest code, unless a learned scale clips: then any code may be its own, and
+            # each is tried.
             for code in range(largest, 0 if self.any_step else largest - 1, -1):
                 left = off > 0
                 off[left] = torch.minimum(off[left], self._distance(wide[left], peak[left] / code, largest, rounding))
@@ -158,10 +163,14 @@ class Grid(Claim):
         A code beyond the largest one counts as a whole step. A product of code and scale is rounded to the weight's
         format, and so is the scale.
         """
+        # A scale of 0 has zeros only.
         codes = rows / scale.where(scale != 0, 1.0).unsqueeze(1)
         nearest = codes.round() if self.codes is None else codes.float().to(self.codes).double()
         off, size = (codes - nearest).abs(), codes.abs()
+        # Four roundings of a weight of that size (scale, product, casts), and 1e-4 of a step for a scale that was
+        # itself rounded.
         allowed = 4 * rounding * size + 1e-4
+        # One code beyond the largest: two's complement has one more below 0 than above.
         return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
 
 
@@ -185,8 +194,12 @@ class Rank(Claim):
             return None
         if not bool(matrix.isfinite().all()):
             return "a weight is not finite"
+        # A matrix of rank r maps r + 1 random vectors to dependent images (with probability 1): r + 1 products and a
+        # thin SVD, in the place of an SVD of the whole.
         probes = torch.randn(columns, self.rank + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         found = torch.linalg.svdvals(matrix @ probes.to(matrix.device))
+        # Rounding of entries makes a matrix of full rank, with singular values of about eps * (1/sqrt(rows) +
+        # 1/sqrt(columns)) of the largest. 8 leaves room.
         rounding = torch.finfo(tensor.dtype).eps * math.sqrt(self.rank) * (rows**-0.5 + columns**-0.5)
         return f"its rank is above {self.rank}" if found[-1] > 8 * rounding * found[0] else None
 
@@ -249,6 +262,7 @@ def _cut(rows: Tensor, group: int) -> Tensor:
     """Return groups of a row's weights in a row each; a last one that is shorter is filled up with its first weight."""
     short = -rows.shape[1] % group
     if short:
+        # Filled up by a weight of the group itself: no new value, and no larger one.
         start = rows.shape[1] - rows.shape[1] % group
         rows = torch.cat([rows, rows[:, start : start + 1].expand(-1, short)], dim=1)
     return rows.reshape(-1, group)

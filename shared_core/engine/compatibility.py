@@ -31,6 +31,7 @@ def _declared(key: str, other: str) -> str | None:
         return None
     config = REGISTRY[key].config_class
     by_default = None if other in config.works_in else EVERY_TECHNIQUE.get(other)
+    # A config's own word counts before what holds of every technique.
     return config.conflicts.get(other) or by_default
 
 
@@ -59,6 +60,7 @@ def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
     """
     recipe = keys if isinstance(keys, Mapping) else None
     keys, surroundings = list(keys), list(surroundings)
+    # Each pair once: `refusal` asks both sides.
     pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, surroundings)]
     lines = [
         f"{first} cannot be combined with {RUN_ENVIRONMENTS.get(second, second)}: {reason}"

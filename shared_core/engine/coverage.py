@@ -131,6 +131,7 @@ def count(model: nn.Module) -> Counted:
     """
     modules = {plain_name(name): module for name, module in model.named_modules()}
     found = Counted(modules=modules)
+    # By identity: a head that is tied to an embedding is one with it.
     embedded = {id(value) for module in modules.values() if _embeds(module) for value in module._parameters.values()}
     names: dict[int, list[str]] = {}
     for prefix, module in modules.items():
@@ -139,6 +140,7 @@ def count(model: nn.Module) -> Counted:
                 continue
             own = names.setdefault(id(value), [])
             own.append(f"{prefix}.{name}".removeprefix("."))
+            # Further names of a tied weight: counted once.
             if len(own) > 1:
                 continue
             holder = modules.get(prefix.partition(".parametrizations.")[0], module)  # of a parametrised layer
@@ -163,6 +165,7 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
     if touched.what not in _OF_LAYERS or not touched.tensors:
         return None
     there = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    # All modules around what was touched: a technique may name a layer, its weight, or a module above.
     inside = {place for name in touched.tensors for place in _around(name)}
     out = {place: reason for name, reason in touched.left_out.items() for place in (_around(name)[0], name)}
     skip: tuple[str, ...] = getattr(config, "skip", ())
@@ -185,6 +188,7 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
         label = weight.kind + (f" ({reason})" if reason else "")
         tensors, numel = left.get(label, (0, 0))
         left[label] = tensors + 1, numel + weight.numel
+        # What the user asked to be left out does not count against the technique.
         unasked += 0 if asked else weight.numel
     total = sum(weight.numel for weight in counted.multiplying)
     return Reach(within, total, left, counted.beside, unasked)
@@ -253,9 +257,11 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
     if any(_NORM.search(kind.__name__) for kind in type(module).__mro__ if kind not in _CONTAINERS):
         return "norms"
     if "bias" in name or (value.ndim < 2 and name == "beta"):
+        # Vectors multiply elementwise, if at all.
         return "biases"
     if value.ndim < 2 or name in ("original0", "weight_g"):  # the norms of weight_norm
         return "others"
+    # torch's own layers are known: what is left of them multiplies.
     kinds = [kind for kind in type(module).__mro__ if kind not in _CONTAINERS]
     if any(kind.__module__.startswith("torch.nn.") for kind in kinds):
         return None
@@ -263,6 +269,7 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
         return "others"
     if _NO_MATRIX.search(type(module).__name__):
         return "embeddings"
+    # Users' modules: by the parameter's name, or by products in their source.
     if value.ndim > 2 or _MATRIX.search(name) or any(name in _multiplied_by(kind) for kind in kinds):
         return None
     return "others"

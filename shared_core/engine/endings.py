@@ -48,6 +48,7 @@ def differences(
             continue
         tensor = weights[there[name]].detach()
         if not is_sharded(tensor) or gather:
+            # One tensor at a time: sharded ones are gathered whole.
             tensor = whole(tensor)
             lines += [f"{key}: {name}: {wrong}" for key, one in said if (wrong := one.wrong(tensor, where))]
     return lines
@@ -65,6 +66,7 @@ def settled(claims: Claims, model: nn.Module) -> Claims:
     """
     there = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     wanted = {name for said in claims.values() for name, one in said.items() if isinstance(one, Same)}
+    # After all techniques have finished: this is what training ended with.
     found = {name: Same.as_(whole(value.detach())) for name, value in there.items() if name in wanted}
     return {
         key: {

@@ -26,6 +26,7 @@ def overrides(method: Callable[..., Any], stock: Callable[..., Any]) -> bool:
         method: The bound method of a technique.
         stock: The function of `Technique` that it overrides or not.
     """
+    # A hook that is wrapped (a Mock, a partial) counts as its own.
     return not (isinstance(method, MethodType) and method.__func__ is stock)
 
 
@@ -50,6 +51,7 @@ class Hooks:
         self.before_optimizer_step: Calls[[Context], None] = _own(
             [
                 (key, one.before_optimizer_step)
+                # sorted is stable: False comes first, so private ones are first, the others keep their order.
                 for key, one in sorted(pairs, key=lambda pair: not pair[1].makes_gradients_private)
             ],
             Technique.before_optimizer_step,
@@ -79,4 +81,5 @@ class Hooks:
     def leave_out(self, method: Callable[..., Any]) -> None:
         """Call a method no more in this run; a round that is under way goes on as it began."""
         for name, calls in list(vars(self).items()):
+            # Bound methods compare by object and function.
             setattr(self, name, [call for call in calls if call[1] != method])

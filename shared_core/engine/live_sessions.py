@@ -43,6 +43,7 @@ def claim(session: Session, model: nn.Module) -> None:
 
 
 def _others(session: Session, model: nn.Module) -> Iterator[Session]:
+    # Also a part of a model, or a model around it: they share modules.
     parts = {*map(id, model.modules())}
     for other in list(_ATTACHED):
         if other is session or not other.is_attached or other.context is None:

@@ -46,15 +46,19 @@ class LossDtype:
         if self.loss is not None:
             return False
         self.loss = loss.dtype
+        # Breadth first from the loss through what may lie between it and the logits; bounded, since a graph is large.
         nodes: list[Any] = [loss.grad_fn]
         for node in nodes:  # grows while it is walked
+            # autograd's notes of a node's outputs: shape and dtype, without the tensors.
             outputs = getattr(node, "_input_metadata", ())
             if not outputs:
                 continue
             operation, shape, dtype = node.name().partition("Backward")[0], tuple(outputs[0].shape), outputs[0].dtype
             if operation in ("LogSoftmax", "Softmax"):
                 self.softmax = _narrower(self.softmax, dtype)
+                # Behind the softmax are logits, whose dtype does not matter any more.
                 continue
+            # A node that gives one number is part of the loss itself.
             if not shape:
                 self.loss = _narrower(self.loss, dtype)
             if not shape or operation in _PASSED:

@@ -37,10 +37,12 @@ class Series:
         if self.points and self.points[-1]["step"] == step:
             self.points[-1] |= values
             return
+        # The latest point is always kept; when the next comes, it goes if its place is none that stays.
         if self.points and (self._seen - 1) % self._stride:
             self.points.pop()  # the latest until now lies between those that stay
         self.points.append({"step": step, **values})
         self._seen += 1
+        # Halved in place: spacing doubles, memory stays bounded however long a run is.
         if len(self.points) > LIMIT:  # an odd number, so that the latest stays
             self.points = self.points[::2]
             self._stride *= 2

@@ -36,6 +36,7 @@ class MicroBatchMeans:
             count: How many that were.
         """
         count = int(count)  # on a GPU it is read once
+        # The first in a micro-batch: a loss of several parts averages over the same positions.
         if self._is_new:
             self._counts.append(count)
             self._is_new = False

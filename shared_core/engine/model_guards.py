@@ -50,6 +50,7 @@ def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> Non
 
 
 def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
+    # By identity: names may have changed by wrapping.
     there = {*map(id, model.modules()), *map(id, model.parameters())}
     return [one for one in held if id(one[-1]) not in there]
 
@@ -113,6 +114,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """
     refuse_scripted(model, "distill")
     for name, module in model.named_modules():
+        # deepcopy refuses tensors with a history; told by module here, and by tensor there.
         if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
             raise CompatibilityError(
                 "distill",
@@ -122,6 +124,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
             )
     other = copy.deepcopy(model, memo)
     for module in other.modules():
+        # A compiled forward is bound to the original's weights: the copy would compute with them.
         if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             del module.forward
     return other

@@ -58,8 +58,11 @@ class OwnGenerators:
         for state in states:
             place = tuple(state["place"])
             one = self._found.get(place)
+            # Some are made at the first draw, which the resumed run has not made yet: one of the same kind takes the
+            # place.
             if one is None and (one := _made(state)) is not None:
                 owner = _at(self._owners, place[:-1])
+                # Only where the attribute is there and None: else the class is another.
                 if owner is None or getattr(owner, str(place[-1]), owner) is not None:
                     continue  # of a class that has changed
                 setattr(owner, place[-1], one)
@@ -73,6 +76,7 @@ def _search(owners: tuple[Any, ...]) -> Iterator[tuple[Place, Any]]:
     seen: set[int] = set()
     while todo:
         place, one = todo.pop()
+        # Objects hold each other: by identity, and not deeper than such things are.
         if isinstance(one, _LEAVES) or id(one) in seen or len(place) > _DEPTH:
             continue
         seen.add(id(one))
@@ -88,6 +92,7 @@ def _parts(one: Any) -> list[tuple[Any, Any]]:
     if isinstance(one, MethodType):
         return [("__self__", one.__self__)]
     if isinstance(one, FunctionType):
+        # Closures: a collator is often a function in a function.
         return [(index, cell.cell_contents) for index, cell in enumerate(one.__closure__ or ()) if _is_full(cell)]
     if isinstance(one, dict):
         return [(key, part) for key, part in one.items() if isinstance(key, str)] if len(one) <= _WIDTH else []
@@ -154,5 +159,6 @@ def _plain(state: Any) -> Any:
 
 def _like(present: Any, saved: Any) -> Any:
     if isinstance(present, dict):
+        # In the present state's structure and dtypes: JSON has lists.
         return {key: _like(value, saved[key]) for key, value in present.items()}
     return np.array(saved, present.dtype) if isinstance(present, np.ndarray) else saved

@@ -53,7 +53,9 @@ def reported_names(evaluate: Callable[[], Iterable[str]]) -> tuple[list[str] | N
         raise
     except Exception as error:  # the user's own evaluation, of fewer examples than it was written for
         first_line = (str(error).splitlines() or [""])[0]
+        # A NUL marks a failure: names of metrics have none, and one text is all that is broadcast.
         told = f"\0{type(error).__name__}: {first_line[:200]}"
+    # The main process's answer for all: others would go on and wait.
     told = from_main(told)
     return (None, told[1:]) if told.startswith("\0") else (told.split("\n") if told else [], "")
 
@@ -77,10 +79,12 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
     random, own = rng_state(), OwnGenerators(*data)
     drawn = own.states()
     modes = [(module, module.training) for module in model.modules()]
+    # The dicts too: a forward may register or replace buffers.
     held = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     before = [(owner, dict(vars(owner))) for owner in owners]
     for owner, attributes in before:
+        # Lists and dicts of a trainer are copied for the evaluation to write into.
         vars(owner).update({name: _copied(value) for name, value in attributes.items() if type(value) in (list, dict)})
     try:
         yield
@@ -89,6 +93,7 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
             for name in vars(owner).keys() - attributes.keys():
                 del vars(owner)[name]
             vars(owner).update(attributes)
+        # FSDP2 gathers in the forward.
         reshard_(model)
         with torch.no_grad():
             for module, buffers in held:
@@ -98,6 +103,7 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
                 buffer.copy_(value)
         for module, training in modes:
             module.training = training
+        # Data sets' generators, then the global ones: making the former may draw.
         own.restore(drawn)
         set_rng_state(random)
 

@@ -69,6 +69,7 @@ class ReceiptPlace:
     """
 
     def __init__(self, folder: Path | str, listed: Iterable[str] = ()) -> None:
+        # A URL (s3://...) is no path that a file could be written to.
         self.folder = None if "://" in str(folder) else Path(folder)
         """None where it is no path."""
         paths = {Path(one).resolve() for one in listed if "://" not in one}
@@ -115,6 +116,7 @@ class Receipt:
         """Do what `write` does where a trainer says that it may be done."""
         if place.folder is not None:
             make_folder(place.folder)
+        # The variable names one file for scripts that start runs; the run's own place beside it.
         for file in (os.environ.get(VARIABLE), place.file):
             if file:
                 with atomic_write(file) as temporary:

@@ -33,6 +33,7 @@ class Registration:
     @property
     def config_class(self) -> type[TechniqueConfig]:
         """The dataclass of its options."""
+        # Imported on first use: a run with one technique does not load the others.
         return cast("type[TechniqueConfig]", getattr(importlib.import_module(self.package), self.config_name))
 
     @property
@@ -142,6 +143,8 @@ class _Registry(Mapping[str, Registration]):
         """
         if kind not in self._orders:
             first, last = {"attach": ("after", "before"), "finish": ("finishes_after", "finishes_before")}[kind]
+            # Ours first and by themselves, then all: a technique that others register must not change the order among
+            # ours.
             ours = _sorted({key: one for key, one in self._all().items() if key in OURS}, first, last)
             self._orders[kind] = tuple(_sorted(self._all(), first, last, itertools.pairwise(ours)))
         return self._orders[kind]
@@ -163,6 +166,7 @@ def _sorted(
         before: The attribute that names who comes later.
         pairs: Keys and which come directly or indirectly after them, beside what configs say.
     """
+    # Of those that are there: names of techniques that are not registered mean nothing.
     waits_for: dict[str, set[str]] = {
         key: set(getattr(one.config_class, after)) & registrations.keys() for key, one in registrations.items()
     }
@@ -180,6 +184,7 @@ def _sorted(
                 f"{after} and {before} must leave an order, got a circle of {' -> '.join((*path, key))}",
                 "mend what was registered last",
             )
+        # Depth first: what must come earlier is placed right before who waits for it.
         if key not in done:
             for other in registrations:  # not the set: the order of registration
                 if other in waits_for[key]:
@@ -233,6 +238,7 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
         if name not in options:
             raise ConfigError(where, f"switch must be an option, got {name!r}{nearest(name, options)}")
     known = REGISTRY.get(key)
+    # A class that was defined anew in a notebook takes the place of the earlier one; another class must not.
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
         raise ConfigError(where, f"key must be free, got {key!r}, which is {known.package}.{known.config_name}")
     taken = sorted({f"{key}_{name}" for name in options} & flags(*(REGISTRY.keys() - {key})).keys())
@@ -247,6 +253,7 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
         )
     REGISTRY.add(_Registered(key, config.__module__, config.__name__, technique.__name__, (config, technique)))
     try:
+        # A cycle shows only now: undo, so that the registry stays usable.
         REGISTRY.order("attach"), REGISTRY.order("finish")
     except ConfigError:
         REGISTRY.remove(key)

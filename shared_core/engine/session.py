@@ -125,6 +125,7 @@ class StepWatch:
         Raises:
             TrainingError: If none of them has stepped since the last call, and one did before.
         """
+        # A step hook on the optimizers we know: if it did not fire, whoever stepped is another one.
         stepped, self._stepped = self._stepped, False
         if self._has_stepped and not stepped:
             raise TrainingError(
@@ -259,7 +260,9 @@ class Session:
             if self.context.model is model:
                 return
             raise TrainingError("session", "must be attached to one model only", "make a session for each")
+        # Before anything is changed: two sessions on one model would undo each other's work.
         live_sessions.claim(self, model)
+        # Keys as the user's model has them, to compare saved ones with.
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
@@ -269,7 +272,10 @@ class Session:
         context.weights_replaced = functools.partial(self._weights_replaced, context)
         context.constrain = self._constrain if self._hooks.constrain else None
         attached: list[Technique] = []
+        # Counted before: techniques replace layers and move weights.
         counted = coverage.count(model) if self.techniques else coverage.Counted()
+        # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
+        # model.
         for technique in self.techniques.values():
             technique.before_attach(model, context)
         try:
@@ -280,6 +286,7 @@ class Session:
             partial = self.recipe.allow_partial
             self.coverage = coverage.of_run(counted, self.techniques, model, allow_partial=partial)
         except BaseException:
+            # In reverse: the last one may sit on what an earlier one put in.
             for technique in reversed(attached):
                 technique.detach(model)
             raise
@@ -321,6 +328,7 @@ class Session:
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
+        # Marked once they are what training begins with.
         context.left_out.mark()
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
@@ -342,11 +350,13 @@ class Session:
         hooks, context = self._hooks.forward, self.context
         if not hooks or context is None or not self._begun or self._finished:
             return contextlib.nullcontext()
+        # One technique is the usual case: an ExitStack costs more than its hook.
         if len(hooks) == 1:
             return hooks[0][1](context)
         with contextlib.ExitStack() as stack:
             for _, forward in hooks:
                 stack.enter_context(forward(context))
+            # pop_all hands the contexts over: entered here, left by the caller.
             return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -362,6 +372,7 @@ class Session:
             return task_loss
         context = self._attached("loss")
         self._means.open()
+        # In the order of composition: each sees the loss of those before it.
         context.normalise = normalise or self._means.normalise
         for key, loss in hooks:
             start = time.perf_counter()  # not `_timed`: a generator costs more than some hooks
@@ -380,12 +391,14 @@ class Session:
         self._call(self._hooks.before_optimizer_step)
         context = self._attached("before_optimizer_step")
         if context.discard_step:
+            # The trainer goes on to step: it must change nothing.
             for optimizer in context.optimizers:
                 optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
 
     def after_optimizer_step(self) -> bool:
         """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
         context = self._attached("after_optimizer_step")
+        # The step did happen in the trainer's eyes, with no gradients.
         if context.discard_step:
             self.skipped_optimizer_step()
             return False
@@ -421,6 +434,7 @@ class Session:
         """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
         self._eval_depth += 1
         if self._eval_depth == 1:
+            # Once a validation, not once a step: it walks through the model.
             self._refuse_changed()
             self._evaluation = self._entered(self._hooks.evaluating)
 
@@ -462,6 +476,7 @@ class Session:
             return
         counted = float(applied + self._early_skips)
         counted = min(counted, expected) if stops_as_planned else counted
+        # 10 % and a step: rounding of the last window, a few skips.
         if abs(counted - expected) <= 0.1 * expected + 1:
             return
         self._is_on_plan, end = False, round(applied / done)
@@ -480,6 +495,7 @@ class Session:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
         if self.context is not None and self._begun and not self._finished:
+            # Several validations of one step (one a data set) add up.
             before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
             self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
         self._call(self._hooks.evaluated, metrics)
@@ -563,13 +579,18 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
+            # A validation that an exception cut short left its weights in.
             self._evaluation.close()
             held.refuse_changed(self.techniques, self.context)
+            # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
             self._tell_end(self.context)
+            # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
+            # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
+            # final tensors.
             reports = self._reports()
             claims = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
@@ -651,8 +672,10 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
+        # As `finish` would, on tensors: what one technique bakes the next one sees.
         for key in in_order(self.techniques, "finish"):
             baked = self.techniques[key].bake(baked)
+        # Nobody gets a file that the plain model cannot load.
         if self._plain is not None:
             self._plain.check(baked)
         return baked
@@ -675,6 +698,7 @@ class Session:
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
         recipe, self.skipped = restore(state, context, self.techniques, self._history)
         self._restored = {*state["techniques"]}
+        # Weights of a checkpoint are others than those that were last validated.
         context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
         with saved_by("session"):
             changes = self.recipe.changes_since(recipe)
@@ -751,9 +775,11 @@ class Session:
         **kwargs: P.kwargs,
     ) -> contextlib.ExitStack:
         """Return what leaves the contexts of all hooks, entered; those before one that raises are left."""
+        # pop_all only if all were entered: with an error, those that were are left.
         with contextlib.ExitStack() as stack:
             if self._begun and not self._finished and self.context is not None:
                 for key, hook in hooks:
+                    # Made outside of the time that is counted: calling a context manager's function does nothing yet.
                     surrounding = hook(self.context, *args, **kwargs)
                     with self._timed(key):
                         surrounding.__enter__()
@@ -814,5 +840,6 @@ def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[st
     if session.context is None or all(fitting):
         return
     model = session.context.model
+    # Structure before weights: layers are put in as the checkpoint has them, then loaded.
     session.detach()
     session.attach(model, surroundings, saved)

@@ -28,6 +28,7 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
+        # JSON has no other keys than texts.
         return {str(key): _split(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_split(item, tensors) for item in value]
@@ -57,6 +58,7 @@ def save_state(folder: Path | str, state: Mapping[str, Any]) -> Path:
         ([True, False], 3)
     """
     tensors: dict[str, Tensor] = {}
+    # One file: the tree of plain values in its metadata, with names in the tensors' places.
     tree = json.dumps(_split(state, tensors))
     path = Path(folder) / STATE_FILE
     with atomic_write(path) as temporary:
@@ -79,6 +81,7 @@ def load_state(folder: Path | str) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        # Files of older versions can be read; a newer one may mean something else.
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError("state", f"{path} was written by a newer efftrain", "update it to read this file")
         return dict(_join(parse_json(metadata["state"]), tensors))
@@ -95,6 +98,7 @@ def packed(state: Mapping[str, Any]) -> bytes:
         >>> unpacked(packed({"step": 3, "mask": torch.tensor([True, False])}))["mask"].tolist()
         [True, False]
     """
+    # Eight bytes tell where the tree ends: no separator that a tensor's bytes could hold.
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_split(state, tensors)).encode()
     return len(tree).to_bytes(8, "little") + tree + save(tensors)
@@ -116,6 +120,7 @@ def rng_state(*, on_gpu: bool = True) -> dict[str, Any]:
 
     import numpy as np
 
+    # As tensors and numbers: a state is saved without pickle.
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {

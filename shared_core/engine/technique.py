@@ -148,6 +148,7 @@ def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
         total: A sum over what counts.
         count: How many that were; a number, or an integer tensor of one element.
     """
+    # max(…, 1): the total is 0 where nothing counts.
     return total / max(int(count), 1)
 
 
@@ -209,6 +210,7 @@ class Context:
 
         They do where the trainer clips by norm, and in every optimizer that is not known to be element-wise.
         """
+        # Clipping by a global norm couples all elements, too.
         return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
 
     @property

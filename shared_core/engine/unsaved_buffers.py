@@ -32,12 +32,14 @@ class LeftOutBuffers:
         self._places = {
             f"{path}.{name}".lstrip("."): (module, name)
             for path, module in model.named_modules()
+            # Sorted: a set has no order, and processes must agree on places.
             for name in sorted(module._non_persistent_buffers_set)
         }
         self._before: dict[str, str] = {}
 
     def mark(self) -> None:
         """Training begins: those that `put_back` has not filled count as unchanged until they are."""
+        # What `put_back` marked stays marked: it wins over the present digest.
         self._before = {name: digest(value) for name, value in self._now().items()} | self._before
 
     def changed(self) -> dict[str, Tensor]:
@@ -45,6 +47,7 @@ class LeftOutBuffers:
         return {
             name: value.detach().clone()
             for name, value in self._now().items()
+            # Digests and no copies: most buffers (masks, tables of positions) never change.
             if value is not None and digest(value) != self._before.get(name)
         }
 

@@ -40,9 +40,12 @@ def select_linear(
     matched = match_modules(model, kinds, where="lora", include=config.include, skip=config.skip)
     linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
+    # remove_duplicate=False counts a tied parameter once for each holder.
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     asked = bool(config.include) and any(found.module is output for found in matched)
     whole = _trained_whole(model, config.train, output_name)
+    # A classifier has fewer outputs than inputs and is new in most fine-tunings: an adapter over random weights would
+    # not do.
     if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
         whole = {output_name: output}
     inside = {id(module) for top in whole.values() for module in top.modules()}
@@ -51,6 +54,7 @@ def select_linear(
     readers = read_past_forward(model)
     layers: dict[str, Any] = {}
     left_out: dict[str, str] = {}
+    # In this order: reasons that the user decides on come before those of the model.
     for found in matched:
         module = found.module
         reason = _why_not(found.name, module, kinds, config)
@@ -135,20 +139,25 @@ def inject(
     peft = library("peft", "lora")
     paths = {id(module): path for path, module in model.named_modules()}
     where = {name: paths[id(module)] for name, module in layers.items()}
+    # Frozen before anything of the model is replaced: an error leaves it whole.
     bases = {name: freeze(module, config) for name, module in layers.items()}
     asked = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
+        # Exact paths as one pattern: peft's matching by suffix could reach layers of the same ending elsewhere.
         target_modules="|".join(re.escape(path) for path in where.values()),
     )
     hidden = ["_device_mesh"]  # Lightning's, which peft (0.21) takes for transformers'
     if _are_translated(asked, model):
         hidden.append("config")
+    # Taken out of the instance for the call alone.
     put_aside = {name: vars(model).pop(name) for name in hidden if name in vars(model)}
     try:
         for name, base in bases.items():
             model.set_submodule(where[name], base)
+        # peft draws A with the global generator: forked, so that a run with lora draws the same numbers otherwise.
+        # Ours are drawn below, from the run's generator.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # Conv1D's, which peft sees by itself
             peft.inject_adapter_in_model(asked, model, _ADAPTER)
@@ -171,8 +180,11 @@ def inject(
         layer: Any = model.get_submodule(where[name])
         for matrix in adapters(layer):
             # in 16 bit the updates of small learning rates would be lost
+            # .data, so that the parameters stay those that peft registered.
             matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
         a, b = adapters(layer)
+        # As peft and Hu et al. (2021, arXiv:2106.09685, section 4.1): A random, B zero, so that BA = 0 and training
+        # starts from the model as it is.
         drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
         with torch.no_grad():
             a.copy_(drawn)
@@ -180,7 +192,9 @@ def inject(
         layer.train(module.training)
         # follows the model to another device and dtype, which the layer put aside does not
         layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
+        # Past nn.Module's own __setattr__, which would register it as a child, with its weight in state dicts twice.
         object.__setattr__(layer, "user_layer", module)
+        # Checkpoints hold `weight` of the merged layer, so that they load without peft and without this library.
         layer.register_state_dict_post_hook(_plain_keys)
         layer.register_load_state_dict_pre_hook(_load_plain)
         layer.eff_config = config
@@ -198,6 +212,7 @@ def _are_translated(asked: Any, model: nn.Module) -> bool:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft does not translate
         return False
+    # A copy: the conversion writes into the config that it is given.
     tried = copy.deepcopy(asked)
     try:
         convert_peft_config_for_transformers(tried, model=model, conversions=None)
@@ -231,13 +246,17 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     base = base_weight(layer)
     dtype = dtype or layer.plain.dtype
     wide = torch.promote_types(dtype, torch.float32)
+    # BA is summed wide and only then rounded once, with the base: the product of 16-bit factors rounded alone would
+    # lose more.
     added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
+    # cut: A and B are gathered, the base may be sharded; each process adds its part.
     merged: Tensor = base.to(wide) + cut(added, base)
     return merged.to(dtype)
 
 
 def _plain_keys(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     # state dicts are the plain model's: checkpoints, soups and teachers read the merged weight
+    # Everything peft has under this prefix: base_layer, lora_A, lora_B.
     for key in [key for key in state_dict if key.startswith(prefix)]:
         del state_dict[key]
     state_dict[prefix + "weight"] = merged_weight(layer)
@@ -248,6 +267,7 @@ def _plain_keys(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> 
 
 def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     # what is loaded is the whole weight: it becomes the base, and the adapters add nothing to it
+    # torch's hook passes (metadata, strict, missing keys, ...): missing ones are told through the list.
     missing: list[str] = args[2]
     user: nn.Linear = layer.user_layer
     for name, current in user._parameters.items():
@@ -261,6 +281,7 @@ def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any)
         elif is_sharded(current):
             local_part(current.detach()).copy_(local_part(state_dict.pop(key)))
         else:
+            # Both biases: the user's, and the copy that the frozen base computes with.
             current.data = state_dict.pop(key).detach().to(layer.plain).clone()
             layer.base_layer.bias.data = current.data.clone()
     # frozen codes and adapters are in place; torch only has to find them
@@ -277,11 +298,14 @@ def set_base_(layer: Any, weight: Tensor) -> None:
     """
     user: nn.Linear = layer.user_layer
     value = weight.detach().to(layer.plain.device, layer.plain.dtype)
+    # An empty one was released: nothing holds the float weight then, and codes are all there is.
     if user.weight.numel():
         user.weight.data.copy_(value)
     if layer.base_layer is not user:
+        # Quantised anew by the same rules, and restored in place, as optimizers and state dicts hold the tensors.
         frozen = freeze(linear_of(as_rows(user, value)), layer.eff_config)
         restore_(layer.base_layer, frozen_tensors(frozen))
+    # B = 0: adapters were of another base.
     adapters(layer)[1].zero_()
 
 
@@ -303,6 +327,7 @@ def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
     finally:
         for path, layer in places.items():
             model.set_submodule(path, layer)
+            # What was loaded is whole weights: see `set_base_`.
             local_part(adapters(layer)[1].detach()).zero_()
 
 
@@ -310,6 +335,7 @@ def release_(layer: Any) -> None:
     """Drop the user's float weight, of which the frozen base was made, once and for all."""
     if layer.base_layer is not layer.user_layer:
         weight = layer.user_layer.weight
+        # Emptied, not deleted: the parameter is still in the layer that comes back at the end.
         weight.data = weight.data.new_empty(0)
 
 

@@ -57,6 +57,7 @@ def int8_sums_exactly() -> bool:
     """
     library("bitsandbytes", "bnb")
     rows, inputs, outputs = 17, 64, 32
+    # 127 * 127 * 64 = 1032256 exceeds what 16-bit pairs hold: kernels without VNNI saturate.
     codes = (torch.full((count, inputs), 127, dtype=torch.int8, device="cpu") for count in (rows, outputs))
     return bool((torch.ops.bitsandbytes.int8_linear_matmul(*codes) == 127 * 127 * inputs).all())
 
@@ -77,12 +78,14 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
 
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
+    # (outputs, inputs), whatever the layer's own layout; bitsandbytes quantises in blocks along rows.
     weight = as_rows(linear, linear.weight.detach())
     if not torch.isfinite(weight).all():
         raise TrainingError("lora", "weights must be finite before they are quantised, got NaN or infinity")
     if config.base == "none":
         return linear
     bnb = library("bitsandbytes", "bnb")
+    # On meta: bitsandbytes' own layer would draw and allocate a weight only to lose it.
     shape: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
     weight = weight.contiguous()
     outputs, inputs = weight.shape
@@ -106,6 +109,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.register_forward_hook(_as_given)
         else:
             layer = bnb.nn.Linear4bit(inputs, outputs, compute_dtype=weight.dtype, **shape)
+            # .to() is what quantises: bitsandbytes (0.50) does it as the parameter reaches its device.
             layer.weight = bnb.nn.Params4bit(
                 weight,
                 requires_grad=False,
@@ -117,6 +121,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.support_avx512bf16_for_cpu = False
     if linear.bias is not None:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    # An overflow of scales shows here: a row with one value near the dtype's largest number.
     if not torch.isfinite(float_weight(layer)).all():
         raise TrainingError(
             "lora",
@@ -148,6 +153,7 @@ def frozen_tensors(layer: Any) -> dict[str, Tensor]:
     quant_state = getattr(layer.weight, "quant_state", None)
     if quant_state is not None:
         tensors = {"codes": layer.weight.data, "absmax": quant_state.absmax}
+        # Double quantisation: absmax itself is 8-bit codes, with an offset and scales of their own.
         if quant_state.nested:
             tensors |= {"offset": quant_state.offset, "absmax_of_absmax": quant_state.state2.absmax}
         return tensors
@@ -166,6 +172,7 @@ def float_weight(layer: Any) -> Tensor:
         return dequantized
     if weight.dtype == torch.int8:
         codes: Tensor = weight.data
+        # LLM.int8(): each row is scaled by its largest magnitude over 127.
         scale: Tensor = layer.state.SCB.to(codes.device)[:, None] / _INT8_MAX
         return codes.float() * scale
     plain: Tensor = weight.detach()
@@ -198,6 +205,7 @@ def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
 
 def linear_of(weight: Tensor) -> nn.Linear:
     """Return a linear layer of a weight, (outputs, inputs), which stays where it is, without bias."""
+    # On meta again, with the weight put in: nothing is copied.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear
@@ -205,4 +213,5 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 def on_qat_grid(layer: Any, weight: Tensor) -> Tensor:
     """Return `weight` rounded as qat, which quantises `layer`, bakes it; if it is sharded every process calls it."""
+    # Whole, since a scale is of a row or a tensor; then each process keeps its part.
     return cut(layer.quantizer.baked_weight(layer, whole(weight)), weight)

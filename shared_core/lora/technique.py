@@ -109,6 +109,7 @@ class Lora(Technique):
         layers, trained_whole, self.left_out = select_linear(model, self.config)
         self.whole = list(trained_whole)
         self._model = model
+        # Of before: injecting adds parameters and freezes others.
         parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
         # by their place: FSDP2 puts others there
         self._required = [
@@ -121,8 +122,10 @@ class Lora(Technique):
         self.layers = inject(model, layers, self.config, context.generator)
         self._undo = fast_paths_off(model, tuple({type(layer) for layer in self.layers.values()}))
         trained = {id(parameter) for module in trained_whole.values() for parameter in module.parameters()}
+        # Trained whole, but only what the user had not frozen.
         trained &= {id(parameter) for parameter, required in parameters.items() if required}
         added = {id(matrix) for layer in self.layers.values() for matrix in adapters(layer)}
+        # By identity, over the model as it is now, adapters included.
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained | added)
         in_adapters = sum(matrix.numel() for layer in self.layers.values() for matrix in adapters(layer))
@@ -152,6 +155,7 @@ class Lora(Technique):
         if self.layers:
             reshard_(model)
         for layer in self.layers.values():
+            # A sharded layer's base cannot take a merged weight here: other processes need not be on the way.
             merges = self._begun and not is_sharded(layer.base_layer.weight)
             restore_layer(model, layer, merged_weight(layer) if merges else None)
         self.layers, self._model = {}, None
@@ -203,9 +207,12 @@ class Lora(Technique):
                 )
         first = next(iter(self.layers.values()))
         self._device = first.plain.device
+        # One product in the chosen base: bitsandbytes finds out here, not in the first step, whether its kernels
+        # load.
         if self.config.base != "none":
             with on_device(self._device, self.config.base), torch.no_grad():
                 first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
+        # From here on the float weights are not needed: this is where memory falls.
         for layer in self.layers.values():
             release_(layer)
         self._begun = True
@@ -250,11 +257,14 @@ class Lora(Technique):
         reshard_(model)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
+            # The merge in float64 is the measure: how large the adapters are, and what rounding to the weight's dtype
+            # loses.
             merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
             told = self._told[name]
             told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
             told["merge_error"] = relative_error(exact, whole(merged))
             if self.config.requantize:
+                # Rounding after training: no gradient has seen it, so its cost is told.
                 merged = self._on_grid(layer, merged)
                 told |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):

@@ -86,6 +86,7 @@ def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode; afterwards each has its own mode again."""
+    # Modules one by one: a user may have left some in eval mode (frozen BatchNorm), and train() would wake these.
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -118,12 +119,16 @@ class ExampleCalls:
         self._open: list[nn.Module] = []
         self._has_expired = False
         self._handles: list[Any] = []
+        # A hook on every module that has one of the wanted inside: the outermost that is called is found while
+        # running, since a user may call a part of the model directly.
         for module in model.modules():
             if not modules.isdisjoint(module.modules()):
                 self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                # always_call: a forward that raised must leave the stack as it was.
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Only the outermost, only in training: nested calls are repeated by it.
         if not self._open and module.training and torch.is_grad_enabled():
             if self._has_expired:
                 self.calls, self._has_expired = [], False

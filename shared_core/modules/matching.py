@@ -44,6 +44,7 @@ def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module
         True
     """
     for parent in [*model.modules()]:
+        # In `_modules`, under each name that holds it: setattr would go through the user's own __setattr__.
         for name, child in parent._modules.items():
             if child is not None and child in made:
                 parent._modules[name] = made[child]
@@ -96,6 +97,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
         'Linear'
     """
     first, *others = type(module).__bases__
+    # FSDP2 makes a class with (FSDPModule, the class) as bases.
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
 
 
@@ -106,6 +108,7 @@ def is_transformers_conv1d(module: nn.Module) -> bool:
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """Return transformers' Conv1D if a model has it or a class made of it, and nothing otherwise."""
+    # Through the MRO, so that a subclass counts, and without importing transformers.
     kinds = {*map(type, model.modules())}
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
@@ -180,6 +183,7 @@ def match_modules(
 
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
+            # "last" is index 1 in _PLACES: times -1 it is -1, and "first" stays 0.
             return found is able[_PLACES.index(pattern) * -1]
         return _fits(pattern, found.name, found.module)
 
@@ -190,6 +194,8 @@ def match_modules(
             raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
+        # skip may name what this technique cannot touch anyway: only a pattern that matches nothing at all is a
+        # mistake.
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
             known = [name for name in names if name]
             raise MatchError(where, f"skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
@@ -199,6 +205,7 @@ def match_modules(
         for found in able
         if (not include or any(hit(pattern, found) for pattern in include))
         and not any(hit(pattern, found) for pattern in skip)
+        # An empty weight has nothing to change, whatever min_size is.
         and _num_weights(found.module) >= max(min_size, 1)
     ]
     if not chosen:

@@ -78,6 +78,7 @@ def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
     if is_transformers_conv1d(module):
         return tensor.t()
     if isinstance(module, _Transposed):
+        # (in, out / groups, k...): inputs are in `groups` runs, each with its own outputs. Split by group, then swap.
         split = tensor.reshape(module.groups, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
         return split.transpose(1, 2).reshape(module.out_channels, -1)
     return tensor.reshape(tensor.shape[0], -1)
@@ -95,6 +96,7 @@ def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> T
     if is_transformers_conv1d(module):
         return rows.t().contiguous()
     if isinstance(module, _Transposed):
+        # The way back, with the axes swapped.
         split = rows.reshape(module.groups, shape[1], shape[0] // module.groups, math.prod(shape[2:]))
         return split.transpose(1, 2).reshape(tuple(shape)).contiguous()
     return rows.reshape(tuple(shape)).contiguous()
@@ -126,6 +128,8 @@ def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Te
     if isinstance(module, _Transposed) or is_transformers_conv1d(module):
         return channels.view(-1, 1, *rest)
     if isinstance(module, _Conv):
+        # A group's outputs read that group's inputs alone: input channel g * (in / groups) + j is at place j of its
+        # rows.
         groups = channels.view(module.groups, 1, shape[1]).expand(-1, shape[0] // module.groups, -1)
         return groups.reshape(shape[0], shape[1], *rest)
     return channels.view(1, -1)
@@ -139,6 +143,7 @@ def over_outputs(module: nn.Module, units: Tensor, shape: Sequence[int]) -> Tens
         tensor([[1., 1.],
                 [2., 2.]])
     """
+    # expand has stride 0: clone gives the values memory.
     rows = units.view(-1, 1).expand(-1, math.prod(shape) // units.numel())
     return from_output_rows(module, rows, shape).clone(memory_format=torch.contiguous_format)
 
@@ -235,10 +240,12 @@ def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_s
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if is_transformers_conv1d(layer):
+        # As transformers computes it, so that results keep their bits.
         return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.nf)  # type: ignore[arg-type]
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)
+    # The user's output_size decides how much is added at one side.
     padding = layer._output_padding(
         x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
     )

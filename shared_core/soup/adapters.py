@@ -178,8 +178,7 @@ def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     # Convolutions: A is (rank, in, kh, kw), B is (out, rank, 1, 1). Flattened they multiply as matrices.
     a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
     # b a = Q_b (R_b R_a^T) Q_a^T with Q_a (in, r) and Q_b (out, r). An SVD of the r by r core is one of the product
-    # (Eckart-Young: its first values give the nearest matrix of that rank), at O((in + out) r^2) and not O(in out
-    # min).
+    # (Eckart-Young: its first values give the nearest matrix of that rank), in O((in + out) r^2) operations.
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)
     u, values, v = torch.linalg.svd(factors.scale * r_b @ r_a.T)

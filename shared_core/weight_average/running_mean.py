@@ -27,6 +27,7 @@ def ema_decay(decay: float, num_updates: int, *, warmup: bool = True) -> float:
         >>> ema_decay(0.999, 0), ema_decay(0.999, 90), ema_decay(0.999, 10**6), ema_decay(0.999, 0, warmup=False)
         (0.1, 0.91, 0.999, 0.999)
     """
+    # A first average of the random start would otherwise be remembered for 1 / (1 - decay) updates.
     return min(decay, (1 + num_updates) / (10 + num_updates)) if warmup else decay
 
 
@@ -76,6 +77,8 @@ class RunningAverage:
             self.kept = [{name: value.to(_wide(value), copy=True) for name, value in values.items()}]
         else:
             decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
+            # swa: m + (x - m) / (n + 1), the plain mean of n + 1 values (Izmailov et al. 2018, arXiv:1803.05407,
+            # algorithm 1).
             weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
             move_towards_(self.kept[0].values(), (values[name] for name in self.kept[0]), weight)
         self.num_updates += 1
@@ -87,6 +90,7 @@ class RunningAverage:
         if self.kind != "last_k":
             return mean
         mean = mean.to(_wide(mean), copy=True)
+        # The mean of k values by running means: no sum that could overflow, and one tensor of memory.
         for number, value in enumerate(later, 2):
             mean.lerp_(value.to(mean.dtype), 1 / number)
         return mean
@@ -98,4 +102,5 @@ class RunningAverage:
 
 
 def _wide(value: Tensor) -> torch.dtype:
+    # float32 at least: with decay 0.999, a 16-bit mean would not move by a thousandth of a difference.
     return torch.promote_types(value.dtype, torch.float32)

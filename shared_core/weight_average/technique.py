@@ -39,9 +39,12 @@ class StandIn:
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor] = ()) -> None:
+        # The dicts themselves: who replaces a parameter puts another into one of them, and a step can compare without
+        # names.
         self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
         self._own, known = self._now_own(), set(map(id, trained))
         named = model.named_parameters()
+        # Also what trained when the run began: layers that are frozen in turns stay in the average.
         self.parameters = {name: value for name, value in named if is_trained(value) or id(value) in known}
         averaged = set(map(id, self.parameters.values()))
         self._others = [value for value in self._own if value is not None and id(value) not in averaged]
@@ -51,6 +54,7 @@ class StandIn:
             if name.rpartition(".")[2] in (*_STATISTICS, "num_batches_tracked")
         }
         """Mean, variance and count of batches of every batch norm; the count is not averaged."""
+        # The count of batches is no quantity to average; mean and variance are.
         self._averaged = self.parameters | {n: buffer for n, buffer in self.norms.items() if n.endswith(_STATISTICS)}
         self._is_sharded = any(map(is_sharded, self.parameters.values()))
         self._aside: dict[str, Tensor] = {}
@@ -102,9 +106,12 @@ class StandIn:
         with writing():
             for name, value in self.live().items():
                 average = running.average(name)
+                # Of the same dtype: the average's own memory goes in, and comes out again unchanged. Norms get
+                # copies, as estimates are written over them.
                 alike = average.dtype == value.dtype and name not in self.norms
                 self._aside[name] = average if alike else average.to(value.dtype, copy=True)
             for name, buffer in self.norms.items():
+                # Counts of batches are put aside as well: estimating them raises the model's.
                 self._aside.setdefault(name, buffer.clone())
                 self._aside[name].copy_(norms.get(name, self._aside[name]))
         self.exchange(average=True)
@@ -118,6 +125,7 @@ class StandIn:
     @contextlib.contextmanager
     def lent(self, put_in: Callable[[], None]) -> Iterator[None]:
         """Have the average in for a while: the one that was taken out for the moment, or what `put_in` puts in."""
+        # An evaluation may save: the average was taken out for that, and must be in again after it.
         was_beside = self.has_average
         self.exchange(average=True) if was_beside else put_in()
         try:
@@ -132,6 +140,7 @@ class StandIn:
     def exchange(self, *, average: bool) -> None:
         """Let the model hold the average, or its weights again; those that it holds already stay."""
         with writing():
+            # Values are exchanged, not tensors: optimizers, DDP and FSDP2 hold the parameters themselves.
             for name, value in {**self.live(), **self.norms}.items():
                 if (name in self._exchanged) is average:
                     continue
@@ -140,12 +149,14 @@ class StandIn:
                     value.copy_(other)
                 finally:  # interrupted in between, the weights are not lost
                     other.copy_(held)
+                    # By name: interrupted halfway, the next exchange moves back what was moved, and no other.
                     self._exchanged ^= {name}
         reshard_(self._model)  # FSDP2 would compute with the weights of before
 
     def kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values of the average, where their memory holds the model's weights those in the model."""
         live = self.live() if self._exchanged else {}
+        # While exchanged, the average's memory holds the weights in training, and the model the average.
         borrowed = {name for name in self._exchanged if self._aside[name] is values.get(name)}
         return {name: live[name].detach() if name in borrowed else value for name, value in values.items()}
 
@@ -247,6 +258,7 @@ class WeightAverage(Technique):
     def timeline(self, context: Context) -> list[Event]:
         """Return when the average takes in weights for the first time."""
         config = self.config
+        # Step 0 has no weights of a step: the first update is after `every` steps.
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
             raise ConfigError(
@@ -270,6 +282,7 @@ class WeightAverage(Technique):
             CheckpointError: If a saved average is of another kind, or of other weights.
         """
         self.timeline(context)
+        # Those that train now, though layers may be frozen later.
         self._trained = [*filter(is_trained, context.model.parameters())]
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -287,6 +300,8 @@ class WeightAverage(Technique):
         is_due &= not context.is_beyond_plan
         if is_due:
             self._update(context)
+        # Pruned or clustered weights: the average of masked weights has other zeros where masks have changed, so the
+        # newest constraint is applied to it, at each update and at each change of the constraint.
         if context.constrain is not None and (is_due or context.constraint_changes != self._constraint_changes):
             for kept in self._running.kept:
                 context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
@@ -294,6 +309,7 @@ class WeightAverage(Technique):
 
     def _update(self, context: Context) -> None:
         if not self._running.kept:
+            # At the first update and not before: layers may be replaced or frozen until then.
             self._stand_in = StandIn(context.model, self._trained)
         if odd := self._stand_in.changed():
             raise TrainingError(
@@ -344,11 +360,13 @@ class WeightAverage(Technique):
 
     def _prepare_saving(self, baked: bool) -> None:
         stand_in = self._stand_in
+        # A checkpoint to go on from holds the weights in training; what a user saves holds the average.
         if stand_in.is_in and not baked:
             stand_in.exchange(average=False)
         elif baked and not stand_in.is_in:
             self._put_in()
             self._is_lent = True
+        # Sharded: gathered now, as a state dict is asked of the main process alone.
         if not baked and any(hasattr(parameter, "device_mesh") for parameter in stand_in.parameters.values()):
             self._gathered = self._new()
             self._gathered.kept = [
@@ -363,6 +381,7 @@ class WeightAverage(Technique):
         keys = model.state_dict().keys() - stand_in.own_names().keys() if keys is None else set(keys)
         if not keys:
             return {}
+        # The merge is that of the average's adapters: they have to be in the model while its state dict is made.
         with stand_in.lent(self._put_in):
             found = {key: value for key, value in model.state_dict().items() if key in keys}
             return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
@@ -371,11 +390,13 @@ class WeightAverage(Technique):
         self._stand_in.put_in(self._running, self._estimates())
 
     def _estimates(self) -> dict[str, Tensor]:
+        # Estimates belong to one average: after the next update they are stale.
         return self._estimated if self._estimated_at == self._running.num_updates else {}
 
     def _settle_norms(self, context: Context) -> None:
         """Let every process have the same statistics of batch norms for the average that is in the model."""
         norms = self._stand_in.norms
+        # Once an average, not once a validation: batches cost a forward each.
         if self.config.bn_batches and not self._estimates():
             estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
             with writing():
@@ -399,6 +420,7 @@ class WeightAverage(Technique):
         with writing():
             live = stand_in.live()
             self._told["distance"] = _distance(live, {name: running.average(name) for name in stand_in.parameters})
+            # Before `weights_replaced`: this lets others (qat) estimate ranges of the new weights.
             self._put_in()
             norms = {name: buffer.clone() for name, buffer in stand_in.norms.items()}
             context.weights_replaced()
@@ -427,6 +449,7 @@ class WeightAverage(Technique):
         averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
         for key, value in state_dict.items():
             name = own.get(key, "")
+            # A tied weight has a name of its own for each key; `own_names` leads all of them to the average's.
             if name in self._estimates():
                 baked[key] = self._estimates()[name]
             elif name in averages.kept[0]:
@@ -457,6 +480,7 @@ class WeightAverage(Technique):
         like = {**stand_in.parameters, **stand_in.norms}
         try:
             kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
+            # A larger k than now: the newest copies stay.
             kept = kept[-self.config.k :]
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -474,6 +498,7 @@ class WeightAverage(Technique):
                 "resume with the model and recipe that wrote the checkpoint",
             )
         self._stand_in = stand_in
+        # An empty state: the count begins anew, as warm-up and the mean go by it.
         self._running.num_updates = updates if kept else 0
         self._running.kept = [
             {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
@@ -510,6 +535,7 @@ class WeightAverage(Technique):
 
 def _distance(live: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> float:
     """Return ``‖average − weights‖ / ‖weights‖`` over all parameters, of all processes; all must call it."""
+    # float64 sums of squares, added over processes before the root: shards are parts of one vector.
     apart = sum(float((mean - live[name]).double().square().sum()) for name, mean in averages.items())
     size = sum(float(live[name].double().square().sum()) for name in averages)
     device = next(iter(averages.values())).device

@@ -49,6 +49,7 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
         >>> centroids.round(6).tolist(), thresholds.tolist()
         ([-0.95, 0.6], [0.5])
     """
+    # Fewer distinct values than clusters: each is a centroid, without error.
     is_first = np.ones(len(ordered), dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
     if np.count_nonzero(is_first) <= num_clusters:
@@ -58,15 +59,20 @@ def kmeans_1d(ordered: Floats, num_clusters: int) -> tuple[NDArray[np.float64], 
     shift = float(ordered[len(ordered) // 2])
     sums = np.zeros(len(ordered) + 1)
     np.cumsum(np.subtract(ordered, shift, dtype=np.float64), out=sums[1:])
+    # Linear initialisation over the range: Han, Mao and Dally (2016, arXiv:1510.00149), section 3.2, found it the
+    # best, as it keeps centroids at large weights.
     centroids, edges = _lloyd(
         ordered, sums, shift, np.linspace(ordered[0], ordered[-1], num_clusters, dtype=np.float64)
     )
+    # Linear initialisation leaves clusters empty in sparse tails: their centroids are put where they lower the error
+    # most.
     for _ in range(_ROUNDS):
         if np.diff(edges).all():
             break
         errors = _errors(ordered, edges)
         placed = _split_largest(ordered, centroids, edges, errors)
         centroids_now, edges_now = _lloyd(ordered, sums, shift, placed)
+        # Lloyd's iterations from the new start may end worse: keep the better one.
         if not _errors(ordered, edges_now).sum() < errors.sum():
             break
         centroids, edges = centroids_now, edges_now
@@ -83,16 +89,22 @@ def _lloyd(
     """Return centroids, also those of empty clusters, and where each cluster's run begins and ends."""
     edges = np.empty(0, dtype=np.intp)
     for _ in range(_PASSES):
+        # In one dimension a cluster is a run of sorted values between two middles: a pass costs K searches and not N
+        # distances.
         middles = (centroids[:-1] + centroids[1:]) / 2
         # rounded down to the values' dtype, which changes no comparison and spares a copy of all values
         highest = middles.astype(ordered.dtype)
         highest = np.where(highest > middles, np.nextafter(highest, -np.inf, dtype=ordered.dtype), highest)
+        # A value at a middle belongs to the lower cluster (side="right" counts those equal to it).
         found = np.concatenate([[0], np.searchsorted(ordered, highest, side="right"), [len(ordered)]])
+        # The same runs as before: a fixed point, as centroids are a function of the runs.
         if np.array_equal(found, edges):
             break
         edges = found
+        # Means from prefix sums: two look-ups a cluster.
         counts = np.diff(edges)
         means = shift + np.diff(sums[edges]) / np.maximum(counts, 1)
+        # An empty cluster keeps its centroid, so that it may get members later.
         centroids = np.where(counts > 0, means, centroids)
     return centroids, edges
 
@@ -112,6 +124,8 @@ def _split_largest(
 ) -> NDArray[np.float64]:
     """Return centroids without empty clusters; as many of those with the largest errors are split in two."""
     counts = np.diff(edges)
+    # As many of the worst clusters as there are empty ones. Stable, so that equal errors give the same result
+    # everywhere.
     largest = np.argsort(-errors, kind="stable")[: int((counts == 0).sum())]
     chosen = {int(index) for index in largest if errors[index] > 0}
     placed = [centroids[index] for index in np.flatnonzero(counts) if int(index) not in chosen]
@@ -162,6 +176,7 @@ def check_bits(bits: object, where: str) -> int:
 def wide(tensor: Tensor) -> NDArray[np.floating]:
     """Return a floating-point tensor's elements, flat, in a dtype that numpy has; exactly the same numbers."""
     flat = tensor.detach().to("cpu").reshape(-1)
+    # numpy has no bfloat16; float32 holds all 16-bit numbers exactly.
     values: NDArray[np.floating] = (flat if flat.dtype == torch.float64 else flat.float()).numpy()
     return values
 
@@ -195,6 +210,7 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
     if weight.dtype not in SHARED_DTYPES:
         raise ConfigError(name, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
     flat = wide(weight)
+    # Zeros are not clustered: a pruned weight stays zero, and its code is 0.
     live = flat != 0
     ordered = flat[live]
     if not np.isfinite(ordered).all():
@@ -210,12 +226,15 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
         return SharedValues(codes, torch.empty(0, dtype=weight.dtype))
     centroids, thresholds = kmeans_1d(ordered, 2**bits)
     # adding zero turns -0.0, which a mean may round to, into +0.0
+    # Rounded to the weight's dtype, neighbouring centroids may become one value: they get one code.
     values, index = torch.unique_consecutive(torch.from_numpy(centroids).to(weight.dtype) + 0.0, return_inverse=True)
     number = 1 + index.numpy()
+    # 256 values and the code of zeros need 257 codes.
     narrow = np.uint8 if len(values) < 256 else np.int16
     codes_of = np.zeros(len(flat), dtype=narrow)
     for first in range(0, len(flat), _PIECE):
         piece = slice(first, first + _PIECE)
+        # The same comparison that `kmeans_1d` cut the runs with.
         clusters = np.searchsorted(thresholds, flat[piece], side="right")
         codes_of[piece] = np.where(live[piece], number[clusters], 0)
     return SharedValues(torch.from_numpy(codes_of).view(weight.shape), values)
@@ -241,11 +260,13 @@ def summed_by_code(gradient: Tensor, codes: Tensor, num_values: int) -> Tensor:
     """
     flat, places = gradient.detach().reshape(-1), codes.reshape(-1)
     if flat.is_cpu and flat.numel() <= CACHED:
+        # Slot 0 collects the zeros and is left out: their gradient is not used.
         return torch.bincount(places, weights=flat.double(), minlength=num_values + 1)[1:]
     sums = torch.zeros(num_values + 1, dtype=torch.float64, device=flat.device)
     if not flat.is_cpu:
         # bincount and index_add_ add in no fixed order on CUDA; this sorts first
         return sums.index_put_((places.long(),), flat.double(), accumulate=True)[1:]
+    # In pieces: bincount takes float64 weights and int64 places, eight bytes each.
     for part, of in zip(torch.split(flat, CACHED), torch.split(places, CACHED), strict=True):
         sums += torch.bincount(of, weights=part.double(), minlength=num_values + 1)
     return sums[1:]
@@ -266,13 +287,16 @@ def put_values_(weight: Tensor, codes: Tensor, values: Tensor) -> None:
         >>> weight
         tensor([-1.0000,  0.0000,  0.5000, -1.0000])
     """
+    # Code 0 is the number 0, so zeros need no case of their own.
     table, places = torch.cat([values.new_zeros(1), values]), codes.reshape(-1)
     flat = weight.detach().reshape(-1)
     if flat.is_cpu and flat.numel() > CACHED:
         for part, of in zip(torch.split(flat, CACHED), torch.split(places, CACHED), strict=True):
+            # index_select writes straight into the piece; table[places] would make a copy of each.
             torch.index_select(table, 0, of.int(), out=part)
     else:
         torch.index_select(table, 0, places.int(), out=flat)
+    # reshape copied (channels_last): write it back in the weight's own order.
     if flat.data_ptr() != weight.data_ptr():
         weight.detach().copy_(flat.view(weight.shape))
 
@@ -327,6 +351,8 @@ class Bundles:
         for name, single in self._singles.items():
             weight = (weights or {})[name]
             groups = alike.setdefault(name if is_sharded(weight) else (weight.device, weight.dtype), [[]])
+            # Small weights of one device and dtype are joined, so that a step runs one kernel for many of them;
+            # sharded ones are not, as their parts are of different lengths on different processes.
             if groups[-1] and sum(len(each.codes) for each in groups[-1]) + len(single.codes) > CACHED:
                 groups.append([])
             groups[-1].append(single)
@@ -340,6 +366,7 @@ class Bundles:
     def of(self, parts: Mapping[str, Tensor]) -> Iterator[Bundle]:
         """Yield the bundles of the weights in `parts`: those of which one is missing or of another dtype one by one."""
         for bundle in self._all:
+            # A weight without a gradient, or whose gradient has another dtype, cannot be in the joined row.
             found = {part.dtype if (part := parts.get(name)) is not None else None for name in bundle.names}
             if len(found) == 1 and None not in found:
                 yield bundle
@@ -354,6 +381,7 @@ def _joined(bundles: list[Bundle]) -> Bundle:
     elements = values = 0
     for bundle in bundles:
         places = bundle.codes.int()
+        # Codes are moved past those of the weights before, but 0 stays 0: a zero of any weight.
         codes.append(torch.where(places > 0, places + values, 0))
         first.append(bundle.first + elements)
         of.append(bundle.of + values)

@@ -73,6 +73,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     ]
     is_chosen = {found.module for found in chosen}
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    # Every holder of each parameter: a tied one may only change where all its modules were chosen.
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -85,6 +86,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         weight = found.module._parameters.get("weight")
         if weight is None:
             targets.left_out[name] = "computed, by weight norm or another parametrisation"
+        # By its first name: a tied weight comes up once for each module.
         elif name != holders[weight][0][0]:
             continue  # under its first name, or left out with it
         elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
@@ -97,6 +99,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             targets.left_out[name] = "frozen; name its module in include to share its weights"
         else:
             targets.modules[name] = found.module
+            # bits_of is in the order given, the first match wins.
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     if not targets.modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in targets.left_out.items()) or "tied to others"
@@ -205,9 +208,13 @@ class WeightClustering(Technique):
         refuse_sparse("cluster", gradients.values())
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        # dL/dc is the sum of the gradients of all weights that hold c (Han et al., section 3.3, equation 3).
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
         for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
+            # Each centroid is represented by its first member: that one's gradient is the whole sum, the others' are
+            # zero, so the optimizer moves the first members alone, and its norm clipping sees each sum once.
             flat.zero_()
+            # index_copy_: of a sharded weight, only the process that holds a first member writes there.
             flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
             bundle.put_(flat, parts)
 
@@ -228,6 +235,7 @@ class WeightClustering(Technique):
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
+        # The trainer may have loaded other weights since the last step.
         reshard_(model)
         self._tie()
         if any(map(is_sharded, self._weights.values())):
@@ -252,6 +260,7 @@ class WeightClustering(Technique):
 
     def detach(self, model: nn.Module) -> None:
         """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
+        # A part of the codes is of no use without the others'.
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
@@ -270,6 +279,7 @@ class WeightClustering(Technique):
         """
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
+        # Compared with the weights as they are now; types and ranges too, since files may be damaged.
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
         if odd:
             raise CheckpointError(
@@ -307,9 +317,11 @@ class WeightClustering(Technique):
             if is_sharded(weight) and not gather:
                 continue
             numbers = wide(whole(weight.detach()))
+            # Counted in the weights, not in what was asked: clusters may have come together.
             live = numbers[numbers != 0]
             values = len(np.unique(live))
             item = weight.element_size()
+            # Bits for a code of values - 1; zeros are not stored, as a compressed file has a bitmap for them.
             width = max(values - 1, 1).bit_length() if values else 0
             entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
             sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
@@ -324,12 +336,14 @@ class WeightClustering(Technique):
                 numbers = whole(weight)
                 shared = share_values(numbers, self._targets.bits[name], name=f"cluster: {name}")
                 new = shared.weight()
+                # float64 before the difference: in float32 the error of near values would be rounding.
                 difference = wide(numbers).astype("float64") - wide(new)
                 self._errors[name] = float((difference**2).mean() ** 0.5)
                 fill_(weight, new)
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
+        # Others (running averages) must apply the new constraint to what they keep.
         context.constraint_changes += 1
         self._restart(context)
 
@@ -338,14 +352,19 @@ class WeightClustering(Technique):
         for name, weight in self._weights.items():
             flat = codes[name].reshape(-1)
             count = int(flat.max()) if flat.numel() else 0
+            # The first place of each code: the smallest index among its members, by one scatter.
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
             places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
+            # A code below the largest that no weight has: no member would carry the centroid.
             if count and int(places[1:].max()) == flat.numel():
                 raise CheckpointError("cluster", f"saved clusters of {name} must have members, got an empty one")
+            # Marked in the whole weight and then cut as the weight is: each process learns which first members it
+            # holds.
             marked = torch.zeros(flat.numel(), dtype=torch.int64)
             marked[places[1:]] = torch.arange(1, count + 1)
             mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
             first = mine.nonzero().view(-1)
+            # Sorted by cluster, so that sums by cluster and first members are in one order.
             of, order = (mine[first] - 1).sort()
             self._codes[name] = part_of(codes[name].to(weight.device), weight)
             singles.append(Bundle((name,), self._codes[name].reshape(-1), first[order], of, count))
@@ -355,6 +374,8 @@ class WeightClustering(Technique):
     def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
         """Return sums over the parts of sharded weights: one collective for all of them."""
         sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
+        # Gradients are parts of the clusters on each process: sums add up over processes, and one collective takes
+        # all weights.
         if not sharded:
             return [found for _, found in values]
         sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
@@ -373,8 +394,10 @@ class WeightClustering(Technique):
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         centroids = []
         for bundle, flat in rows:
+            # The first members are what the optimizer has moved.
             found = flat.index_select(0, bundle.first)
             if not bundle.is_whole:
+                # Zeros where other processes hold the first member; the sum over processes puts the row together.
                 found = flat.new_zeros(bundle.num_values).index_copy_(0, bundle.of, found)
             centroids.append((bundle, found))
         for (bundle, flat), shared in zip(rows, self._collected(centroids), strict=True):

@@ -41,6 +41,7 @@ def make_table(symbols: NDArray[np.integer], size: int) -> bytes:
         [17, 0, 1]
     """
     counts = np.bincount(symbols, minlength=size)
+    # A logarithm in eighths of an octave: counts are 4 % off at most, some 0.001 bits a symbol, and 255 reaches 2^31.
     return bytes(min(255, 1 + round(8 * math.log2(count))) if count else 0 for count in counts.tolist())
 
 
@@ -52,10 +53,12 @@ def encode(streams: Sequence[tuple[NDArray[np.integer], bytes]]) -> bytes:
     """
     library = _constriction()
     coder = library.stream.stack.AnsCoder()  # a stack: what is encoded last is decoded first
+    # Last stream first, and each from its last piece to its first: the decoder meets the first symbol first.
     for symbols, table in reversed(streams):
         model = _model(library, table) if len(symbols) else None
         if model is None:
             continue
+        # In pieces, so that int32 copies of a large tensor are not all there at once.
         for first in range((len(symbols) - 1) // PIECE * PIECE, -1, -PIECE):
             coder.encode_reverse(symbols[first : first + PIECE].astype(np.int32), model)
     words: bytes = coder.get_compressed().astype("<u4").tobytes()
@@ -74,6 +77,7 @@ class Decoder:
 
     def __init__(self, data: bytes) -> None:
         self._library = _constriction()
+        # ANS never leaves a leading zero word: one there was put there by somebody.
         if len(data) % 4 or data[-4:] == b"\0\0\0\0":
             raise CheckpointError(
                 "decompress", f"coded symbols must be whole words, the last not 0, got {len(data)} bytes"
@@ -87,6 +91,7 @@ class Decoder:
 
     def take(self, count: int, model: Any) -> NDArray[np.int32]:
         """Return the next `count` symbols of a stream, int32."""
+        # One symbol only: it is known without a bit.
         if model is None:
             return np.zeros(count, dtype=np.int32)
         symbols: NDArray[np.int32] = self._coder.decode(model, count)
@@ -132,6 +137,7 @@ def runs_of_zeros(live: NDArray[np.bool_]) -> NDArray[np.int64]:
         [1, 0, 2]
     """
     places = np.flatnonzero(live).astype(np.int64)
+    # prepend -1: the zeros before the first weight are places[0] - (-1) - 1.
     return np.diff(places, prepend=-1) - 1
 
 
@@ -153,6 +159,9 @@ def gap_symbols(runs: Ints, bits: int) -> NDArray[np.uint8]:
         [1, 0, 3, 3, 3, 0]
     """
     filler = 2**bits - 1
+    # The relative index of Deep Compression (Han et al. 2016, arXiv:1510.00149, figure 2): a run of at least 2^b - 1
+    # zeros is told by fillers, each 2^b - 1 zeros without a weight, and a last symbol. runs // filler + 1 symbols a
+    # run.
     ends = np.cumsum(runs // filler + 1)
     symbols = np.full(int(ends[-1]) if len(runs) else 0, filler, dtype=np.uint8)
     symbols[ends - 1] = runs % filler
@@ -168,6 +177,7 @@ def weight_places(symbols: Ints, bits: int, start: int) -> tuple[NDArray[np.int6
         ([1, 2, 12], 13)
     """
     has_weight = symbols != 2**bits - 1
+    # A symbol s < filler passes s zeros and its weight; a filler passes 2^b - 1 zeros.
     after = start + np.cumsum(symbols.astype(np.int64) + has_weight)
     return after[has_weight] - 1, int(after[-1]) if len(after) else start
 
@@ -179,6 +189,7 @@ def smallest_width(runs: Ints) -> tuple[int, float]:
         >>> smallest_width(np.full(1000, 2))[0]
         2
     """
+    # Few widths, so each is counted: the best one depends on the whole distribution of runs.
     cost = {bits: _gap_bits(runs, bits) for bits in WIDTHS}
     best = min(cost, key=lambda bits: cost[bits])
     return best, cost[best]
@@ -186,6 +197,7 @@ def smallest_width(runs: Ints) -> tuple[int, float]:
 
 def _gap_bits(runs: Ints, bits: int) -> float:
     filler = 2**bits - 1
+    # As `gap_symbols` would give, counted without making them.
     counts = np.bincount(runs % filler, minlength=filler + 1)
     counts[filler] = int((runs // filler).sum())
     return coded_bits(counts)

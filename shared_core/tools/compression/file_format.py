@@ -102,6 +102,7 @@ class Index:
         defaults = {field.name: field.default for field in dataclasses.fields(TensorEntry)}
         content = {
             "tensors": [
+                # Defaults are left out: most tensors have few fields, and the index is read by name.
                 {key: value for key, value in dataclasses.asdict(entry).items() if value != defaults[key]}
                 for entry in self.tensors
             ],
@@ -126,6 +127,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     length = file.seek(0, 2)
     file.seek(0)
     head = file.read(HEADER.size)
+    # The magic says that it is such a file, before any number in it is believed.
     if len(head) < HEADER.size or head[: len(MAGIC)] != MAGIC:
         raise damaged(path, "must begin as a file of `eff compress` does", repr(head[: len(MAGIC)]))
     _, version, size, offset, packed, crc = HEADER.unpack(head)
@@ -133,6 +135,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
         raise CheckpointError(
             "decompress", f"{path} must have format {VERSION}, got {version}", "update efftrain to read this file"
         )
+    # The index ends the file: nothing is behind it, and its length is bounded before it is inflated.
     if offset < HEADER.size or offset + packed != length or not 0 < size <= LARGEST_INDEX:
         raise damaged(path, "must hold its index at its end", f"{packed} bytes at {offset} of {length}")
     file.seek(offset)
@@ -149,6 +152,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
         _check(index, offset - HEADER.size)
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise damaged(path, "must hold a consistent index", f"{error}") from error
+    # What it would restore to, before any memory is taken: a small file may claim petabytes.
     total = sum(entry.num_bytes for entry in index.tensors) + sum(entry.size for entry in index.files)
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes
     if total > limit:
@@ -174,6 +178,7 @@ def inflate(data: bytes, size: int) -> bytes:
         ValueError: If there are more or fewer.
     """
     engine = zlib.decompressobj()
+    # size + 1: one byte more than allowed is enough to refuse, and no more is ever inflated.
     content = engine.decompress(data, size + 1)
     if len(content) != size or not engine.eof or engine.unused_data:
         raise ValueError(f"deflated data must be {size} bytes, got another length")
@@ -188,6 +193,7 @@ def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
     if not isinstance(entry.name, str) or entry.dtype not in DTYPES or entry.coding not in CODINGS:
         raise ValueError(f"{entry.name!r} has dtype {entry.dtype!r} and coding {entry.coding!r}")
     _check_numbers(entry.name, numbers)
+    # Each coding's fields must be possible together, so that a reader allocates what a payload can hold.
     dtype, count = DTYPES[entry.dtype], entry.numel
     holds = True
     if entry.coding == "raw":
@@ -199,6 +205,7 @@ def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
     if entry.coding == "sparse":
         filler = 2**entry.gap_bits - 1
         holds &= entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
+        # Each weight has one symbol; each filler stands for 2^b - 1 elements.
         holds &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
         holds &= entry.bytes >= entry.values * (dtype.itemsize + 1) + filler + 1
     if not holds:

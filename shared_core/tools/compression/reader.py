@@ -36,6 +36,7 @@ class CompressedFile:
             self.index = read_index(file, self.path, max_bytes)
         offset = HEADER.size
         self._offsets: list[int] = []
+        # Payloads lie one after another: offsets follow from their lengths, and are not told in the file.
         for entry in self.index.payloads():
             self._offsets.append(offset)
             offset += entry.bytes
@@ -82,6 +83,7 @@ class CompressedFile:
             tensor = _restored(payload, entry)
         except (zlib.error, ValueError, RuntimeError) as error:
             raise damaged(self.path, f"must hold {entry.name} whole", str(error)) from error
+        # Of the restored bytes: it guards the decoder as well as the file.
         if zlib.crc32(tensor_bytes(tensor)) != entry.crc:
             raise damaged(self.path, f"must hold {entry.name} with its CRC", "another")
         return tensor
@@ -120,16 +122,20 @@ def _restored(payload: bytes, entry: TensorEntry) -> Tensor:
     if entry.coding in ("raw", "deflate"):
         content = payload if entry.coding == "raw" else inflate(payload, entry.num_bytes)
         return _from_bytes(content, dtype).reshape(entry.shape)
+    # The payload: shared values, a byte of the table for each, and for sparse ones the table of gaps; then the ANS
+    # words.
     size = entry.values * dtype.itemsize
     values = _from_bytes(payload[:size], dtype)
     table = payload[size : size + entry.values]
     rest = payload[size + entry.values :]
+    # Zeros: of a sparse tensor only weights are written.
     flat = torch.zeros(entry.numel, dtype=dtype)
     if entry.coding == "dense":
         decoder = entropy.Decoder(rest)
         _fill(flat, values, table, decoder)
     else:
         decoder = entropy.Decoder(rest[2**entry.gap_bits :])
+        # Gaps were encoded last, so they come first.
         places = _places(entry, rest[: 2**entry.gap_bits], decoder)
         found = torch.empty(len(places), dtype=dtype)
         _fill(found, values, table, decoder)
@@ -141,12 +147,14 @@ def _restored(payload: bytes, entry: TensorEntry) -> Tensor:
 
 def _places(entry: TensorEntry, table: bytes, decoder: entropy.Decoder) -> NDArray[np.int64]:
     model = decoder.model(table) if entry.gaps else None
+    # Where the next run begins, across pieces.
     following = 0
     pieces = [np.empty(0, dtype=np.int64)]
     for first in range(0, entry.gaps, entropy.PIECE):
         symbols = decoder.take(min(entropy.PIECE, entry.gaps - first), model)
         places, following = weight_places(symbols, entry.gap_bits, following)
         pieces.append(places)
+        # Checked in each piece: a damaged stream must not make indices beyond the tensor.
         if following > entry.numel:
             raise ValueError(f"gaps must end within {entry.numel} elements, got {following}")
     found = np.concatenate(pieces)
@@ -165,7 +173,9 @@ def _fill(target: Tensor, values: Tensor, table: bytes, decoder: entropy.Decoder
 def _from_bytes(content: bytes, dtype: torch.dtype) -> Tensor:
     if not content:
         return torch.empty(0, dtype=dtype)
+    # bytearray: frombuffer of bytes would be a tensor that must not be written.
     raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    # A byte of 2 as a bool is undefined in torch.
     if dtype == torch.bool and int(raw.max()) > 1:
         raise ValueError("booleans must be 0 or 1")
     return raw.view(dtype)

@@ -139,6 +139,7 @@ def compress(
             )
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
+        # The header needs the index's place: room for it now, written at the end.
         file.write(bytes(HEADER.size))
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             entry, line = _write_tensor(file, name, tensor, widths[name])
@@ -214,6 +215,7 @@ def _widths(
             raise ConfigError("compress", f"bits_of pattern {pattern!r} matches no tensor{nearest(pattern, tensors)}")
     widths: dict[str, int | None] = {}
     for name, tensor in tensors.items():
+        # Matrices only by default: biases and norms are small, and sensitive.
         is_matrix = tensor.ndim > 1 and tensor.numel() >= min_size
         names = [name, *(tied for tied, owner in ties.items() if owner == name)]
         named = (width for pattern, width in bits_of.items() if any(_matches(one, pattern) for one in names))
@@ -234,11 +236,13 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
     weights, clusters, error = tensor.numel(), 0, 0.0
     shared = None if bits is None else share_values(tensor, bits, name=f"compress: {name}")
     coded = None if shared is None else _code(shared)
+    # An exact tensor is deflated if that helps: weights hardly, buffers and indices much.
     if shared is None and len(deflated := zlib.compress(raw, 9)) < len(raw):
         payload, coding = deflated, "deflate"
     # a tensor of few weights may take more with a table of values than without
     elif shared is not None and coded is not None and len(coded[0]) < len(raw):
         payload, coding, fields = coded
+        # The CRC is of what a reader restores: the shared values, not the originals.
         weight = shared.weight()
         restored, clusters, error = tensor_bytes(weight), len(shared.values), _rms(tensor, weight)
         weights = int(shared.codes.count_nonzero())
@@ -260,20 +264,25 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
 def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
     """Return the payload of a tensor with shared values, sparse or dense, whichever is smaller, and its fields."""
     codes: NDArray[np.integer] = shared.codes.reshape(-1).numpy()
+    # Slot 0 counts zeros.
     counts = np.bincount(codes, minlength=len(shared.values) + 1)
     has_zeros = bool(counts[0])
     alphabet = counts if has_zeros else counts[1:]
+    # Dense: one symbol an element, and zero is one more of the shared values.
     dense_bits = entropy.coded_bits(alphabet) + 8 * shared.values.element_size()
     if has_zeros:
         live = codes != 0
         runs = runs_of_zeros(live)
         width, gap_bits = smallest_width(runs)
+        # Sparse: gaps and values apart. Chosen by coded size, table included.
         if gap_bits + entropy.coded_bits(counts[1:]) < dense_bits:
             gaps, numbers = gap_symbols(runs, width), codes[live] - 1
             tables = entropy.make_table(numbers, len(shared.values)), entropy.make_table(gaps, 2**width)
+            # Gaps are decoded first: places are needed before values.
             coded = entropy.encode([(gaps, tables[1]), (numbers, tables[0])])
             sizes = {"values": len(shared.values), "weights": len(numbers), "gaps": len(gaps), "gap_bits": width}
             return b"".join([tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
+    # In the dense form 0.0 is one of the values.
     values = torch.cat([shared.values.new_zeros(int(has_zeros)), shared.values])
     symbols = codes if has_zeros else codes - 1
     table = entropy.make_table(symbols, len(alphabet))

@@ -94,6 +94,7 @@ def explain(
     told = Explanation()
     where = device or default_device()
     techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
+    # Without a model an empty one: timelines and abilities need none.
     context = Context(model if model is not None else nn.Module(), trainer)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:
@@ -107,6 +108,7 @@ def explain(
         told.timeline.extend(_events(key, technique, context, told.conflicts))
         told.abilities[key] = type(technique).ability(where)
         told.checkpoint[key] = _saved(technique, trainer)
+    # By step, what has no step yet before, what comes after training last.
     told.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))
     return told
 
@@ -115,6 +117,8 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
+            # Techniques attach to the same model one after another, as in a run: a factorised layer is what the next
+            # one sees.
             told.touched[key] = technique.preview(context.model, context)
         except EffError as error:
             told.conflicts.append(str(error))
@@ -130,6 +134,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
     try:
         events = technique.timeline(context)
+    # Positions as fractions without a length stay as they were written.
     except UnknownLengthError:
         return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
     except ConfigError as error:

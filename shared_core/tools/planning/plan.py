@@ -47,6 +47,7 @@ def counted_costs(
     """
     parameters = list(model.parameters())
     learned = [parameter for parameter in parameters if parameter.requires_grad]
+    # Moments in the weights' own bytes, and what an optimizer keeps beside them in fixed bytes an element.
     beside = run.moment_bytes - run.moments * run.weight_bytes
     moments = sum(run.moments * parameter.nbytes + beside * parameter.numel() for parameter in learned)
     costs = [
@@ -70,6 +71,8 @@ def counted_costs(
         costs.append(Cost("activations", why=why))
     number = sum(parameter.numel() for parameter in parameters)
     for key, config in recipe.items():
+        # Formulas go by layers and hidden size; for a model that is there, one layer of all its parameters gives the
+        # count, and what a technique does not touch goes as embeddings, which its formulas leave alone.
         rest = max(number - touched.get(key, 0), 0)
         own = ModelShape(params=number, layers=1, hidden=1, vocab=rest, embeddings=rest)
         costs += config.memory_costs(shape if config.counts_logits and shape is not None else own, run)
@@ -90,6 +93,7 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
     """
     device = next(model.parameters()).device
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
+    # Parameters and buffers are there anyway. Their storages, so that views of them are known.
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Any] = {}  # storages are held, so that no other takes the address of one that was released
 
@@ -99,6 +103,7 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
             kept[storage._cdata] = storage
         return tensor
 
+    # Train mode: dropout masks are kept, too.
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
         call(model.train(), inputs)
     return sum(storage.nbytes() for storage in kept.values())
@@ -188,10 +193,14 @@ def _base(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConf
     if not getattr(recipe.get("distill"), "chunked", False):
         costs.append(Cost("logits", during=run.tokens * shape.vocab * (computed + 8.0), why="T·V·(c + 8)"))
     if run.strategy == "ddp":
+        # DDP's buckets are a copy of all gradients.
         sent, why = 2 * run.ring(gradients), "buckets P·w; all-reduced once a step, 2·(R-1)/R·P·w"
         costs.append(Cost("DDP", held=gradients, sent=sent, why=why))
     if run.strategy == "fsdp2":
+        # While one block is computed the next is gathered, and one block's gradients wait to be reduced.
         around = computed * (3 * shape.block + shape.embeddings)
+        # Forward and backward gather blocks once each; what lies outside blocks stays gathered; gradients are
+        # scattered once.
         passes = computed * (2 * shape.matrices + shape.embeddings + learned)
         why = "two gathered blocks, gradients of one, what lies outside blocks; (R-1)/R·c·(2·P_blocks + P_rest + P)·A"
         costs.append(Cost("FSDP2", during=around, sent=run.accumulate * run.ring(passes), why=why))

@@ -43,20 +43,24 @@ def _recomputed(config: Any, shape: ModelShape, run: PlannedRun) -> float:
     if run.attention == "eager":
         whole += _KEPT_OF_A_SCORE * run.compute_bytes * run.tokens * run.seq_len * shape.heads
     given = run.compute_bytes * run.tokens * shape.hidden  # what goes from block to block
+    # Each block's input, and one block in full while it is computed again.
     least = float(count * given + whole)
     if config is None or config.policy in ("sublayer", "stage"):
         return float(count * whole)
     if config.policy == "selective":
         return _SELECTIVE_SHARE * count * whole
     if config.policy == "sqrt":
+        # Chen et al. (2016, arXiv:1604.06174): sqrt(L) segments keep their inputs, one is there in full.
         segments = max(1, round(math.sqrt(count)))
         return float(segments * given + math.ceil(count / segments) * whole)
     if config.policy == "every_k":
+        # Every k-th block is computed again: the others stay, plus one in full.
         chosen = -(-count // config.k)
         return float((count - chosen + 1) * whole + chosen * given)
     if config.policy == "block":
         return least
     number, unit = config.budget
+    # A budget is what it says, unless everything takes less.
     wanted = {"fraction": number * count * whole, "bytes": number, "least": least}[unit]
     return min(float(count * whole), float(wanted))
 

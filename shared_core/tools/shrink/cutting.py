@@ -38,6 +38,7 @@ class Selection:
     def choose(self, name: str, count: int) -> Mask:
         """Return `count` of a group's removable units: first those that leave nothing to fold, then by position."""
         removable = np.flatnonzero(self.removable[name])
+        # Stable, and units with nothing to fold first: those leave every bias as it is, so rounding changes nothing.
         order = np.argsort(self.costly[name][removable], kind="stable")
         chosen = np.zeros(len(self.removable[name]), dtype=bool)
         chosen[removable[order[:count]]] = True
@@ -63,6 +64,7 @@ def select(traced: Traced, biases: Mapping[str, str | None], *, create_biases: b
             reason = group.reason_kept if removable.any() else None
             removable[:] = False
         elif removable.all():
+            # A layer without units has no shape that a model could be built with.
             removable[0] = False
             reason = "every unit of it is zero: one is kept"
         if reason:
@@ -75,17 +77,24 @@ def _of_group(
     traced: Traced, group: ChannelGroup, biases: Mapping[str, str | None], create_biases: bool
 ) -> tuple[Mask, Mask, str | None]:
     tracer = traced.tracer
+    # By unit. blocked: it reaches a sum with a value that depends on the input. costly: a constant other than 0
+    # reaches one.
     blocked, costly, summed = (np.zeros(group.units, dtype=bool) for _ in range(3))
     no_bias = np.zeros(group.units, dtype=bool)
     for part in group.slices:
+        # Each position has a number in the tracer; (units, positions of a unit) of this slice's axis.
         ids = tracer.positions.axes[part.tensor, part.axis].start + part.positions
         is_summed, constant = tracer.is_summed[ids], tracer.constant_of[ids]
         summed |= is_summed.any(1)
+        # NaN in constant_of means "not constant".
         blocked |= (is_summed & np.isnan(constant)).any(1)
         left = (is_summed & (constant != 0) & ~np.isnan(constant)).any(1)
         costly |= left
+        # A constant may go only if the layer that sums it up has, or can get, a bias to add it to.
         if part.tensor not in biases or (biases[part.tensor] is None and not create_biases):
             no_bias |= left
+    # Dead: everywhere that it is summed up, a known constant arrives. What is never summed (a normalised width, say)
+    # is not known to go.
     dead = summed & ~blocked
     reason = None
     if (dead & no_bias).any():
@@ -119,6 +128,8 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
             raise ConfigError("shrink", f"keep[{name!r}] must keep at least one unit, got none")
         gone = ~mask.cpu().numpy()
         for part in group.slices:
+            # Outputs and norms only: a unit whose outgoing weights are zero as well would not be cheaper, and the
+            # readers' weights go with it when it is cut.
             if part.role in ("out", "norm"):
                 tensor = changed.setdefault(part.tensor, state[part.tensor].clone())
                 tensor.index_fill_(part.axis, _index(part, gone, tensor), 0)
@@ -135,6 +146,7 @@ Plan = dict[str, Mask]
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return by every name in the state dict the first name of the same tensor."""
+    # By identity: tied names lead to the first one, under which a tensor is cut once.
     first: dict[Tensor, str] = {}
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(tensor, name) for name, tensor in tensors}
@@ -173,7 +185,9 @@ def cut_state(
         for part in groups[name].slices:
             positions = part.positions[units].reshape(-1)
             gone[part.tensor, part.axis].append(positions)
+    # All constants first, over uncut weights: cutting moves positions.
     for (tensor, axis), found in gone.items():
+        # A position may be in several groups' plans.
         positions = np.unique(np.concatenate(found))
         _fold(state, changed, traced, tensor, axis, positions, biases)
     for (tensor, axis), found in gone.items():
@@ -197,12 +211,14 @@ def _fold(
     constant = np.where(tracer.is_summed[ids], tracer.constant_of[ids], 0.0)
     if not constant.any() or tensor not in biases:
         return
+    # sum over removed inputs j of constant_j * W[:, j] is what they added to every output; it goes into the bias.
     weight = state[tensor].double().movedim(axis, 0)[torch.from_numpy(positions).to(state[tensor].device)]
     added = torch.tensordot(torch.from_numpy(constant).to(weight), weight, dims=1)
     if weight.ndim > 2:  # a kernel's places all see the constant
         added = added.flatten(1).sum(1)
     name = biases[tensor] or tensor.removesuffix("weight") + "bias"
     old = changed.get(name, state.get(name))
+    # In float64: many small addends. The new bias has the weight's dtype, as the layer computes in it.
     changed[name] = (added if old is None else old.double() + added).to(state[tensor].dtype)
 
 
@@ -226,6 +242,8 @@ def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
                 continue
             if first not in made:
                 grad = parameter.requires_grad if parameter is not None else True
+                # A new Parameter, as torch does not let a shape change in place; once for all its names, so that ties
+                # stay.
                 made[first] = nn.Parameter(changed[first].clone(), requires_grad=grad)
             module._parameters[name] = made[first]
             touched = True
@@ -242,6 +260,7 @@ def _tell_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
     if isinstance(module, nn.RNNBase):
         module.input_size = int(module._parameters["weight_ih_l0"].shape[1])  # type: ignore[union-attr]
         module.hidden_size = int(module._parameters["weight_hh_l0"].shape[1])  # type: ignore[union-attr]
+        # torch reads sizes from attributes and weights from this list, both made in __init__.
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
         return
     weight = module._parameters.get("weight")
@@ -254,14 +273,17 @@ def _tell_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
     if isinstance(module, nn.Linear):
         target.out_features, target.in_features = shape
     elif isinstance(module, nn.modules.conv._ConvTransposeNd):
+        # (in, out / groups, ...) of a transposed convolution, (out, in / groups, ...) of another one.
         target.in_channels, target.out_channels = shape[0], shape[1] * module.groups
     elif isinstance(module, nn.modules.conv._ConvNd):
         if module.groups > 1:
+            # A grouped convolution loses whole groups: as many as its outputs shrink by.
             target.groups = shape[0] * module.groups // was[0]
         target.out_channels, target.in_channels = shape[0], shape[1] * module.groups
     elif isinstance(module, nn.modules.batchnorm._NormBase):
         target.num_features = shape[0]
     elif isinstance(module, nn.GroupNorm):
+        # Channels of a group stay as they are; the number of groups shrinks with them.
         target.num_groups = shape[0] * module.num_groups // was[0]
         target.num_channels = shape[0]
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -289,11 +311,13 @@ def tell_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan)
         outer = [part for part in group.slices if part.role in ("out", "in")]
         widths = {part.positions.shape[1] * group.units for part in outer}
         left = group.units - int(units.sum())
+        # An attention module is what its projections have in common, or what holds one of them.
         owners = {tuple(_common_prefix([part.tensor.split(".") for part in outer]))}
         owners |= {tuple(part.tensor.split(".")[:-2]) for part in outer if part.role == "out"}
         for owner in owners:
             module = model.get_submodule(".".join(owner))
             for key, value in vars(module).items():
+                # Numbers of heads have "head" in their name, widths do not: both shrink by the same share.
                 counts = "head" in key and not any(word in key for word in ("dim", "size", "width"))
                 if type(value) is int and value and (value in widths or (counts and value % group.units == 0)):
                     setattr(module, key, value * left // group.units)

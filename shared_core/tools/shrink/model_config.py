@@ -55,10 +55,12 @@ def changed_config(config: Any, values: Mapping[Path, Any]) -> Any:
 def numbers(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the path and value of every whole number above 1, of lists' too, and of widths that are left to default."""
     for name, value in vars(config).items():
+        # Token ids and indices are whole numbers too, and no widths.
         if name.startswith("_") or name.endswith(("_id", "_ids", "_index")):
             continue
         path = (*prefix, name)
         if isinstance(value, bool):
+            # bool is an int.
             continue
         if (isinstance(value, int) and value > 1) or (value is None and name in _WIDTHS_BY_DEFAULT):
             yield path, value
@@ -83,6 +85,8 @@ def ratios(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, float]]:
 
 def explicit_head_sizes(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield a head size for every configuration that would otherwise divide the width by the number of heads."""
+    # A config without head_dim divides the width by the number of heads: fewer heads would make each wider. Told
+    # explicitly, heads can go one by one.
     if hasattr(config, "head_dim") and config.head_dim is None:
         width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
         if isinstance(width, int) and isinstance(heads, int) and heads:
@@ -110,6 +114,7 @@ class Knob:
 
 def built_shapes(model: nn.Module, config: Any) -> Shapes:
     """Return the shapes of a model of the same class and another configuration, built on no device."""
+    # On meta: shapes without memory. Forked: initialisation draws numbers also there.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a number that is tried may make an empty tensor
         made: Any = type(model)(config)
@@ -140,9 +145,12 @@ def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup
         for part in group.slices:
             holders.setdefault((part.tensor, part.axis), []).append((group.name, part.positions.shape[1]))
     counts: dict[str, int] = {}
+    # A place that one group holds alone tells how many units of that group are gone.
     for place, difference in differing.items():
         if len(held := holders.get(place, [])) == 1:
             counts.setdefault(held[0][0], difference // held[0][1])
+    # Then every place, also those of several groups, must have changed by exactly what these counts say; and no place
+    # else.
     for place in set(differing) | {place for place, held in holders.items() if any(name in counts for name, _ in held)}:
         if differing.get(place, 0) != sum(counts.get(name, 0) * size for name, size in holders.get(place, [])):
             return None
@@ -160,6 +168,7 @@ class KnobSearch:
 
     def __init__(self, model: nn.Module, groups: Mapping[str, ChannelGroup], ties: Mapping[str, str]) -> None:
         self._model, self._groups = model, groups
+        # By first names: tied weights have one shape.
         self._names = {name for name in model.state_dict() if ties.get(name, name) == name}
         self.base: dict[Path, Any] = dict(explicit_head_sizes(model.config))
         self.refusals: dict[str, str] = {}
@@ -172,6 +181,7 @@ class KnobSearch:
     def _shapes(self, values: Mapping[Path, Any]) -> Shapes | None:
         try:
             config = changed_config(self._model.config, {**self.base, **values})
+            # from_dict may compute further fields: the saved config must give these shapes, not only this object.
             if hasattr(config, "from_dict"):  # as saving and loading will
                 config = type(config).from_dict(config.to_dict())
             shapes = built_shapes(self._model, config)
@@ -198,12 +208,16 @@ class KnobSearch:
         """Yield what narrows a group: single numbers, then pairs of numbers of heads, then pairs of equal widths."""
         for paths in self._combinations(group):
             extra = self._head_size(paths) if group.kind in ("head", "width") else {}
+            # A width of n * units falls by n for each unit: 4h for an intermediate size, 1 for a number of heads.
             steps = tuple((path, value, value // group.units or 1) for path, value in paths)
             for factor in self._factors(group, paths):
                 found = self._probe(tuple((path, value, step * factor) for path, value, step in steps), extra)
                 if found is not None and group.name in found:
+                    # Several units at a time were needed, and the model loses a number that is no multiple: no whole
+                    # step.
                     if any(count % factor for count in found.values()):
                         break
+                    # Whether a head size had to be given as well.
                     self._extra[steps] = extra if self._needs_extra else {}
                     yield Knob(steps, {name: count // factor for name, count in found.items()})
                     break
@@ -215,11 +229,13 @@ class KnobSearch:
         of_heads = all("head" in str(path[-1]) for path, _ in paths)
         if group.kind not in ("head", "width") or of_heads != (group.kind == "head"):
             return [1]
+        # Divisors that models ask for: hidden sizes by heads, heads by groups of key-value heads.
         return sorted(
             {factor for factor in (1, 2, 3, 4, 8, group.units // 4, group.units // 2) if 0 < factor < group.units}
         )
 
     def _probe(self, steps: tuple[tuple[Path, int, int], ...], extra: dict[Path, int]) -> dict[str, int] | None:
+        # Building a model takes long, and groups share numbers.
         if steps not in self._probed:
             self.error = ""
             values = {path: value - step for path, value, step in steps}
@@ -238,11 +254,13 @@ class KnobSearch:
             # other numbers than heads can have the same effect on shapes, not on the outputs
             and not (group.kind == "head" and str(path[-1]).endswith(_HEAD_SIZES))
         ]
+        # Numbers of query and key-value heads often have to fall together.
         heads = [(path, value) for path, value in singles if "head" in str(path[-1]) and value % group.units == 0]
         yield from ((single,) for single in singles)
         yield from itertools.combinations(heads, 2)
         if group.kind != "head":
             equal = [(path, value) for path, value in singles if value == group.units]
+            # Bounded: pairs of equal widths grow with the square.
             yield from itertools.combinations(equal[:8], 2)
 
     def _head_size(self, paths: tuple[tuple[Path, int], ...]) -> dict[Path, int]:
@@ -260,15 +278,20 @@ class KnobSearch:
     def ratio(self, group: ChannelGroup, share: float) -> tuple[Path, float, dict[str, int]] | None:
         """Return (path, value, units removed by group) of a ratio of widths that leaves at least `share` of a group."""
         for path, value in ratios(self._model.config):
+            # From the share that must stay upwards: the first that works removes the most.
             tries: list[float] = [value * (share + (1 - share) * part / 16) for part in range(16)]
             if isinstance(value, int):
+                # A whole ratio may have to stay one.
                 tries += [whole for whole in range(math.ceil(value * share - 1e-6), value)]
             for wanted in tries:
                 found = self.removes({path: wanted})
+                # 1e-6: a share that is exact in the config may not be in floating point.
                 if found and group.name in found and found[group.name] <= group.units * (1 - share) + 1e-6:
                     return path, wanted, found
+                # This ratio is of other layers.
                 if found is not None and group.name not in found:
                     break
+                # Fractions are refused altogether, as the first one was.
                 if found is None and wanted == tries[0] and not isinstance(value, int):
                     break
         return None
@@ -285,6 +308,7 @@ def changes(work: Work) -> list[Change]:
     """
     groups = work.selection.groups
     search = KnobSearch(work.model, groups, work.ties)
+    # A config that does not even describe the model as it is cannot describe a smaller one.
     if not search.describes_itself():
         raise CompatibilityError(
             "shrink",
@@ -299,6 +323,7 @@ def changes(work: Work) -> list[Change]:
         change = _change(work, search, group)
         if change is None:
             continue
+        # One number may narrow several groups: they are handled with it.
         handled |= set(change.plan)
         found.append(change)
         for other, units in change.plan.items():
@@ -336,7 +361,9 @@ def _limit(work: Work, search: KnobSearch, knob: Knob) -> str:
 
 
 def _by_knob(work: Work, search: KnobSearch, knob: Knob) -> Change | None:
+    # As many steps as the group with the fewest removable units allows.
     most = min(work.allowed(name) // count for name, count in knob.removes.items())
+    # Down from the most: not every number is possible (heads must divide widths). 64 tries bound the time of it.
     for steps in range(most, max(0, most - 64), -1):
         values = search.values(knob, steps)
         found = search.removes(values)
@@ -361,6 +388,7 @@ def _by_ratio(work: Work, search: KnobSearch, name: str) -> Change | None:
         if all(work.allowed(other) >= count for other, count in counts.items()):
             plan = {other: work.selection.choose(other, count) for other, count in counts.items()}
             return Change(_dotted(path), plan, {path: value})
+        # Others lose more than they have: the ratio must stay larger, and the search starts over.
         share = max(1 - work.allowed(other) / work.selection.groups[other].units for other in counts)
         if share >= 1:
             return None
@@ -373,13 +401,16 @@ def builder(work: Work) -> Callable[[list[Change]], nn.Module]:
     def build(changes: list[Change]) -> nn.Module:
         values = {path: value for change in changes for path, value in change.values.items()}
         changed, norms = work.cut(joined(changes))
+        # A narrower RMS norm has another epsilon: see `Rescale`.
         values |= dict(_epsilons(work.model.config, norms))
         config = changed_config(work.model.config, values)
+        # Initialised and then overwritten: numbers that it draws must not shift the caller's generator.
         with torch.random.fork_rng(devices=[]):
             smaller: Any = type(work.model)(config)
         state = {**work.state, **changed}
         full = {name: state[work.ties.get(name, name)] for name in work.model.state_dict()}
         places = dict(smaller.named_parameters()) | dict(smaller.named_buffers())
+        # Of the state's dtypes before loading: load_state_dict would cast values to those of the fresh model.
         for name, tensor in places.items():
             if name in full:
                 tensor.data = tensor.data.to(full[name].dtype)
@@ -408,6 +439,7 @@ def _like(new: nn.Module, old: nn.Module) -> None:
 
 def _epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
     """Yield the configuration's epsilons that are those of narrowed norms."""
+    # By value: configs call epsilons by many names.
     wanted = {norm.eps: norm.new_eps for norm in norms}
     for name, value in vars(config).items():
         if isinstance(value, float) and "eps" in name and value in wanted:

@@ -131,12 +131,14 @@ def shrink(
         raise CompatibilityError(
             "shrink", f"from_config needs a model built from its config, got {type(model).__name__}", "leave it out"
         )
+    # A mask that is given is put into the weights as zeros first: from there on both ways are one.
     if keep is not None:
         groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}
         model = replaced(model, masked_state(model, groups, keep))
     traced = trace(model, example_inputs, constants=True)
     biases = bias_names(model)
     selection = select(traced, biases, create_biases=not described)
+    # Constants are known, but norms over a width are not sums: these need their own answer.
     for name, reason in why_not_narrow(model, traced, allow_inexact).items():
         if selection.removable[name].any():
             selection.reasons[name] = reason
@@ -156,6 +158,7 @@ def _accepted(
         return [], copy.deepcopy(work.model), 0.0
     expected = measuring.outputs(work.model, work.example_inputs)
 
+    # What cannot be built, run or compared is a reason, not an error: other changes may still be possible.
     def attempt(tried: list[Change]) -> tuple[nn.Module, float] | str:
         try:
             smaller = build(tried)
@@ -163,10 +166,12 @@ def _accepted(
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
             told = (str(error).splitlines() or [type(error).__name__])[0]
             return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
+        # `not <=` catches NaN. Inexact changes were asked for, and are told in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):
             return f"without them the outputs differ by {gap:.1e}"
         return smaller, gap
 
+    # All together first, which nearly always holds. Else one by one, so that one bad change does not cost the others.
     whole = attempt(changes)
     if not isinstance(whole, str):
         return changes, *whole

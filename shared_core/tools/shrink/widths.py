@@ -41,11 +41,14 @@ class Rescale:
     @property
     def new_eps(self) -> float:
         """ε of the narrower norm."""
+        # An RMS norm over d positions of which k are zero: mean of squares over d' = d - k is d / d' times larger, so
+        # x / sqrt(ms + eps) keeps its value if eps becomes eps d / d' and gamma is multiplied by sqrt(d / d').
         return self.eps * self.before / self.after
 
     def scaled(self, weight: Tensor) -> Tensor:
         """Return γ of the narrower norm."""
         factor = math.sqrt(self.before / self.after)
+        # Norms that compute (1 + gamma) store gamma less one: the factor is of the sum.
         return ((weight.double() + self.offset) * factor - self.offset).to(weight.dtype)
 
 
@@ -55,11 +58,14 @@ def why_not_narrow(model: nn.Module, traced: Traced, allow_inexact: bool) -> dic
     for group in traced.groups:
         if group.kind != "width" or group.reason_kept is not None:
             continue
+        # The numbers of all positions of this group, in whatever tensor.
         own = np.unique(np.concatenate(traced.unit_ids[group.name]))
         for norm in traced.tracer.norms:
             if not np.isin(norm.label.reshape(-1).cpu().numpy(), own).any():
                 continue
             module = model.get_submodule(norm.module)
+            # A layer norm subtracts a mean, which removed positions belong to, even as zeros: only that of all
+            # positions is right.
             if norm.kind == "layer" or isinstance(module, nn.LayerNorm):
                 if not allow_inexact:
                     reasons[group.name] = (
@@ -80,6 +86,7 @@ def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
         return []
     removed = np.unique(np.concatenate(gone))
     components = traced.components
+    # Positions that must be equal share a component: removing one removes all of them.
     removed = np.unique(components[removed])
     found: dict[str, Rescale] = {}
     for norm in traced.tracer.norms:
@@ -124,6 +131,7 @@ def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
     for name, module in new.named_modules():
         for attribute in _EPS:
             value = getattr(module, attribute, None)
+            # Those of norms that are not narrowed must be unchanged.
             expected = wanted.get(name, getattr(old.get_submodule(name), attribute, None))
             if isinstance(value, float) and isinstance(expected, float) and not math.isclose(value, expected):
                 raise CompatibilityError(
@@ -141,6 +149,7 @@ def _offset(module: nn.Module) -> float | None:
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
         return None
     eps = torch.finfo(weight.dtype).eps if eps is None else eps
+    # Random numbers and a small row: gamma, its offset and the place of epsilon all show in the output.
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(4, len(weight), generator=generator).to(weight)
     tensor[1] *= 1e-3  # the place of epsilon shows where the values are small
@@ -149,6 +158,7 @@ def _offset(module: nn.Module) -> float | None:
     except (RuntimeError, TypeError, ValueError):
         return None
     wide = tensor.double()
+    # The definition in float64; an offset of 1 is Gemma's (1 + gamma).
     normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     tolerance = 1e-2 if weight.dtype in (torch.float16, torch.bfloat16) else 1e-4
     for offset in (0.0, 1.0):
@@ -193,6 +203,7 @@ class Work:
         self.model, self.example_inputs, self.traced, self.selection = model, example_inputs, traced, selection
         self.biases, self.multiple_of = biases, multiple_of
         self.ties = tied_names(model)
+        # Tied tensors once: both names would be cut.
         self.state = {name: tensor for name, tensor in model.state_dict().items() if self.ties.get(name, name) == name}
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.tolerance = _TOLERANCE.get(dtype, 1e-5)
@@ -205,6 +216,8 @@ class Work:
         """Return how many units of a group may go, with a multiple of `multiple_of` left."""
         removable, group = self.selection.removable[name], self.selection.groups[name]
         count = int(removable.sum())
+        # Widths that kernels like: units that could go stay, so that a multiple is left. Heads are counted, not
+        # aligned.
         if group.kind in ("neuron", "channel") and self.multiple_of > 1:
             left = -(-(group.units - count) // self.multiple_of) * self.multiple_of
             count = max(0, group.units - left)

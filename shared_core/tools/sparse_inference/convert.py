@@ -49,10 +49,12 @@ class SparseSpeed:
     @property
     def break_even(self) -> float:
         """The density at which both are equally fast; 0 where sparse is never faster, at most the last measured."""
+        # Densities rise, speed-ups fall. Not faster at the lowest density: never.
         if self.speedups[0] <= 1:
             return 0.0
         for i in range(1, len(self.densities)):
             if self.speedups[i] <= 1:
+                # Log-linear between two measured densities: the point where the logarithm of the speed-up is 0.
                 above, below = math.log(self.speedups[i - 1]), math.log(self.speedups[i])
                 return _between(self.densities[i - 1], self.densities[i], above / (above - below))
         return self.densities[-1]
@@ -63,6 +65,7 @@ class SparseSpeed:
             return self.speedups[0]
         for i in range(1, len(self.densities)):
             if density <= self.densities[i]:
+                # Speed is about a power of density: straight in logarithms.
                 low, high = math.log(self.densities[i - 1]), math.log(self.densities[i])
                 part = (math.log(density) - low) / (high - low)
                 return _between(self.speedups[i - 1], self.speedups[i], part)
@@ -118,6 +121,7 @@ def _measured(
     num_outputs: int, num_inputs: int, batch: int, layout: Layout, block: int | None, dtype: torch.dtype,
     densities: tuple[float, ...], clock: Callable[[], float], num_threads: int,
 ) -> SparseSpeed:  # fmt: skip
+    # Kept by shape, threads and dtype: a model has many layers of one shape, and a measurement takes a second.
     generator = torch.Generator().manual_seed(0)
     dense = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
@@ -131,11 +135,14 @@ def _measured(
     seconds: list[float] = []
     with torch.inference_mode():
         for density in densities:
+            # Whole blocks live or die, as a pattern of blocks has it.
             keep = (tiles < density).repeat_interleave(side, 0).repeat_interleave(side, 1)
             sparse = SparseLinear((weight * keep).to(dtype), bias, layout, block)
             dense_seconds, sparse_seconds = _in_turn(dense, sparse, x, clock)
             seconds += dense_seconds
+            # The median of quotients, each of two runs after one another: a machine that is busy slows both.
             speedups.append(statistics.median(a / b for a, b in zip(dense_seconds, sparse_seconds, strict=True)))
+            # Denser ones are slower still.
             if speedups[-1] <= 1:
                 break
     return SparseSpeed(densities[: len(speedups)], tuple(speedups), statistics.median(seconds), num_threads)
@@ -145,8 +152,10 @@ def _in_turn(
     dense: nn.Module, sparse: nn.Module, x: Tensor, clock: Callable[[], float]
 ) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
+    # The first call of each builds buffers.
     dense(x), sparse(x)
     spent = 0.0
+    # In turn, so that clocks and caches are the same for both.
     while len(times[0]) < _FEWEST or (spent < _SECONDS and len(times[0]) < _MOST):
         for layer, its_times in zip((dense, sparse), times, strict=True):
             start = clock()
@@ -244,6 +253,7 @@ def sparse_layers(
     made: dict[nn.Module, nn.Module] = {}
     for name, module, why in found:
         weight = module.weight.detach()
+        # Weights that are zero, whatever mask made them.
         density = int(weight.count_nonzero()) / weight.numel()
         shape = (module.out_features, module.in_features)
         if why:
@@ -252,6 +262,7 @@ def sparse_layers(
         forms: tuple[Layout, ...] = ("csr", "bsr") if layout == "auto" else (layout,)
         candidates = [_candidate(name, weight, form, density, batch, max_density, block) for form in forms]
         able = [choice for choice in candidates if choice.layout != "dense"]
+        # Without a measurement (max_density given) all that fit are equal.
         best = max(able, key=lambda choice: choice.speedup or 1.0) if able else candidates[0]
         choices.append(best)
         if best.layout != "dense":
@@ -274,6 +285,7 @@ def _candidate(
             return LayerChoice(name, shape, density, "dense", "its zeros do not fill blocks of 4 to 32; take csr")
         if shape[0] % size or shape[1] % size:
             return LayerChoice(name, shape, density, "dense", f"blocks of {size}x{size} do not divide its shape")
+        # A block is stored whole: zeros in it cost as much as weights.
         stored = float(_tiles(weight, size).float().mean())
     speed: SparseSpeed | None = None
     if max_density is None:
@@ -285,6 +297,7 @@ def _candidate(
     limit = speed.break_even if speed else cast("float", max_density)
     speedup = speed.at(stored) if speed else None
     why = ""
+    # not <, so that NaN leaves the layer dense.
     if not stored < limit:
         why = f"density {stored:.3g} is not below {limit:.3g}" + (f", where {layout} breaks even" if speed else "")
     return LayerChoice(name, shape, density, "dense" if why else layout, why, stored, limit, speedup)
@@ -303,6 +316,7 @@ def _block(weight: Tensor, block: int | None) -> int | None:
     for size in BLOCKS:
         if weight.shape[0] % size == 0 and weight.shape[1] % size == 0:
             stored = int(_tiles(weight, size).count_nonzero()) * size * size
+            # Larger blocks multiply faster, if they store at most a quarter more.
             if stored <= _PADDING * num_live:
                 return size
     return None
@@ -361,6 +375,7 @@ def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStr
     """
     layer = SemiStructuredLinear(module.weight, module.bias, compress)
     generator = torch.Generator(device=module.weight.device).manual_seed(0)
+    # Drawn in float32 and rounded: bfloat16 has no generator of its own on every device.
     probe = torch.randn(
         32, module.in_features, generator=generator, device=module.weight.device, dtype=torch.float32
     ).to(module.weight.dtype)
@@ -379,6 +394,7 @@ def _linears(
     if isinstance(model, nn.Linear):
         raise ConfigError(where, "model must hold its layers, got a linear layer itself", "wrap it in nn.Sequential")
     holders: dict[Tensor, int] = {}
+    # A weight that two modules hold would be stored twice as sparse.
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -40,6 +40,7 @@ class DenseStateDict(nn.Module):
         key = f"{prefix}weight"
         others = {name: tensor for name, tensor in state_dict.items() if name != key}
         weight = state_dict.get(key)
+        # Without the weight, which torch would look for among parameters.
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         missing_keys[:] = [name for name in missing_keys if name != key]
         shape = (self.out_features, self.in_features)
@@ -76,6 +77,7 @@ class SparseLinear(DenseStateDict):
         self.crow_indices: Tensor
         self.col_indices: Tensor
         self.values: Tensor
+        # Buffers that follow the model to a device; not persistent, as the state dict holds the dense weight.
         for name in ("crow_indices", "col_indices", "values"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         # its type is the dense weight's, and follows model.half() and the like
@@ -98,6 +100,7 @@ class SparseLinear(DenseStateDict):
     def set_weight(self, weight: Tensor) -> None:
         """Take a dense weight; what of it is not zero is stored."""
         weight = weight.to(self.dtype)
+        # MKL has no 16-bit product: values are held in float32, and outputs rounded to the layer's dtype.
         if self.dtype not in _COMPUTED:
             weight = weight.float()
         sparse = weight.to_sparse_bsr((self.block, self.block)) if self.block else weight.to_sparse_csr()
@@ -121,6 +124,7 @@ class SparseLinear(DenseStateDict):
         shape = (self.out_features, self.in_features)
         return torch.sparse_compressed_tensor(
             self.crow_indices, self.col_indices, self.values, shape, layout=_LAYOUTS[self.layout],
+            # They were checked when the weight was taken; a check at each product costs as much as the product.
             check_invariants=False,
         )  # fmt: skip
 
@@ -128,6 +132,8 @@ class SparseLinear(DenseStateDict):
         """Return the layer's output, in the type that a dense layer's would have."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
+            # The product must not run under autocast: it would cast the values. A dense layer would take the input in
+            # this dtype.
             with torch.autocast(kind, enabled=False):
                 return self._output(input.to(torch.get_autocast_dtype(kind)))
         return self._output(input)
@@ -141,6 +147,7 @@ class SparseLinear(DenseStateDict):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # model.half() also reaches the buffers: values go back to what MKL computes in.
         if self.values.is_floating_point() and self.values.dtype not in _COMPUTED:
             self.values = self.values.float()
         return self
@@ -181,6 +188,7 @@ class SemiStructuredLinear(DenseStateDict):
 
     def set_weight(self, weight: Tensor) -> None:
         """Take a dense weight of a 2:4 pattern."""
+        # What is loaded follows the parameter that is here, device and dtype.
         held = self._parameters.get("weight")
         if held is not None:
             weight = weight.to(device=held.device, dtype=held.dtype)

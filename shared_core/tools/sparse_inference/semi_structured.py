@@ -62,12 +62,17 @@ def pack_two_four(weight: Tensor) -> tuple[Tensor, Tensor]:
             "pack_two_four", "of four neighbours at most two must not be zero", "prune with nm_mask first"
         )
     groups = weight.reshape(-1, 4)
+    # Zeros get a positive key by place, others 0: a stable sort puts the live ones first, then zeros in CUTLASS's
+    # order.
     order = torch.tensor([_FILL.index(place) + 1 for place in range(4)], device=weight.device)
+    # At most two live: the first two places are those, filled up with zeros, in rising order.
     places = groups.eq(0).long().mul_(order).argsort(dim=1, stable=True)[:, :2].sort(dim=1).values
     values = groups.gather(1, places).view(weight.shape[0], -1)
+    # Four bits a group of four: two places of two bits. Four groups make a word of 16 bits.
     bits = (places[:, 0] | places[:, 1] << 2).view(weight.shape[0], -1, 4)
     shifts = torch.tensor([0, 4, 8, 12], device=weight.device)
     words = (bits << shifts).sum(2)
+    # torch has no uint16 arithmetic: the upper half of its range is the negative numbers of int16.
     return values, torch.where(words < 1 << 15, words, words - (1 << 16)).to(torch.int16)
 
 
@@ -94,6 +99,7 @@ def unpack_two_four(values: Tensor, metadata: Tensor) -> Tensor:
             f"and {tuple(values.shape)}",
         )
     shifts = torch.arange(0, 16, 2, device=values.device)
+    # & binds after >>: eight fields of two bits a word.
     places = (metadata.long().unsqueeze(2) >> shifts & 0b11).view(-1, 2)
     groups = values.new_zeros(places.shape[0], 4)
     groups.scatter_(1, places, values.reshape(-1, 2))
