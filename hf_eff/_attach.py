@@ -51,6 +51,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
             f"attach must come before train, got a trainer that {when}",
             "construct another one and attach to that",
         )
+    # Flags count once: the first driver of a trainer takes them, later ones find them taken.
     args: Any = trainer.args
     flags = args.recipe if isinstance(args, EffFlags) else None
     if flags is not None and not (session_callback and session_callback.args_recipe is not None):

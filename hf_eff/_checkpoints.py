@@ -77,8 +77,10 @@ def damage(folder: Path) -> str | None:
     shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
     shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed's, beside which stage 3 saves no model
     try:
+        # The list first: it has a checksum of each file, and says by itself whether the writer was stopped.
         if reason := damage_by_list(folder, functools.partial(_is_replaced, folder)):
             return reason
+        # A folder of shards, or of adapters alone, holds no file of the whole model.
         if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
             open_ingredient(folder).close()
         for adapter in filter(Path.exists, (folder / name for name in _ADAPTER_FILES)):
@@ -94,6 +96,8 @@ def damage(folder: Path) -> str | None:
             folder / f"{FSDP_MODEL_NAME}.bin",
             folder / f"{OPTIMIZER_NAME}.bin",
         ):
+            # Not .safetensors, which were read above. Optimizer and scheduler are read too: a damaged one would end
+            # the resume.
             if file.is_file() and file.suffix in (".pt", ".pth", ".bin"):
                 if not zipfile.is_zipfile(file):
                     return f"{file.name} is truncated or not a checkpoint"
@@ -118,6 +122,8 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
     """
     folder = checkpoint_folder(trainer._get_output_dir(trial), trainer.state.global_step)
     state, is_new, is_whole = trainer.state, not folder.exists(), False
+    # Replaced on the instance and for this save: the Trainer writes its state last, then deletes older checkpoints,
+    # so the list has to be whole in between.
     write_state = state.save_to_json
 
     def write_state_and_list(path: str) -> None:
@@ -138,6 +144,7 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
     except BaseException:
         if is_whole:  # what came after, such as a push to the Hub, failed
             raise
+        # A half-written new folder is of no use; one that was there before is left, and marked as unfinished.
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         with named_failure(folder, "what was written of it is removed" if is_new else "it is not complete"):
@@ -177,11 +184,14 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
     """
     folders = [folder for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(folder) is not None]
     damaged: dict[Path, str] = {}
+    # From the newest: the first whole one wins.
     for folder in sorted(folders, key=lambda folder: step_of(folder) or 0, reverse=True):
         reason = damage(folder)
         if reason is None:
             return folder, damaged
         damaged[folder] = reason
+    # Only stopped writers: nothing was lost that had been saved. Real damage to all of them must not look like a new
+    # run.
     if not all(map(_was_cut_short, damaged)):
         lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
         raise CheckpointError("resume", f"{run} must hold a whole checkpoint, got {lines}")
@@ -215,6 +225,8 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
     if resume is None or resume is False:
         return None
     run = trainer._get_output_dir(trial)
+    # A folder of this very run, given by path, may be replaced by an earlier one of the run; any other is taken or
+    # refused.
     of_run = resume is True or Path(resume).absolute().parent == Path(run).absolute()
     if not of_run or (resume is not True and not _was_cut_short(Path(resume))):
         if broken := damage(Path(resume)):
@@ -266,6 +278,7 @@ class ModelWeights(Mapping[str, Tensor]):
         ingredient = open_ingredient(folder, alone=True)
         self._read: Callable[[str], Tensor] = ingredient.tensor
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        # A tied weight may be stored under another of its names.
         saved_under = {storage_key(value): name for name, value in state.items() if ingredient.has(name)}
         self._names = {
             name: name if ingredient.has(name) else saved_under.get(storage_key(value), "")
@@ -276,12 +289,14 @@ class ModelWeights(Mapping[str, Tensor]):
         """Whether the names in the file are not the model's."""
         if not lacking:
             return
+        # Else transformers' own renaming for files (experts, tied heads), name by name.
         found = {
             storage_key(state[name]): other for name in lacking if ingredient.has(other := saved_name(model, name))
         }
         self._names |= {name: found.get(storage_key(state[name]), "") for name in lacking}
         if all(self._names.values()):
             return
+        # Else through the class: names and pieces may be converted in ways that no single name shows.
         loaded, _ = _through_class(model, folder)  # without factors, which the class does not have
         unknown = next((name for name, source in self._names.items() if not source and name not in loaded), None)
         if unknown is not None:
@@ -322,6 +337,7 @@ class ModuleWeights(Mapping[str, Tensor]):
                 module = model.get_submodule(part.module)
             except AttributeError as error:
                 raise CheckpointError(folder, f"modules must be those of the model, got {part.module!r}") from error
+            # A module that wraps one transformers model saves that model's files.
             wrapped = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
             inner = wrapped[0] if len(wrapped) == 1 else ""
             weights = ModelWeights(folder / part.folder, module.get_submodule(inner))
@@ -358,6 +374,7 @@ def saved_name(model: nn.Module, name: str) -> str:
     """Return what transformers writes a tensor of a model as; its own name where more than the name would change."""
     if not isinstance(model, PreTrainedModel):
         return name
+    # An empty probe: the conversion is asked for the name alone.
     probe = torch.empty(0)
     try:
         found = revert_weight_conversion(model, {name: probe})
@@ -378,6 +395,7 @@ def own_weights(model: nn.Module, names: Collection[str], state: Mapping[str, Te
     own = {name if name in names else by_saved.get(name, name): value for name, value in state.items()}
     others = own.keys() - set(names)
     lacking = model.state_dict().keys() - own.keys()
+    # All names are known: nothing to convert.
     if not others or not lacking:
         return own
     loaded, left_over = _through_class(model, state)
@@ -395,6 +413,7 @@ def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tup
     report = logging.getLogger("transformers.modeling_utils")  # of what is new or left over: we look at that ourselves
     level = report.level
     report.setLevel(logging.ERROR)
+    # from_pretrained draws what is missing: forked, so that the caller's generator stays.
     try:
         with torch.random.fork_rng(devices=[]):
             loaded, info = stock.from_pretrained(
@@ -426,6 +445,7 @@ def load_renamed_(model: nn.Module, folder: Path) -> None:
 def gathered(session: Session, trainer: Trainer, **more: Any) -> dict[str, Any]:
     """Return the session's state and `more` with what the other processes hold otherwise; each must call it."""
     state = {**session.state_dict(), **more}
+    # Every process: own_state and own_buffers gather.
     if world_size() == 1:
         return state
     mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, trainer.model_wrapped)}
@@ -439,6 +459,7 @@ def load(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
         What was saved of this process, empty where another number did.
     """
     ranks = state.get("ranks", ())
+    # Another number of processes: what each held for itself has no place now.
     if len(ranks) != world_size():
         session.load_state_dict(state)
         if max(len(ranks), 1) != world_size():

@@ -22,6 +22,8 @@ def forget_optimizer(trainer: Trainer) -> None:
     """Have the trainer make its optimizer anew where the model has other parameters than when it made one."""
     if trainer.optimizer is None:
         return
+    # An optimizer that was made for another model of the same run (model_init, techniques added): its groups lack
+    # parameters.
     held = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
     if any(weight.requires_grad and id(weight) not in held for weight in cast(Any, trainer.model).parameters()):
         trainer.optimizer = None
@@ -29,6 +31,7 @@ def forget_optimizer(trainer: Trainer) -> None:
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the torch optimizer inside accelerate's wrappers."""
+    # accelerate may wrap more than once.
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return cast(torch.optim.Optimizer, optimizer)
@@ -83,6 +86,7 @@ def check_sharding(trainer: Trainer) -> None:
             f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED",
         )
+    # accelerate's environment asks for FSDP as well as the flags.
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
         raise CompatibilityError(
@@ -102,6 +106,7 @@ def check_output_folder(args: TrainingArguments) -> None:
     if not args.should_save:
         return
     try:
+        # A real file: permissions of folders do not tell of full or read-only file systems.
         os.makedirs(str(args.output_dir), exist_ok=True)
         with tempfile.TemporaryFile(dir=args.output_dir):
             pass

@@ -42,6 +42,8 @@ class EpochEnd:
     def state(self) -> dict[str, Any]:
         """Return whether an epoch's end is yet to come, and the loss that is not logged yet."""
         trainer, state = self._trainer, self._trainer.state
+        # A whole number of epochs, or the last step: the trainer saved in `step end`, and what an epoch's end does
+        # was yet to come.
         is_last = float(state.epoch or 0.5).is_integer() or 0 < state.max_steps <= state.global_step
         norm, rate = self._figures
         return {
@@ -67,6 +69,7 @@ class EpochEnd:
         self.is_silent = is_over and not self.is_due
         self.is_due &= not is_over  # the trainer ends an epoch without steps by itself
         self._figures = saved["grad_norm"], saved["learning_rate"]
+        # The sum of losses since the last log: the next entry's mean must include those before the stop.
         trainer._tr_loss = saved["loss"].to(trainer.args.device)
         trainer._globalstep_last_logged = saved["logged_at"]
         trainer._total_loss_scalar -= trainer._tr_loss.item()  # the mean that `train` returns is of its own steps
@@ -79,8 +82,10 @@ class EpochEnd:
         """
         trainer: Any = self._trainer
         self.is_due = False
+        # Generators as they were at saving: the evaluation that follows draws from them.
         restore()
         control = trainer.control
+        # Flags that `on_epoch_end` of the trainer's own callbacks sets anew.
         control.should_log = control.should_evaluate = control.should_save = False
         trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, control)
         epoch = int(trainer.state.epoch) - 1
@@ -95,6 +100,7 @@ class EpochEnd:
         if self.is_silent:
             return
         if self._is_resumed and learning_rate is None:
+            # The trainer's own figures are of no step yet.
             norm, learning_rate = self._figures
         self._is_resumed, self._figures = False, (norm, learning_rate)
         method(loss, norm, *args, learning_rate=learning_rate, **kwargs)

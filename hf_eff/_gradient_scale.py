@@ -33,6 +33,7 @@ class GradientScale:
         """Divide the gradients by the scale, if there is one and nobody did."""
         scaler = self._trainer.accelerator.scaler
         if scaler is not None and not self.unscaled:
+            # With torch's optimizer: the scaler keeps its state by that object.
             scaler.unscale_(inner_optimizer(self._trainer.optimizer))
             self.unscaled = True
 
@@ -41,11 +42,13 @@ class GradientScale:
         if self.unscaled:
             return  # accelerate would do it again when it clips
         method(*args, **kwargs)
+        # Only here is there a scale at all: `native_amp` with fp16.
         self.unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
 
     def before_step(self) -> None:
         """Remember the scale where a skip would be hidden: torch's scaler leaves it to a fused optimizer."""
         scaler = self._trainer.accelerator.scaler
+        # A fused optimizer gets the scale and the overflow flag, and skips inside its kernel: accelerate sees a step.
         hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
         is_torchs = scaler is not None and type(scaler).step is torch.amp.GradScaler.step
         self._before = scaler.get_scale() if hidden and is_torchs else None
@@ -53,4 +56,5 @@ class GradientScale:
     def hid_a_skip(self) -> bool:
         """Return whether the step since then was skipped and the trainer does not know; the next one begins."""
         self.unscaled = False
+        # After an overflow the scale falls: that is the only trace of a hidden skip.
         return self._before is not None and self._trainer.accelerator.scaler.get_scale() < self._before

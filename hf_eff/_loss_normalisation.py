@@ -69,6 +69,7 @@ class Window:
         count = self.term_positions
         if not batches:
             return
+        # Two counts in one tensor: one all-reduce a window.
         device = self._trainer.args.device
         both = torch.zeros(2, dtype=torch.int64, device=device)
         for labelled in map(self.labelled, batches):
@@ -93,7 +94,9 @@ class Window:
             return None
         shifts = self.causal or getattr(self._trainer, "_loss_shifts_labels", False)
         if shifts and "shift_labels" not in inputs and labels.dim() > 1:
+            # Causal models predict the next token: the first label of a row is no target.
             labels = labels[..., 1:]
+        # NaN marks labels of unlabelled examples of regression.
         return labels.ne(-100) & labels.isnan().logical_not()
 
     def share(self, inputs: Mapping[str, Any]) -> Tensor | float:
@@ -102,6 +105,8 @@ class Window:
         if self._labels is None or mine is None:
             return 1 / self.micro_batches
         replicas = self.processes if self._joins_counts else 1
+        # The window's loss is sum(mean_i * n_i) / sum(n_i): a micro-batch's mean counts n_i / sum(n_i). DDP averages
+        # over processes, so their number is multiplied in.
         return mine.sum() * replicas / self._labels.to(mine.device).clamp(min=1)
 
     def _trainer_divides(self, num_items: Tensor | int | None) -> bool:
@@ -116,7 +121,9 @@ class Window:
         if self._count is None:
             # nothing tells how many positions the window has: average as a trainer without counts does
             total = total / max(int(count), 1)
+            # The trainer adds up micro-batches: each counts as one of as many.
             return total if self.divides else total / self.micro_batches
+        # DDP divides by the processes; the count is that of all of them.
         mean: Tensor = total * self.processes / self._count.clamp(min=1)
         return mean * self.micro_batches if self.divides else mean
 
@@ -167,6 +174,8 @@ class TaskLoss:
             return
         if whole == 0.0:
             return  # nowhere a label: nothing is told, and nothing goes wrong
+        # A loss divided by the count halves when the count doubles: 2 * half / whole is 1, so `ignoring` is 0. A mean
+        # ignores the count: half = whole, and it is 1. Parts of a loss may do either.
         ignoring = 2 * half / whole - 1
         self.follows = ignoring < _IGNORES
         if not self.follows:
@@ -186,10 +195,12 @@ class TaskLoss:
         losses = torch.zeros(2, device=self._trainer.args.device)
         try:
             with evaluated(model):
+                # Eval mode, so that dropout does not make the two differ; a whole window is not needed.
                 for index in range(2):
                     if self._window.labelled(inputs) is None:
                         model(**inputs)  # other processes have labels, and may wait for this one in the model
                         continue
+                    # The same random numbers for both calls.
                     found = method(model, dict(inputs), False, count * (index + 1))
                     losses[index] = found if found.isfinite() else 0.0
                     set_rng_state(random)
@@ -197,12 +208,14 @@ class TaskLoss:
             set_rng_state(random)
             if figures is not None:
                 cast(Any, self._trainer)._metrics = figures  # TRL (1.16) keeps figures of every loss there
+        # Summed over processes: all take the same decision, also those without labels.
         return all_reduce_(losses, "sum").tolist()
 
     def _matters(self) -> bool:
         declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
         weighed = any(technique.weighs_loss for technique in self.session.techniques.values())
         several = self._window.micro_batches * self._window.processes > 1
+        # Only where more than one mean is added up does it matter.
         return weighed and several and not self._window.divides and declared is None
 
     def _few(self, inputs: Any) -> Any:
@@ -210,6 +223,7 @@ class TaskLoss:
         labels = self._window.labelled(inputs)
         if labels is None or not self._window.lacks_logits:
             return inputs
+        # The row with most labels: one row tells as much, at a fraction of the logits.
         row = int(labels.reshape(len(labels), -1).sum(1).argmax())
         rows = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
         if rows != {len(labels)}:

@@ -57,11 +57,13 @@ def _names(trainer: Trainer, services: TrainerServices) -> list[str]:
         # states of a run and what a post-processing writes are of this batch
         trainer.state, trainer.control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
         trainer.eval_dataset = _first(trainer.eval_dataset, count)
+        # A folder that is thrown away, and no workers: these would outlive the batch.
         vars(trainer.args).update(output_dir=folder, **_WITHOUT_WORKERS)
         Wrapped(trainer, "get_eval_dataloader", _only_one_batch)
         try:
             return list(services.evaluate())
         finally:
+            # accelerate registers each loader, and takes the latest one for that of training.
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references
 
@@ -69,6 +71,7 @@ def _names(trainer: Trainer, services: TrainerServices) -> list[str]:
 def _only_one_batch(method: Any, *args: Any, **kwargs: Any) -> Any:
     loader = method(*args, **kwargs)
     length = len(loader) if hasattr(getattr(loader, "dataset", None), "__len__") else 1
+    # The trainer's loader is the user's own: it might read everything.
     if length > 1:
         raise NotTriedError("get_eval_dataloader does not go by eval_dataset")
     return loader
@@ -78,6 +81,7 @@ def _first(data: Any, count: int) -> Any:
     """Return the first examples of a data set, or of each of a dict of them."""
     if isinstance(data, dict):
         return {name: _first(part, count) for name, part in data.items()}
+    # datasets' own selection keeps columns and formats.
     if hasattr(data, "select") and hasattr(data, "__len__"):
         return data.select(range(min(count, len(data))))
     if is_used_up(data):

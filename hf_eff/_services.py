@@ -53,6 +53,7 @@ class TrainerServices:
         run = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))
         history = self._trainer.state.log_history
         found = []
+        # Only what this run saved: a folder may hold checkpoints of earlier runs.
         for step in self.saved_steps:
             folder = checkpoint_folder(run, step)
             logged = [entry[self.metric] for entry in history if entry.get("step") == step and self.metric in entry]
@@ -68,6 +69,8 @@ class TrainerServices:
         """Return the trainer's metrics on its eval_dataset; log, callbacks and random numbers stay as they were."""
         trainer, random = self._trainer, rng_state()
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
+        # Without callbacks: early stopping, the best checkpoint and logs must not take a candidate for the model in
+        # training.
         trainer.callback_handler.callbacks = []
         try:
             return dict(self.checked_metrics(trainer.evaluate()))
@@ -119,12 +122,14 @@ class TrainerServices:
     def _run(self, model: nn.Module, inputs: Any) -> None:
         trainer = self._trainer
         trainer._set_signature_columns_if_needed()
+        # Without labels no loss is needed: a forward is enough, if the stock trainer makes the batches.
         if type(trainer).compute_loss is Trainer.compute_loss or {*inputs} <= {*(trainer._signature_columns or ())}:
             model(**inputs)
             return
         # what is in these batches is known to the subclass alone, whose loss may ask for this number (TRL's GRPO)
         vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         loss = trainer.compute_loss
+        # Past our wrapper: it would add the techniques' terms.
         (loss.method if isinstance(loss, Wrapped) else loss)(model, inputs)
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:

@@ -46,6 +46,7 @@ class EffCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the trainer that is being constructed, and attach all of its techniques at once."""
         trainer = _trainer_under_construction(self)
+        # The first of ours attaches for all: techniques must be attached together, in their order.
         ours = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EffCallback)]
         if self is not ours[0]:
             return

@@ -31,6 +31,7 @@ class HuggingFace:
     def install(self, recipe: Recipe) -> None:
         """Make every ``Trainer.train`` attach the recipe first, a subclass's too; once per trainer."""
         self._recipe, self._used = recipe, False
+        # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
         if _MODULE in sys.modules:
             self.patch(sys.modules[_MODULE])
         elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -81,6 +82,7 @@ class HuggingFace:
         """Train with the recipe attached."""
         from hf_eff._attach import attach, session_callback_of
 
+        # Once a trainer: `train` may be called again, and subclasses call it through super.
         if self._recipe and not getattr(trainer, "_eff_installed", False):
             trainer._eff_installed = True
             attach(trainer, self._recipe)
@@ -102,6 +104,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         """Return the module's own spec with a loader that reports; leave every other module alone."""
         if fullname != _MODULE:
             return None
+        # Before the search goes on, or this finder would find itself.
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -116,6 +119,7 @@ class _Reporting(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
+    # Executed by the real loader first: Trainer exists then.
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         self._then(module)

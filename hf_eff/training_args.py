@@ -42,9 +42,11 @@ def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
         list[str] | None
     """
     if hint in (Position, Position | None, Any):
+        # A position is 500, 0.3 or 2ep: as a text, since argparse would make one type of all.
         return metadata.get("flag_type", str) | None
     origin = get_origin(hint)
     if origin in (typing.Union, types.UnionType):
+        # `X | None`: the first type that is not None.
         return flag_type(next(arg for arg in get_args(hint) if arg is not type(None)), metadata)
     if origin is tuple:
         return list[get_args(hint)[0]] | None  # type: ignore[misc]
@@ -104,6 +106,7 @@ class EffFlags:
     def __post_init__(self) -> None:
         """Check every flag, and write the values back as what they mean: YAML gives ``1e-3`` as a text."""
         from_flags = self._flags_recipe()
+        # Merged here only to find a technique that both switch on, at start.
         from_flags.merged(self._file_recipe())
         for key, config in from_flags.items():
             for name, value in config.to_dict().items():
@@ -138,6 +141,7 @@ class EffFlags:
             ConfigError: If the flags switch techniques on and nothing took them, or not as they are now.
         """
         recipe, taken = self.recipe.to_dict(), self.__dict__.get("_eff_taken", {})
+        # The flags now and when they were taken: a script may have changed its arguments in between.
         if recipe != taken:
             changed = ", ".join(key for key in {**recipe, **taken} if recipe.get(key) != taken.get(key))
             raise ConfigError(
@@ -166,6 +170,7 @@ class _ReadAsTrainingBegins:
     def __get__(self, args: Any, owner: type) -> Any:
         if args is None:
             return self._default
+        # The loop's first read of a field: from there on the run trains, with techniques or without.
         if sys._getframe(1).f_code.co_name == "_inner_training_loop":
             args.check_taken()
         return args.__dict__.get(self._name, self._default)
@@ -182,6 +187,7 @@ dataclasses.dataclass(repr=False, eq=False)(EffFlags)
 
 
 def _blank(arguments_class: type) -> Any:
+    # Unpickled without __init__: the fields come from the saved dict.
     return object.__new__(with_eff(arguments_class))
 
 

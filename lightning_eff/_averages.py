@@ -52,6 +52,7 @@ class Averages:
     def planned_epochs(self) -> Iterator[None]:
         """Let the Trainer plan without the epoch that SWA adds, in which batch norms alone look at the data."""
         loop = self._trainer.fit_loop
+        # SWA lets the Trainer run one epoch more for batch norms, and has raised max_epochs by then.
         added = sum(
             bool(getattr(one, "_model_contains_batch_norm", False)) and getattr(one, "_max_epochs", -1) != -1
             for one in self._callbacks
@@ -67,6 +68,7 @@ class Averages:
 
     def take_over(self) -> None:
         """Let the callbacks save from now on what techniques left in the module."""
+        # After training the callbacks still save their average: it must be the module that techniques finished.
         live = _tensors(self._module)
         for callback in self._callbacks:
             for name, value in _tensors(_average_of(callback)).items():

@@ -49,10 +49,12 @@ def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: 
     weights = checkpoint.get("state_dict")
     if not weights or not session.is_attached:
         return
+    # With optimizer states it is a checkpoint to go on from, and shards cannot be kept twice.
     distributed = any(map(is_sharded, weights.values()))
     if distributed and "optimizer_states" in checkpoint:
         return
     baked = session.bake(weights)
+    # Only what baking changed is kept twice: a dense model's file stays as large as it was.
     raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked.get(name)))}
     checkpoint["state_dict"] = type(weights)(baked)
     if raw:
@@ -68,6 +70,7 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
     are of the layers in training.
     """
     checked = Wrapped(strategy, "load_checkpoint", load_checked)
+    # The function is imported by name into the strategy's module: it has to be replaced there.
     owner = sys.modules[type(strategy).load_checkpoint.__module__]
     load = getattr(owner, "_load_checkpoint", None)
     if load is None:
@@ -81,6 +84,7 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
     def load_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parts = (
             Wrapped(fabric, "_load_raw_module_state", load_weights),
+            # Weights and optimizers apart: see `load_optimizers_apart`.
             Wrapped(owner, "_load_checkpoint", functools.partial(load_optimizers_apart, fabric)),
         )
         try:
@@ -95,6 +99,7 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
 def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's weights as they were before `bake_saved`."""
     alone = checkpoint.get(_BAKED_ALONE, ())
+    # What only baked weights have goes; what baking changed comes back from beside.
     kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in alone}
     return {**kept, **checkpoint.get(RAW_KEY, {})}
 
@@ -105,6 +110,7 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
     Raises:
         CheckpointError: If it names code, in an index of shards too, which torch (2.13) unpickles whatever it holds.
     """
+    # An index is a pickle: checked before torch reads it.
     if Path(path).is_dir():
         check_indexes(Path(path))
     try:
@@ -146,6 +152,7 @@ def whole_files(trainer: Any, note: Callable[[str], None]) -> list[Wrapped]:
 
 
 def _save(original: Callable[..., None], checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    # A URL or options of another file system: Lightning's own writer knows them.
     if storage_options is not None or "://" in str(path):
         original(checkpoint, path, storage_options)
         return
@@ -176,8 +183,10 @@ def _resume(
         original(path, *args, **more)
         return
     others = [other for other in file.parent.glob("*.ckpt") if other.is_file() and other != file]
+    # The newest that is whole, not only the one before.
     others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     whole = next((other for other in others if damage(other) is None), None)
+    # Only what Lightning chose by itself may be replaced; a path that a user gave is taken or refused.
     if whole is None or file.absolute() not in _found_by_lightning(trainer):
         advice = f"pass {whole}, which is" if whole else "none beside it is; start again"
         raise CheckpointError("resume", f"{file} must be a whole checkpoint, but {reason}", advice)
@@ -221,6 +230,7 @@ class BestCheckpoints:
         """Compare anew: what a resumed run had found so far was of another recipe."""
         if any(callback.best_model_path for callback in self._savers):
             self._session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
+        # The files stay on disk; only the comparison forgets them.
         for callback in self._savers:
             callback.best_k_models, callback.best_model_path, callback.kth_best_model_path = {}, "", ""
             callback.best_model_score = None
@@ -237,6 +247,7 @@ class BestCheckpoints:
             return
         if callback not in self._passed_over:
             self._passed_over.append(callback)
+        # By the callback's own method, so that save_top_k, links and file names stay its business.
         callback._update_best_and_save(_worst(callback), trainer, candidates)
 
     def _stop(self, callback: Any, original: Callable[..., Any], current: Tensor) -> Any:
@@ -245,6 +256,7 @@ class BestCheckpoints:
             return original(current)
         names = ("best_score", "wait_count", "patience", "stopping_threshold")
         before = {name: getattr(callback, name) for name in names}
+        # Infinite patience and no threshold: only NaN and divergence can stop then.
         callback.patience, callback.stopping_threshold = math.inf, None
         try:
             return original(current)
@@ -260,6 +272,7 @@ class BestCheckpoints:
         """Save the finished model as the best where there is none: `trainer.test(ckpt_path="best")` finds the run's."""
         for callback in self._passed_over:
             candidates = callback._monitor_candidates(self._trainer)
+            # Nothing better than the worst score was ever saved.
             if (
                 callback.best_model_score == _worst(callback)
                 and (metric := candidates.get(callback.monitor)) is not None
@@ -309,6 +322,7 @@ class Recount:
         self._files[Path(str(path))] = self._session.step, self._session.is_finished
 
     def _before_teardown(self, original: Callable[[], None]) -> None:
+        # Once: a nested `fit` of a callback tears down too.
         if self._session.is_finished and self._last_step < 0:
             self._last_step = self._trainer.global_step
             self._counted(lambda: self._verify(gather=True))
@@ -326,6 +340,7 @@ class Recount:
 
     def _save_later(self, original: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
         original(filepath, *args, **kwargs)
+        # Trained on, or another module: the receipt is not of these weights.
         if self._trainer.global_step != self._last_step or self._trainer.lightning_module is not self._module:
             self.close()
         elif self._trainer.is_global_zero:
@@ -343,7 +358,10 @@ class Recount:
 
     def _verify_files(self) -> None:
         found = ""
+        # The main process reads; all raise, or the others would wait.
         for path, (step, is_final) in self._files.items() if self._trainer.is_global_zero else ():
+            # Files of the last step and those that were saved after the end: earlier ones are not what the receipt
+            # describes.
             if not path.exists() or not (is_final or step == self._session.step):
                 continue
             # of shards that training goes on from, the weights in training are saved

@@ -57,6 +57,7 @@ def installed() -> tuple[str, ...]:
 
 def namespace_of(trainer_or_module: object) -> str:
     """Return under which name Lightning defines this object's class: Lightning rejects plugins of the other one."""
+    # By the module that defines the class: both names are installed side by side in many environments.
     for kind in type(trainer_or_module).__mro__:
         for name in installed():
             if kind.__module__.startswith(f"{name}."):
@@ -81,10 +82,12 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
         home: The module in which pickle finds the class.
     """
     kinds = tuple(make(name) for name in installed())
+    # With one name installed there is nothing to decide.
     if len(kinds) == 1:
         return kinds[0]
 
     def settle(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The class changes once, when the instance first meets a Trainer; until then it is of both.
         if type(self) is made:
             self.__class__ = make(namespace_of(told_by(self, *args, **kwargs)))
             return getattr(self, moment)(*args, **kwargs)
@@ -171,6 +174,7 @@ def total_steps(trainer: Any, model: Any) -> int | None:
     if steps is None or trainer.max_epochs in (None, -1):
         return limit
     by_epochs = int(steps_until(max(trainer.max_epochs, 1), steps))
+    # Epochs or steps, whichever end first.
     return by_epochs if limit is None else min(by_epochs, limit)
 
 
@@ -183,6 +187,7 @@ def steps_per_epoch(trainer: Any, model: Any) -> StepsPerEpoch | None:
         return batches * max(len(trainer.optimizers), 1)
     for callback in trainer.callbacks:
         if hasattr(callback, "get_accumulate_grad_batches"):
+            # One epoch more than planned: schedules are asked one ahead.
             epochs = range(max(trainer.max_epochs or 1, *callback.scheduling, 1) + 1)
             return tuple(math.ceil(batches / callback.get_accumulate_grad_batches(epoch)) for epoch in epochs)
     return float(math.ceil(batches / trainer.accumulate_grad_batches))
@@ -199,6 +204,7 @@ def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
 
 def clips_by_norm(trainer: Any, model: Any) -> bool:
     """Return whether gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
+    # A user's own clipping may do anything; nothing can be ruled out.
     own = type(model).configure_gradient_clipping is not _stock(model).configure_gradient_clipping
     if own or not model.automatic_optimization:
         return True

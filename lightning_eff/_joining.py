@@ -24,6 +24,7 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
         recipe = recipe.merged(one)
     for plugin in (trainer.precision_plugin, trainer.strategy):
         for key, config in getattr(plugin, "eff_recipe", {}).items():
+            # Given twice with the same options is no contradiction.
             if recipe.get(key, config) != config:
                 raise ConfigError(
                     "recipe",

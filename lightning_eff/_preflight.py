@@ -32,6 +32,7 @@ def preflight(trainer: Any, session: Session, services: LightningServices, seen:
 
 def _names(trainer: Any, services: LightningServices) -> list[str]:
     loop, connector, module = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector, trainer.lightning_module
+    # Loops, connector and trainer: a validation writes into all of them.
     with without_trace(module, trainer, loop, loop.batch_progress, connector, module):
         if loop._combined_loader is None:  # check_val_every_n_epoch is above 1
             stage, trainer.validating = trainer.state.stage, True
@@ -40,9 +41,11 @@ def _names(trainer: Any, services: LightningServices) -> list[str]:
         loaders = loop._combined_loader
         if loaders is None:
             services.check_validation()
+        # An iterator with workers that live on stays for the run.
         iterators = [(one, one._iterator) for one in loaders.flattened if hasattr(one, "_iterator")]
         with without_trace(module, loaders, data=[loaders.flattened]):
             loop.batch_progress = copy.deepcopy(loop.batch_progress)
+            # Results of its own: logged names are all that is looked for.
             loop._results = type(loop._results)(training=False)
             loop._max_batches = [min(1, batches) for batches in loop._max_batches]
             connector.reset_metrics()

@@ -33,6 +33,7 @@ def register_strategies() -> None:
 
 def _register(module: ModuleType) -> None:
     for name, (maker, options, description) in _NAMES.items():
+        # Registered already by another import of this package.
         if name not in module.StrategyRegistry:
             made = functools.partial(_make, maker, _HOMES[module.__name__])
             module.StrategyRegistry.register(name, made, description, **options)
@@ -54,6 +55,7 @@ class _Watch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._awaited:
             return None
+        # Once: the module is found and executed by its own loader, and registered after.
         self._awaited.discard(fullname)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -63,6 +65,7 @@ class _Watch(MetaPathFinder):
 
 
 def _execute(loader: Loader, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    # The patched method goes: it was on this loader object alone.
     del loader.exec_module  # type: ignore[method-assign]
     execute(module)
     _register(module)

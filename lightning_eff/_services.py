@@ -61,6 +61,7 @@ class LightningServices:
                 "add ModelCheckpoint(save_top_k=-1, monitor=...)",
             )
         paths: set[Path] = set()
+        # Other processes get the list by broadcast.
         for callback in callbacks if is_main() else ():
             paths |= {Path(path) for path in getattr(callback, "best_k_models", {})}
             folder = Path(getattr(callback, "dirpath", None) or "/nowhere")
@@ -78,6 +79,7 @@ class LightningServices:
         except CheckpointError as error:  # of a run that was killed; this one should not end for it
             self.say(f"efftrain: checkpoint left out: {error}")
             return None
+        # Another run's files in the same folder are no ingredients.
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         try:
@@ -138,6 +140,7 @@ class LightningServices:
         # A second iterator, so that one in use stays where it is.
         fresh = type(loader)(loader.iterables, loader._mode)
         training, random = model.training, rng_state()
+        # Of the class: the instance's method is wrapped, and would add the techniques' terms.
         step = type(model).training_step.__get__(model)
         takes_index = len(inspect.signature(step).parameters) > 1
         if isinstance(model, FSDPModule):
@@ -147,6 +150,7 @@ class LightningServices:
             with no_logging(model), torch.no_grad():
                 for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
                     batch = trainer.precision_plugin.convert_input(batch)
+                    # As the trainer feeds a batch: hooks of the module, device, precision.
                     batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
                     batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
                     with trainer.precision_plugin.train_step_context():
@@ -159,6 +163,7 @@ class LightningServices:
     def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
         """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""
         args, kwargs = self.step_arguments
+        # A copy of the module has no trainer, which `self.trainer` in a training_step needs.
         model.trainer = self._trainer
         try:
             with no_logging(model):

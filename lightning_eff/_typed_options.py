@@ -57,6 +57,7 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
         kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         options = list(_parameters(registration(key).config_class, defaults))
         parameters = [*kept, *(parameter for parameter, _ in options)]
+        # inspect and LightningCLI read the signature; the function itself takes **options.
         init.__signature__ = inspect.Signature(parameters)
         init.__annotations__ = {p.name: p.annotation for p in parameters if p.name != "self"}
         doc = inspect.cleandoc(cls.__doc__ or "")

@@ -46,12 +46,14 @@ def fp8_precision_class(namespace: str) -> Any:
             if precision not in ("bf16-mixed", "32-true"):
                 raise ConfigError("fp8", f"precision must be one of bf16-mixed, 32-true, got {precision!r}")
             self.eff_recipe = {"fp8": Fp8Config.from_dict({"recipe": "tensorwise", **options})}
+            # The base class knows "bf16-mixed"; the real precision is set after, and asked for at each forward.
             super().__init__("bf16-mixed", device or "cpu")
             self.precision = precision
             self.given = {"precision": precision, "device": device}
 
         def convert_module(self, module: Any) -> Any:
             """Make a callback of ours drive the Trainer if there is none; layers are swapped by its session."""
+            # The Trainer's device: a plugin is made before it is known.
             if self.given["device"] is None:
                 self.device = module.trainer.strategy.root_device.type
             from lightning_eff._trainer_hooks import EffCallback
@@ -160,6 +162,7 @@ def precision_class(namespace: str) -> Any:
             # no backward: `training_step` gave no loss, or Lightning's SWA shows batch norms the data once more
             no_loss = model.automatic_optimization and (result is None or model.trainer.fit_loop._skip_backward)
             if not no_loss:
+                # Before `_after_closure`: callbacks and clipping must see gradients without the scale.
                 self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
             if no_loss:
@@ -170,6 +173,7 @@ def precision_class(namespace: str) -> Any:
 
         def clip_gradients(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
+            # Past MixedPrecision's own, which refuses fused optimizers: ours unscales before.
             super(base, self).clip_gradients(optimizer, *args, **kwargs)
 
     return public(LossScalingPrecision, namespace)  # its name is the key of the scaler's state in checkpoints

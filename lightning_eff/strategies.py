@@ -48,6 +48,7 @@ def ddp_class(namespace: str) -> Any:
         def _register_ddp_hooks(self) -> None:
             hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
             if hook is not None:
+                # Lightning registers hooks on CUDA only.
                 self.model.register_comm_hook(self._ddp_comm_state, wrapper(hook) if wrapper else hook)
 
         def setup(self, trainer: Any) -> None:
@@ -132,6 +133,7 @@ def fsdp_class(namespace: str) -> Any:
                     "has ended",
                     "use eff_ddp",
                 )
+            # Before Lightning makes optimizers: they must hold the sharded parameters.
             self.sharding.apply(module, self.device_mesh["data_parallel"])
             # Lightning asks for a configure_model, where it expects the sharding
             stand_in = Wrapped(module, "configure_model", lambda original: original())

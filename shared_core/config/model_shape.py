@@ -199,6 +199,7 @@ class ModelShape:
             if value is not None and value < 1:
                 raise ConfigError("plan", f"{name} must be at least 1, got {value}", "leave it out for the usual one")
         if hidden is None:
+            # With L = h / 128: 12 L h^2 + 2 V h = P has one solution, as it rises with h.
             hidden = _solve(lambda h: 12 * (layers or h / _WIDTH_PER_LAYER) * h * h + 2 * vocab * h - params)
         layers = layers or max(1, round((params - 2 * vocab * hidden) / (12 * hidden * hidden)))
         embeddings = 2 * vocab * hidden
@@ -248,18 +249,22 @@ class ModelShape:
             config, "intermediate_size", "n_inner", "hidden_dim", "ffn_dim", "ffn_hidden_size", default=4 * hidden
         )
         head_size = _size(config, "head_dim", default=hidden // heads)
+        # Queries and output: heads * head_size each; keys and values: key-value heads each.
         attention = 2 * hidden * head_size * (heads + _key_value_heads(config, heads))
         if config.get("model_type") == "deberta" and config.get("relative_attention"):
             kinds = config.get("pos_att_type") or ()  # positions as keys, as queries: a list, or c2p|p2c in old files
             attention += len(kinds.split("|") if isinstance(kinds, str) else kinds) * hidden * hidden
+        # SwiGLU and its kin have three matrices.
         is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith(_GATED_GELU)
         dense = (3 if is_gated else 2) * hidden * inner
         different = layers
+        # ALBERT shares one group of layers among all blocks.
         if "num_hidden_groups" in config:
             different = _size(config, "num_hidden_groups") * _size(config, "inner_group_num", default=1)
         params_of_blocks = different * attention + _mlps(config, different, hidden, inner, dense)
         narrow = _size(config, "embedding_size", default=hidden)
         embeddings = vocab * narrow * (1 if config.get("tie_word_embeddings", True) else 2)
+        # A factorised embedding has a projection to the width.
         embeddings += narrow * hidden if narrow != hidden else 0
         return cls(
             params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings,
@@ -281,6 +286,7 @@ def _mlps(config: Mapping[str, Any], layers: int, hidden: int, inner: int, dense
     width = _size(config, "moe_intermediate_size", default=inner)
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
     without = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
+    # Three matrices an expert, the shared expert, and the router's row an expert.
     return without * dense + (layers - without) * hidden * (3 * (experts * width + shared) + experts)
 
 
@@ -289,6 +295,7 @@ def _solve(function: Callable[[float], float]) -> int:
     low, high = 1.0, 2.0
     while function(high) < 0:
         low, high = high, 2 * high
+    # 60 halvings: far below one unit.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)

@@ -123,9 +123,12 @@ class TechniqueConfig:
             where = f"{self.key}.{field.name}"
             value = coerce(getattr(self, field.name), hints[field.name], where)
             _check_bounds(value, field.metadata, where)
+            # Frozen: the dataclass's own __setattr__ refuses.
             object.__setattr__(self, field.name, value)
+        # After all are coerced: an option may be compared with one that comes later.
         for field in dataclasses.fields(self):
             for other, allowed in field.metadata.get("only_with", {}).items():
+                # Only where it was given: a default beside another kind does no harm.
                 if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
                     raise ConfigError(
                         self.key,
@@ -259,6 +262,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(where, f"{name} must be given, got {value!r}")
         return coerce(value, inner[0], where)
     if origin is Literal:
+        # True == 1 in Python: a bool is no choice of numbers.
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
@@ -296,6 +300,7 @@ def _number(value: Any, kind: type[int] | type[float], where: str) -> int | floa
         raise error from None
     if not math.isfinite(number) or (kind is int and number != int(number)):
         raise error
+    # An int stays exact: float would round numbers beyond 2^53.
     if kind is int:
         return value if isinstance(value, int) else int(number)
     return number

@@ -29,6 +29,7 @@ def steps_until(epochs: float, steps_per_epoch: StepsPerEpoch) -> float:
         return epochs * steps_per_epoch
     whole, last = int(epochs), len(steps_per_epoch) - 1
     steps = sum(steps_per_epoch[min(epoch, last)] for epoch in range(whole))
+    # Epochs beyond the list are as its last one.
     return steps + (epochs - whole) * steps_per_epoch[min(whole, last)]
 
 
@@ -59,6 +60,7 @@ class ParsedPosition:
                 "max_steps nor a finite max_epochs with a sized loader)",
                 "write a number of steps",
             )
+        # floor(x + 0.5): round() would take halves to the even step.
         return math.floor(self.value * total_steps + 0.5)
 
 
@@ -93,6 +95,7 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
             text = value.strip().lower()
             if text.endswith("ep"):
                 parsed = ParsedPosition(float(text[:-2]), "epoch")
+            # A text "0.3" or "1e-1" is a fraction, "500" a step, as in YAML.
             elif "." in text or "e" in text:
                 parsed = ParsedPosition(float(text), "fraction")
             else:

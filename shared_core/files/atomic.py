@@ -51,9 +51,11 @@ def atomic_write(path: Path | str, *, private: bool = False) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # what a link leads to is written
     with named_failure(path, "nothing was replaced"), _aside(path.parent) as folder:
+        # The mode of a new file: what is written aside may have been made by a library with another one.
         temporary, mode = folder / path.name, _mode_of_new_file(folder)
         yield temporary
         temporary.chmod(_PRIVATE if private else mode)
+        # On disk before it is renamed: a rename alone may survive a loss of power with an empty file.
         fsync(temporary)
         _replace(temporary, path, keeps_mode=not private)
 
@@ -75,6 +77,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         temporary, mode = folder / path.name, _mode_of_new_file(folder)
         temporary.mkdir()
         yield temporary
+        # Contents first, then the folder that lists them.
         for inner in (*temporary.rglob("*"), temporary):
             if inner.is_file():
                 inner.chmod(mode)
@@ -102,6 +105,7 @@ def folder_aside(parent: Path | str) -> Path:
     """
     clean_strays(parent)
     while True:
+        # The kernel's name is in the folder's: locks tell only of processes under the same one.
         folder = Path(tempfile.mkdtemp(prefix=f"{_MARK}{_kernel()}-", dir=parent))
         try:
             descriptor = os.open(folder, os.O_RDONLY)
@@ -109,6 +113,7 @@ def folder_aside(parent: Path | str) -> Path:
             continue
         with contextlib.suppress(OSError):  # a file system without locks: see `_is_alive`
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # It may have been removed between open and lock: then another try.
         if os.fstat(descriptor).st_nlink and folder.exists():
             _locks[folder] = descriptor
             return folder
@@ -191,6 +196,7 @@ def _mode_of_new_file(folder: Path) -> int:
 
 def _replace(temporary: Path, path: Path, *, keeps_mode: bool = True) -> None:
     if keeps_mode and path.exists():
+        # A file that is replaced keeps its permissions.
         os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
     os.replace(temporary, path)
     with named_failure(path.parent, f"{path.name} is in place, but would not survive a loss of power"):
@@ -225,6 +231,7 @@ def _removed(stray: Path) -> bool:
 def _is_alive(stray: Path, descriptor: int) -> bool:
     """Return whether a stray's writer may be alive; if not, hold its lock, so that no writer takes the folder now."""
     try:
+        # Locked by a living writer: the lock is refused. Free: its writer is gone.
         if stray.name.removeprefix(_MARK).split("-")[0] == _kernel():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False

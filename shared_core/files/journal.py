@@ -134,8 +134,10 @@ def finish_list(folder: Path) -> None:
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.name != LIST_FILE and not is_stray(path)]
     files = [path for path in paths if path.is_file()]
+    # Hashes of files in another thread, while this one waits for the disk.
     with ThreadPoolExecutor(1) as other:
         checksums = other.map(_checksum, files)
+        # Files and folders: a folder's own list of names must be on disk too.
         for path in (*paths, folder):
             fsync(path)
         listed = {
@@ -172,6 +174,7 @@ def damage_by_list(folder: Path, replaced: Callable[[str], bool] = lambda name: 
         return f"{LIST_FILE} is damaged"
     for name, expected in files.items():
         file = folder / name
+        # The length bounds what an error may quote; a list is not trusted.
         if len(name) > 1000 or not file.is_file():
             if replaced(name):
                 continue

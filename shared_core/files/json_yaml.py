@@ -63,6 +63,7 @@ def parse_yaml(text: str) -> Any:
     loader = None
     try:
         loader = _Loader(text)
+        # The node tree first: size and names can be checked before any value is made.
         node = loader.get_single_node()
         if node is None:
             return None
@@ -94,6 +95,7 @@ def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
         if size is None:
             raise ValueError("it contains itself")
         return size
+    # None while it is being counted: an alias to it is then a cycle.
     known[id(node)], size = None, 1
     if isinstance(node, yaml.MappingNode):
         _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))

@@ -28,6 +28,7 @@ class Adapter:
         They come in the order of their modules' names.
         """
         _import_modules(cls.__module__.rpartition(".")[0])
+        # Sorted: the order of imports must not decide how wrappers nest.
         return sorted(cls.__subclasses__(), key=lambda kind: kind.__module__)
 
     @classmethod

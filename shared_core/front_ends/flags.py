@@ -42,6 +42,8 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
         if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
+            # Begins like one of ours: most likely a misspelt one, and the script would refuse or ignore it without a
+            # word.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in _OF_A_TRAINER:
                 hint = nearest(name, flags(key))
@@ -52,6 +54,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             continue
         if not equals:
             is_bool = name == PARTIAL_FLAG or (name in known and known[name][1].type in ("bool", bool))
+            # A switch without a value is true, if what follows is no value for it.
             if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
                 value = "true"
             elif not queue or queue[0].startswith("--"):

@@ -35,6 +35,7 @@ def without_secrets(command: Sequence[str]) -> list[str]:
     shown, before = [], ""
     for part in command:
         name, sign, value = part.partition("=")
+        # `--token VALUE` and `--token=VALUE`: both forms.
         if before and not part.startswith("--") and _is_secret(before, part):
             shown.append("***")
         else:
@@ -82,6 +83,7 @@ class TrainingCommand:
         starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
         before = parts[1 : starts[0]] if starts else []
         if not Path(parts[0]).name.startswith("python") or not starts or not all(o.startswith("-") for o in before):
+            # No Python script in sight, or options with values that cannot be told apart: run as it stands.
             return cls(where, (), tuple(parts), {})
         start = starts[0]
         if parts[start : start + 2][-1] in _LAUNCHERS:
@@ -132,6 +134,7 @@ class TrainingCommand:
             # -P: the script's folder is put on the path, as Python would, and not the working one
             arguments = [*self.interpreter, "-P", "-c", _CHILD, str(file), *arguments]
         variables = {**os.environ, **(environment or {}), VARIABLE: str(file)}
+        # The child holds the lock too: a training that outlives a killed search keeps others out.
         descriptors = (lock,) if os.name == "posix" else ()
         try:
             return subprocess.Popen(arguments, env=variables, pass_fds=descriptors, **streams)

@@ -22,6 +22,7 @@ class Wrapped:
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any], *, keep_signature: bool = False) -> None:
         self._owner, self._name, self._around = owner, name, around
+        # What undo must put back: an attribute of the instance, or nothing over the class's.
         self._was_on_instance, self.method = name in vars(owner), getattr(owner, name)
         if keep_signature:
             functools.update_wrapper(self, self.method, updated=())
@@ -36,6 +37,7 @@ class Wrapped:
 
     def undo(self) -> None:
         """Put the method back. Under a wrapper that came later, only pass through from now on."""
+        # Others may hold this wrapper: it must do no more than call through.
         self._around = _pass_through
         if vars(self._owner).get(self._name) is not self:
             return
@@ -45,6 +47,7 @@ class Wrapped:
             delattr(self._owner, self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled, it is the owner's attribute: processes that are spawned make their own.
         return getattr, (self._owner, self._name)
 
 

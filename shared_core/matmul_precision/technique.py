@@ -47,6 +47,7 @@ class MatmulPrecision(Technique):
         reason = ""
         for precision in ("high", "medium"):
             technique = cls(MatmulPrecisionConfig(precision=precision))  # type: ignore[arg-type]
+            # Measured on an empty model: the setting is torch's own.
             technique.attach(nn.Module(), Context(nn.Module()))
             technique._device, technique._format = device, float32_matmul_format(device)
             reason = technique._reason()
@@ -63,6 +64,7 @@ class MatmulPrecision(Technique):
         """Set the precision, for evaluation too."""
         self.previous = float32_matmul_precision()
         self._before = _switches()
+        # Numbers rise, so that the order of setting is known.
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
         self._set = _switches()
@@ -73,6 +75,7 @@ class MatmulPrecision(Technique):
         if mine is None:
             return
         del self._live[mine]
+        # Runs may end in another order than they began in: the setting of before is passed on to the next.
         later = [one for number, one in sorted(self._live.items()) if number > mine]
         if not later:
             _restore(self._before)

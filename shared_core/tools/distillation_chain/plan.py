@@ -40,6 +40,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         CheckpointError: If there is none.
     """
     if pattern is not None:
+        # Of several files the newest: a script may have written others before.
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
         if not found:
             raise CheckpointError("chain", f"{folder} must hold a model under {pattern!r}, got nothing there")
@@ -48,10 +49,13 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         return folder
     if checkpoints := _checkpoints(folder):
         state = _state(checkpoints[-1])
+        # The trainer's own choice, if it made one: its path may be of the folder's place at that time, so the name
+        # counts.
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
     files = {file: load_checkpoint(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
     if files:
+        # Every .ckpt holds its ModelCheckpoint's state: that of the newest knows the best.
         newest = max(files, key=lambda file: (_steps(files[file]), file.stat().st_mtime))
         best = Path(str(_monitor(files[newest]).get("best_model_path")))
         return next((file for file in files if file.resolve() == best.resolve()), newest)
@@ -70,8 +74,10 @@ def count_parameters(model: Path, submodule: str | None = None) -> int:
         submodule: Count only these of a ``.ckpt``, where there are any.
     """
     opened = open_ingredient(model)
+    # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
     if model.suffix == ".ckpt" and submodule:
+        # A Lightning file holds the whole module: the student is a part of it.
         specs = {name: spec for name, spec in specs.items() if name.startswith(f"{submodule}.")} or specs
     return sum(math.prod(spec.shape) for spec in specs.values() if averaged(spec.dtype))
 
@@ -84,6 +90,7 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
         model: The model in it; figures logged after it was saved are not its own.
         receipt: Of the training, empty if there is none; its last validation counts where nothing else tells.
     """
+    # From the least to the most telling: later ones take the place of earlier figures of the same name.
     found = figures(receipt.get("validation", {}))
     last: int | None = None
     checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
@@ -110,6 +117,7 @@ def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, 
     """Return the latest figure of each name, of entries until a step."""
     found: dict[str, float] = {}
     for entry in entries:
+        # Figures of steps after this model belong to another one.
         if last is None or float(entry.get("step", 0)) <= last:
             found |= figures(entry)
     return found
@@ -226,6 +234,7 @@ def plan_stages(
         raise ConfigError("chain", "one stage must have a teacher, got none", "give it, or another stage")
     _check_signs(command, names, teacher)
     teacher = None if teacher is None else _checked_teacher(teacher)
+    # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
     by_stage = _by_stage(command, options or {}, len(names) - (teacher is None))
     if teacher is None:
         by_stage = [{}, *by_stage]
@@ -267,6 +276,7 @@ def _checked_teacher(name: str) -> str:
     """Return the first teacher, where it lies on disk by its absolute path and, of a run's folder, the model in it."""
     found = []
     for part in (part.strip() for part in name.split(",")):
+        # A moving average is of the same run: it cannot be a stage's first teacher.
         if part == EMA:
             raise ConfigError("chain", "teacher must be a model that is there, got ema", "the first may go without one")
         prefix = CACHE if part.startswith(CACHE) else ""

@@ -167,6 +167,7 @@ class TeacherChain:
         self.stages = plan_stages(
             self._command, teacher=first, students=students, generations=generations, options=options
         )
+        # A comma separates several teachers.
         if "," in str(self.folder.resolve()):
             raise ConfigError(
                 "chain", f"out must have no comma in its path, which separates teachers, got {self.folder}"
@@ -205,6 +206,7 @@ class TeacherChain:
         """
         clean_strays(make_folder(self.folder))
         with locked(self.folder / _LOCK_FILE, "chain", "chain") as lock:
+            # Read again under the lock: another process may have finished stages meanwhile.
             self._rows = self._finished_rows()
             self._write()
             for stage in self.stages[len(self._rows) :]:
@@ -219,6 +221,7 @@ class TeacherChain:
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
         """Return a stage that was trained to its end, but whose model was not found; None if it still is not."""
+        # The training ended, but its model was not found (a wrong --model): it need not be trained again.
         if self._trained and stage.plan().items() <= self._trained.items():
             with contextlib.suppress(CheckpointError):
                 return self._row(stage, self._trained["seconds"])
@@ -230,6 +233,7 @@ class TeacherChain:
         if out.exists() and not resume:
             shutil.rmtree(out)
         make_folder(out)
+        # A receipt of an earlier try must not stand for this one.
         receipt.unlink(missing_ok=True)
         previous = None if stage.number == 1 else self.folder / self._rows[-1].model
         teacher = stage.teacher if previous is None else str(previous.resolve())
@@ -241,6 +245,7 @@ class TeacherChain:
         }
         started = time.monotonic()
         with log.open("ab" if resume else "wb") as written:
+            # With resume the log grows: show only what is new.
             before = written.tell()
             process = self._command.start(
                 stage.recipe(teacher),
@@ -259,6 +264,7 @@ class TeacherChain:
                 f"{code}; started again, the chain goes on from here. The end of {log}:\n{_tail(log)}",
                 code if code > 0 else 128 - code,
             )
+        # On disk before its model is looked for: the costly part is over.
         self._trained = {**stage.plan(), "seconds": round(time.monotonic() - started, 1)}
         self._distilled(stage)
         self._write()
@@ -327,6 +333,7 @@ class TeacherChain:
         for row, values, stage in zip(rows, stages, self.stages, strict=False):
             plan = stage.plan()
             check_same(file, {name: values[name] for name in plan}, plan, "chain")
+            # A stage's model is the next one's teacher.
             if not (self.folder / row.model).exists():
                 raise CheckpointError(
                     file,

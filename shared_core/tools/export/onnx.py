@@ -370,7 +370,7 @@ def onnxruntime_sums_exactly() -> bool:
         file = folder / "saturation.onnx"
         onnx.save(model, file)
         session = session_of(file, optimise=True)
-        # One row and 17: onnxruntime chooses another kernel for a single row, and one may saturate where the other
+        # One row and 17: onnxruntime may choose another kernel for a single row, and one saturate where the other
         # does not.
         sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
     return all((found == 255 * 127 * inputs).all() for found in sums)

@@ -37,6 +37,7 @@ def sensitivities(
     from shared_core.quantization.ranges.saved_ranges import saved_scheme
 
     widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
+    # A recurrent layer holds several weights, which one cost would not tell apart.
     names = [name for name in widths if not isinstance(network.get_submodule(name), nn.RNNBase)]
     schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], WHERE) for name in names}
 
@@ -112,6 +113,7 @@ def selective_plan(
             "last, after GELU, …)",
             "set all_layers",
         )
+    # plan_by_quality takes larger for better.
     sign = 1.0 if mode == "max" else -1.0
 
     def without(layers: Iterable[str]) -> QatConfig:
@@ -166,6 +168,7 @@ def attacked(
     """
     from shared_core.quantization.post_training.adversarial import adversarial_accuracy
 
+    # A float model is its own source: no transferred attack beside.
     origins = {"itself": None} if model is float_model else {"itself": None, "float": float_model}
     for attack in ("fgsm", "pgd"):
         for eps in settings["eps"]:

@@ -135,6 +135,7 @@ class QuantizationStudy:
             TrainingError: If no layer can be quantised within the largest loss.
         """
         self.check()
+        # Once before the long part: inputs that the model does not take are told at once.
         if self.latency_inputs is not None:
             run(self.network, self.latency_inputs, "quantize: latency: the inputs of the model")
         measured = {"float": self._measured("float", self.network)}
@@ -144,6 +145,7 @@ class QuantizationStudy:
         config, plan, keep = self.config, None, dict[str, str]()
         if costs is not None and self.largest_loss is not None:
             config, plan, keep = self._planned(costs)
+            # Again, with the layers that the plan leaves in float.
             model, report = self._quantized(config)
         measured["quantized"] = self._measured("quantized", model)
         if self.qat_model is not None:
@@ -178,6 +180,7 @@ class QuantizationStudy:
             num_batches=self.num_batches,
             equalize=self.equalize,
             correct_bias=self.correct_bias,
+            # Candidates of a plan are judged by quality alone.
             measure_outputs=not candidate,
             progress=show,
         )
@@ -245,6 +248,7 @@ class QuantizationStudy:
         if self.method is None:
             layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
             return {"bytes": {"float": in_float, "quantized": quantized_bytes(model)}, "layer_bytes": layers}
+        # torchao's packed weights have no plain bytes: what layers were before and are now is in the report.
         to_plain_weights(model)
         layers = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in report.layers}
         saved = sum(before - after for before, after in layers.values())
@@ -259,6 +263,7 @@ def static_input(network: nn.Module, config: QatConfig) -> str | None:
 
 def model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's state; a shared tensor counts once."""
+    # By address: a tied tensor stands in the state dict under two names.
     tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
     return sum(tensors.values())
 

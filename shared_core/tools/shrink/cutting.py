@@ -242,8 +242,7 @@ def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
                 continue
             if first not in made:
                 grad = parameter.requires_grad if parameter is not None else True
-                # A new Parameter, as torch does not let a shape change in place; once for all its names, so that ties
-                # stay.
+                # One new Parameter for all names of a tied tensor, so that ties stay.
                 made[first] = nn.Parameter(changed[first].clone(), requires_grad=grad)
             module._parameters[name] = made[first]
             touched = True

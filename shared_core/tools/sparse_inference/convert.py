@@ -375,7 +375,7 @@ def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStr
     """
     layer = SemiStructuredLinear(module.weight, module.bias, compress)
     generator = torch.Generator(device=module.weight.device).manual_seed(0)
-    # Drawn in float32 and rounded: bfloat16 has no generator of its own on every device.
+    # Drawn in float32 and rounded: the same probe for both 16-bit formats.
     probe = torch.randn(
         32, module.in_features, generator=generator, device=module.weight.device, dtype=torch.float32
     ).to(module.weight.dtype)
