@@ -97,6 +97,10 @@ class TechniqueConfig:
         """Yield a line for each combination that is allowed and that the user must know about."""
         yield from ()
 
+    def needed_metrics(self) -> Mapping[str, str]:
+        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
+        return {}
+
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return what the technique adds to a run's memory and traffic, or takes away.
 
@@ -129,8 +133,8 @@ class TechniqueConfig:
                 if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
                     raise ConfigError(
                         self.key,
-                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, got "
-                        f"{getattr(self, field.name)!r} and {other}={found}",
+                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, "
+                        f"got {getattr(self, field.name)!r} and {other}={found}",
                         "leave it out",
                     )
         self.validate()

@@ -28,15 +28,14 @@ def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> Non
     Raises:
         TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
     """
-    for key, technique in techniques.items():
-        for name, tensor in technique.frozen().items():
-            if tensor.requires_grad:
-                raise TrainingError(
-                    key,
-                    f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
-                    "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
-                )
     held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
+    for key, name, value in held:
+        if techniques[key].holds_frozen and isinstance(value, Tensor) and value.requires_grad:
+            raise TrainingError(
+                key,
+                f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
+                "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
+            )
     if held and _gone(held, context.model):
         reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
         for key, name, _ in _gone(held, context.model):

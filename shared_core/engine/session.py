@@ -44,11 +44,6 @@ def of(
     }  # fmt: skip
 
 
-def windows(techniques: Mapping[str, Technique]) -> dict[str, dict[str, Any]]:
-    """Return what each technique has gathered in an accumulation window that is not over."""
-    return {key: state for key, technique in techniques.items() if (state := technique.window_state())}
-
-
 @contextlib.contextmanager
 def saved_by(key: str) -> Iterator[None]:
     """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
@@ -67,15 +62,6 @@ def saved_by(key: str) -> Iterator[None]:
             "of another version, or this error is a bug",
             "go on from another checkpoint",
         ) from error
-
-
-def restore_windows(state: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
-    """Put back what `windows` returned, with the gradients of the same window."""
-    with saved_by("session"):
-        found = dict(state)
-    for key in found.keys() & techniques.keys():
-        with saved_by(key):
-            techniques[key].load_window_state(found[key])
 
 
 def restore(
@@ -267,7 +253,6 @@ class Session:
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._weights_replaced, context)
-        context.constrain = self._constrain if self._hooks.constrain else None
         attached: list[Technique] = []
         counted = coverage.count(model) if self.techniques else coverage.Counted()
         for technique in self.techniques.values():
@@ -497,8 +482,7 @@ class Session:
         Raises:
             ConfigError: If one is not reported.
         """
-        wanted = {option: name for one in self.techniques.values() for option, name in one.needs_metrics().items()}
-        wanted |= also or {}
+        wanted = {**self.recipe.needed_metrics(), **(also or {})}
         if not wanted or self.step:
             return
         names, reason = reported_names(evaluate)
@@ -682,6 +666,20 @@ class Session:
         for change in changes:
             self.note(f"resumed {change}")
 
+    def window_state(self) -> dict[str, dict[str, Any]]:
+        """Return what techniques have gathered on this process in an accumulation window that is not over."""
+        windows = self._attached("window_state").windows
+        return {name: state for name, window in windows.items() if (state := window.window_state())}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
+        with saved_by("session"):
+            found = dict(state)
+        windows = self._attached("load_window_state").windows
+        for name in found.keys() & windows.keys():
+            with saved_by(name):
+                windows[name].load_window_state(found[name])
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
         metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
@@ -720,12 +718,9 @@ class Session:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_replaced(self, context: Context) -> None:
+        context.project()
         for _, weights_replaced in self._hooks.weights_replaced:
             weights_replaced(context)
-
-    def _constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        for _, constrain in self._hooks.constrain:
-            constrain(values)
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:

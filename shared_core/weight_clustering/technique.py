@@ -148,6 +148,7 @@ class WeightClustering(Technique):
             "cluster", model, self._targets.modules, "merging would move members of a cluster apart",
             "merge, and share the weights of the merged model",
         )  # fmt: skip
+        context.projections.append(self._tie)
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""
@@ -217,14 +218,6 @@ class WeightClustering(Technique):
             self._cluster(context)
         else:
             self._tie()
-
-    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Share other values for the weights by the clusters there are."""
-        self._tie(values)
-
-    def weights_replaced(self, context: Context) -> None:
-        """Share the new weights by the clusters there are."""
-        self._tie()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
@@ -330,7 +323,7 @@ class WeightClustering(Technique):
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
-        context.constraint_changes += 1
+        context.projection_changes += 1
         self._restart(context)
 
     def _set_codes(self, codes: Mapping[str, Tensor]) -> None:

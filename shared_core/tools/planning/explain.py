@@ -94,7 +94,7 @@ def explain(
     told = Explanation()
     where = device or default_device()
     techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
-    context = Context(model if model is not None else nn.Module(), trainer)
+    context = Context(model if model is not None else nn.Module(), trainer, is_preview=True)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:
         compatibility.check(recipe, surroundings)
@@ -115,7 +115,9 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
-            told.touched[key] = technique.preview(context.model, context)
+            technique.before_attach(context.model, context)
+            technique.attach(context.model, context)
+            told.touched[key] = technique.touched(context.model)
         except EffError as error:
             told.conflicts.append(str(error))
     for key in told.touched:
