@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff._adapters.adapter import Adapter
-from lightning_eff._environment import callback_kinds
+from lightning_eff._run_environment import callback_kinds
 from shared_core.distributed.collectives import (
     everyones,
     local_part,

@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_eff import _environment as _surroundings
-from lightning_eff import _joining
+from lightning_eff import _joining, _run_environment
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
-from lightning_eff._environment import Callback
 from lightning_eff._preflight import preflight
 from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
+from lightning_eff._run_environment import Callback
 from lightning_eff._services import LightningServices
 from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
@@ -181,7 +180,7 @@ class EffCallback(Callback):
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        check_private_names(_surroundings.namespace_of(trainer))
+        check_private_names(_run_environment.namespace_of(trainer))
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
         earlier = _joining.replaced(trainer, recipe)
         for one in (self, earlier):
@@ -200,7 +199,7 @@ class EffCallback(Callback):
         ]
         self._resume = ExactResume(trainer, self.session, self._adapters)
         self._averages = Averages(trainer, pl_module, self.session)
-        check(recipe, _surroundings.surroundings(trainer, pl_module))
+        check(recipe, _run_environment.run_environment(trainer, pl_module))
         for adapter in self._adapters:
             self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -224,7 +223,7 @@ class EffCallback(Callback):
         # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
         original()
         module = self._trainer.lightning_module
-        self._session.attach(module, _surroundings.surroundings(self._trainer, module))
+        self._session.attach(module, _run_environment.run_environment(self._trainer, module))
 
     @classmethod
     def join_late(cls, trainer: Any, pl_module: Any) -> None:
@@ -234,7 +233,7 @@ class EffCallback(Callback):
         callback = cls({})
         trainer.callbacks.insert(0, callback)
         callback.setup(trainer, pl_module, "fit")
-        callback._session.attach(pl_module, _surroundings.surroundings(trainer, pl_module))
+        callback._session.attach(pl_module, _run_environment.run_environment(trainer, pl_module))
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         if loaded:
             callback.on_load_checkpoint(trainer, pl_module, loaded)
@@ -251,7 +250,7 @@ class EffCallback(Callback):
         """Refuse what cannot work with these optimizers; prepare for their state."""
         if self.session is None:
             return
-        check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
+        check(self.session.recipe, _run_environment.run_environment(trainer, pl_module))
         folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
         self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
         for adapter in self._adapters:
@@ -280,12 +279,12 @@ class EffCallback(Callback):
         if self._saved is not None:
             session.load_state_dict(self._saved)
         with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
-            total_steps = _surroundings.total_steps(trainer, pl_module)
+            total_steps = _run_environment.total_steps(trainer, pl_module)
         session.begin(
             trainer.optimizers,
             total_steps=total_steps,
-            steps_per_epoch=_surroundings.steps_per_epoch(trainer, pl_module),
-            clips_gradients=_surroundings.clips_by_norm(trainer, pl_module),
+            steps_per_epoch=_run_environment.steps_per_epoch(trainer, pl_module),
+            clips_gradients=_run_environment.clips_by_norm(trainer, pl_module),
         )
 
     # -- one step
@@ -366,7 +365,7 @@ class EffCallback(Callback):
             return
         seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         looks = seen & (seen - 1) == 0 or trainer.is_last_batch
-        if looks and (done := _surroundings.share_done(trainer, pl_module, batch_idx)) is not None:
+        if looks and (done := _run_environment.share_done(trainer, pl_module, batch_idx)) is not None:
             session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
@@ -438,7 +437,7 @@ class EffCallback(Callback):
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
         module = self._trainer.lightning_module
-        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _surroundings.surroundings(self._trainer, module))
+        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _run_environment.run_environment(self._trainer, module))
         restore_raw(module, checkpoint)
 
     # -- the end

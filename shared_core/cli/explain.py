@@ -69,7 +69,7 @@ def explain(
     if not read:
         raise ConfigError("explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
     options = {
-        "trainer": trainer, "surroundings": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
+        "trainer": trainer, "run_environment": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
     }  # fmt: skip
     told = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     told |= _told(read, model, run, options)

@@ -224,13 +224,13 @@ class Session:
         self._reset()
 
     def attach(
-        self, model: nn.Module, surroundings: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
+        self, model: nn.Module, run_environment: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
     ) -> None:
         """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
 
         Args:
             model: The user's model.
-            surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
+            run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
             resumed: The techniques' states in the checkpoint that is loaded next, by key.
 
         Raises:
@@ -238,7 +238,7 @@ class Session:
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
             TrainingError: If another session is attached to the model.
         """
-        compatibility.check(self.recipe, surroundings)
+        compatibility.check(self.recipe, run_environment)
         if self._finished:
             self._reset()
         if self.context is not None:
@@ -782,13 +782,13 @@ def loading(session: Session) -> Iterator[None]:
         yield
 
 
-def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[str]) -> None:
+def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
     """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
 
     Args:
         session: Attached, not begun.
         state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-        surroundings: As in `Session.attach`.
+        run_environment: As in `Session.attach`.
 
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
@@ -810,4 +810,4 @@ def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[st
         return
     model = session.context.model
     session.detach()
-    session.attach(model, surroundings, saved)
+    session.attach(model, run_environment, saved)

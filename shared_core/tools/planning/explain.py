@@ -66,7 +66,7 @@ def explain(
     model: nn.Module | None = None,
     *,
     trainer: str = "hf",
-    surroundings: Iterable[str] = (),
+    run_environment: Iterable[str] = (),
     total_steps: int | None = None,
     steps_per_epoch: float | None = None,
     device: torch.device | None = None,
@@ -79,7 +79,7 @@ def explain(
         recipe: What is switched on.
         model: The user's, on any device, the meta device too unless a technique of `NEEDS_VALUES` is on.
         trainer: ``hf`` or ``lightning``.
-        surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
+        run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
         total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
         steps_per_epoch: Of one epoch.
         device: Where it will run; None: `default_device`.
@@ -97,7 +97,7 @@ def explain(
     context = Context(model if model is not None else nn.Module(), trainer, is_preview=True)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:
-        compatibility.check(recipe, surroundings)
+        compatibility.check(recipe, run_environment)
     except CompatibilityError as error:
         told.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
     if model is not None:

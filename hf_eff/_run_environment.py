@@ -43,7 +43,7 @@ def is_peft(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def surroundings(trainer: Trainer) -> set[str]:
+def run_environment(trainer: Trainer) -> set[str]:
     """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold for this trainer."""
     args, accelerator = trainer.args, trainer.accelerator
     optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
