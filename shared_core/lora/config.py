@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, LBFGS, RUN_ENVIRONMENTS
+from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 
@@ -35,6 +35,7 @@ class LoraConfig(TechniqueConfig):
         "without: the model then holds the average of the merged weights",
         "deepspeed": DEEPSPEED,
         "fsdp1": "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
+        "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
         "lbfgs": LBFGS,
         "averaging_callback": AVERAGED_COPY,
     }
