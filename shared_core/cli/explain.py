@@ -111,7 +111,7 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
 
     model = inputs = None
     if name is not None:
-        model, inputs = build(name, values=not explanation.NEEDS_VALUES.isdisjoint(recipe))
+        model, inputs = build(name, values=any(config.needs_values for config in recipe.values()))
     try:
         explained = explanation.explain(recipe, model, **options)
     except RuntimeError:  # a technique looked at values

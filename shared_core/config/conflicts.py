@@ -38,8 +38,8 @@ EVERY_TECHNIQUE = {
 DEEPSPEED = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
 FSDP1 = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 EFFICIENT_LOADING = (
-    "accelerate would fill the sharded model from its state dict, which holds {}; set cpu_ram_efficient_loading false in "
-    "fsdp_config"
+    "accelerate would fill the sharded model from its state dict, which holds {}; set cpu_ram_efficient_loading false "
+    "in fsdp_config"
 )
 LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
 NO_WHOLE_WEIGHTS = {"deepspeed": DEEPSPEED, "fsdp1": FSDP1, "lbfgs": LBFGS}

@@ -1,8 +1,7 @@
-"""Checks of the user's model: what techniques hold is still part of it, and it can be copied, hooked and sharded."""
+"""Checks of the user's model: what techniques hold is still part of it, and it can be hooked and sharded."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -88,42 +87,6 @@ def refuse_scripted(model: nn.Module, where: str) -> None:
                 f"model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})",
                 "train the module that it was made of, and script the trained model",
             )
-
-
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy that computes with its own weights.
-
-    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
-    original's.
-
-    Args:
-        model: Compiled or not.
-        memo: As `copy.deepcopy` takes it.
-
-    Raises:
-        CompatibilityError: If a module of it is scripted, or holds a tensor that was computed from its parameters.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2)
-        >>> model.forward = torch.compile(model.forward, backend="eager")
-        >>> "forward" in vars(copied(model))
-        False
-    """
-    refuse_scripted(model, "distill")
-    for name, module in model.named_modules():
-        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
-            raise CompatibilityError(
-                "distill",
-                f"a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor that is "
-                "computed from them (torch.nn.utils.weight_norm or spectral_norm)",
-                "use the functions of torch.nn.utils.parametrizations",
-            )
-    other = copy.deepcopy(model, memo)
-    for module in other.modules():
-        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
-            del module.forward
-    return other
 
 
 def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:

@@ -795,12 +795,11 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
     """
     with saved_by("session"):
         saved: Mapping[str, Any] = dict(state.get("techniques", {}))
-    if "low_rank" in saved and "low_rank" not in session.techniques:
-        raise CheckpointError(
-            "resume",
-            "recipe must keep low_rank, whose layers the checkpoint holds in two, got none",
-            "keep it, or load the weights with shared_core.low_rank.load and start a new run",
-        )
+    for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
+        if structure := REGISTRY[key].config_class.saved_structure:
+            raise CheckpointError(
+                "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
+            )
     # a list: each is asked, also for its refusal
     fitting = []
     for key, each in session.techniques.items():

@@ -21,8 +21,6 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.hardware import default_device
 
-NEEDS_VALUES = frozenset({"low_rank", "lora"})
-"""Techniques that look at the weights when they attach, for which a model without values is not enough."""
 AFTER = "after training"
 _POSITIONS = (Position, Position | None)
 # trainer → where state and what deployment needs are saved
@@ -77,7 +75,7 @@ def explain(
 
     Args:
         recipe: What is switched on.
-        model: The user's, on any device, the meta device too unless a technique of `NEEDS_VALUES` is on.
+        model: The user's, on any device, the meta device too unless a config `needs_values`.
         trainer: ``hf`` or ``lightning``.
         run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
         total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
