@@ -389,9 +389,11 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
     if asked["--rank"] and asked["--diagnose"]:
         raise ConfigError("eff soup", "--rank must stand without --diagnose, which writes no average", "leave it out")
     alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
-    useless = {"steer the greedy search": _SEARCH} if averages or asked["--diagnose"] else {}
-    useless |= {"say how candidates are evaluated": (*_JUDGED, *_TASK)} if averages else {}
-    for why, names in useless.items():
+    useless: list[tuple[str, tuple[str, ...]]] = [
+        ("steer the greedy search", _SEARCH if averages or asked["--diagnose"] else ()),
+        ("say how candidates are evaluated", (*_JUDGED, *_TASK) if averages else ()),
+    ]
+    for why, names in useless:
         if given := [name for name in names if asked[name]]:
             raise ConfigError(
                 "eff soup",

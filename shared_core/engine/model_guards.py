@@ -1,9 +1,9 @@
-"""Checks of the user's model: what techniques hold is still part of it, and it can be hooked and sharded."""
+"""Checks of the user's model and optimizers: what techniques hold stays, and what they are can be worked with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
+if TYPE_CHECKING:
+    from shared_core.engine.technique import Context, Technique
+
+# Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
+# singular values), Adafactor (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (scales of blocks) do.
+_ELEMENT_WISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
+        "ASGD",
+    )
+)  # fmt: skip
 _Held = tuple[str, str, nn.Module | Tensor]
 
 
@@ -98,3 +109,14 @@ def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
             raise CompatibilityError(where, f"optimizer must not be LBFGS, {why}", "use SGD or AdamW")
+
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to move each element by its own gradient alone.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> is_element_wise(torch.optim.AdamW([weight])), is_element_wise(torch.optim.Adafactor([weight]))
+        (True, False)
+    """
+    return type(optimizer) in _ELEMENT_WISE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
 from shared_core.engine.claims import Claim
-from shared_core.engine.optimizer_kinds import is_element_wise
+from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
-from shared_core.config.options import Figure, option
-from shared_core.config.overrides import OverridableConfig
+from shared_core.config.options import Figure, OverridableConfig, option
 from shared_core.config.training_time import Position
 
 Scheme = Literal[

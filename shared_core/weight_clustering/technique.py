@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, FewValues, Where
-from shared_core.engine.model_guards import refuse_lbfgs
-from shared_core.engine.optimizer_kinds import is_element_wise
+from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
