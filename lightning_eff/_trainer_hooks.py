@@ -182,6 +182,17 @@ class EffCallback(Callback):
             return
         check_private_names(_run_environment.namespace_of(trainer))
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
+        services = self._open_session(trainer, recipe, before)
+        self._adapters = [
+            kind(trainer, pl_module, self._session, services) for kind in Adapter.registered() if kind.applies(recipe)
+        ]
+        self._resume = ExactResume(trainer, self._session, self._adapters)
+        self._averages = Averages(trainer, pl_module, self._session)
+        check(recipe, _run_environment.run_environment(trainer, pl_module))
+        self._wrap_methods(trainer, pl_module, self._averages)
+
+    def _open_session(self, trainer: Any, recipe: Recipe, before: Session | None) -> LightningServices:
+        """Make the run's session: on the same Trainer it goes on from what a finished one (`before`) left."""
         earlier = _joining.replaced(trainer, recipe)
         for one in (self, earlier):
             if one is not None and one._recount is not None:
@@ -193,13 +204,10 @@ class EffCallback(Callback):
         services = LightningServices(trainer, self._run_id)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
-        self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
-        self._adapters = [
-            kind(trainer, pl_module, self.session, services) for kind in Adapter.registered() if kind.applies(recipe)
-        ]
-        self._resume = ExactResume(trainer, self.session, self._adapters)
-        self._averages = Averages(trainer, pl_module, self.session)
-        check(recipe, _run_environment.run_environment(trainer, pl_module))
+        self._saved = self._final if trains_on else None  # what was pruned stays pruned
+        return services
+
+    def _wrap_methods(self, trainer: Any, pl_module: Any, averages: Averages) -> None:
         for adapter in self._adapters:
             self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -208,13 +216,12 @@ class EffCallback(Callback):
             ("on_load_checkpoint", self._load_weights),
             ("on_train_end", self._module_ends),
         )
-        self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
+        self._wrapped += whole_files(trainer, self._session.note) + wrap_loading(trainer.strategy, self._session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
-        self._best = BestCheckpoints(trainer, self.session)
-        self._wrapped += self._best.wrapped
-        self._wrapped += self._averages.wrapped()
-        self._recount = Recount(trainer, pl_module, self.session, self._write_receipt)
+        self._best = BestCheckpoints(trainer, self._session)
+        self._wrapped += [*self._best.wrapped, *averages.wrapped()]
+        self._recount = Recount(trainer, pl_module, self._session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
