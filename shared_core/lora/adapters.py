@@ -168,24 +168,28 @@ def inject(
         vars(model).update(put_aside)
     adapted: dict[str, Any] = {}
     for name, module in layers.items():
-        layer: Any = model.get_submodule(where[name])
-        for matrix in adapters(layer):
-            # in 16 bit the updates of small learning rates would be lost
-            matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
-        a, b = adapters(layer)
-        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
-        with torch.no_grad():
-            a.copy_(drawn)
-            b.zero_()
-        layer.train(module.training)
-        # follows the model to another device and dtype, which the layer put aside does not
-        layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
-        object.__setattr__(layer, "user_layer", module)
-        layer.register_state_dict_post_hook(_plain_keys)
-        layer.register_load_state_dict_pre_hook(_load_plain)
-        layer.eff_config = config
-        adapted[name] = layer
+        adapted[name] = model.get_submodule(where[name])
+        _stand_for_(adapted[name], module, config, generator)
     return adapted
+
+
+def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+    """Draw A, and have peft's layer keep the user's beside it, whose keys it has in state dicts."""
+    for matrix in adapters(layer):
+        # in 16 bit the updates of small learning rates would be lost
+        matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
+    a, b = adapters(layer)
+    drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
+    with torch.no_grad():
+        a.copy_(drawn)
+        b.zero_()
+    layer.train(module.training)
+    # follows the model to another device and dtype, which the layer put aside does not
+    layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
+    object.__setattr__(layer, "user_layer", module)
+    layer.register_state_dict_post_hook(_plain_keys)
+    layer.register_load_state_dict_pre_hook(_load_plain)
+    layer.eff_config = config
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:
