@@ -83,7 +83,10 @@ class TechniqueConfig:
     memory: ClassVar[str] = "not counted: the technique does not say what it needs"
     """The reason that `memory_costs` gives where it counts no bytes."""
     saved_structure: ClassVar[tuple[str, str] | None] = None
-    """Why a checkpoint can only be resumed with the technique, whose structure it has, and what else can be done."""
+    """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
+    else can be done."""
+    own_checkpoints: ClassVar[tuple[str, str] | None] = None
+    """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
     needs_values: ClassVar[bool] = False
     """Whether `attach` reads weights, so that a preview needs a model that has them."""
     counts_logits: ClassVar[bool] = False

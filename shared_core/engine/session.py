@@ -81,13 +81,18 @@ def restore(
         history.load_state_dict(state.get("history", {}))
         context.left_out.put_back(state.get("buffers", {}))
     context.step = step
+    _refuse_foreign(saved, techniques)
     for key, technique in techniques.items():
-        with saved_by(key):
-            if key in saved:
+        if key in saved:
+            with saved_by(key):
                 technique.load_state_dict(saved[key])
-            else:
-                technique.fits(None)
     return recipe, skipped
+
+
+def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
+    for key in techniques.keys() - saved.keys():
+        if why := techniques[key].config.own_checkpoints:
+            raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
 
 
 class StepWatch:
@@ -675,10 +680,10 @@ class Session:
         """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
         with saved_by("session"):
             found = dict(state)
-        windows = self._attached("load_window_state").windows
-        for name in found.keys() & windows.keys():
-            with saved_by(name):
-                windows[name].load_window_state(found[name])
+        for name, window in self._attached("load_window_state").windows.items():
+            if name in found:
+                with saved_by(name):
+                    window.load_window_state(found[name])
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
@@ -800,12 +805,9 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
             raise CheckpointError(
                 "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
             )
-    # a list: each is asked, also for its refusal
-    fitting = []
-    for key, each in session.techniques.items():
-        with saved_by(key):
-            fitting.append(each.fits(saved.get(key)))
-    if session.context is None or all(fitting):
+    _refuse_foreign(saved, session.techniques)
+    structures = {key: one.state_dict() for key, one in session.techniques.items() if one.config.saved_structure}
+    if session.context is None or all(saved.get(key) == structure for key, structure in structures.items()):
         return
     model = session.context.model
     session.detach()

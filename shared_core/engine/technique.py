@@ -390,10 +390,6 @@ class Technique:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. Called after `attach`, before `begin`."""
 
-    def fits(self, state: Mapping[str, Any] | None) -> bool:
-        """Return whether the model is attached to as weights saved with this state need it; None: without one."""
-        return True
-
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
         return contextlib.nullcontext()

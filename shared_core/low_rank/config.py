@@ -112,6 +112,10 @@ class LowRankConfig(TechniqueConfig):
         "whose layers the checkpoint holds in two",
         "load the weights with shared_core.low_rank.load and start a new run",
     )
+    own_checkpoints: ClassVar[tuple[str, str] | None] = (
+        "whose layers are whole",
+        "load its weights into the model and start a new run",
+    )
     finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "lora": "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise "
