@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hf_eff._environment import inner_optimizer
+from hf_eff._run_environment import inner_optimizer
 from shared_core.front_ends.wrapped_method import Wrapped
 
 

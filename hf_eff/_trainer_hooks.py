@@ -24,19 +24,19 @@ from hf_eff._checkpoints import (
     weights_of,
 )
 from hf_eff._data_resume import DataResume
-from hf_eff._environment import (
-    check_output_folder,
-    check_sharding,
-    forget_optimizer,
-    inner_optimizer,
-    is_peft,
-    surroundings,
-)
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
+from hf_eff._run_environment import (
+    check_output_folder,
+    check_sharding,
+    forget_optimizer,
+    inner_optimizer,
+    is_peft,
+    run_environment,
+)
 from hf_eff._services import TrainerServices
 from shared_core.distributed.collectives import from_main
 from shared_core.engine import compatibility
@@ -185,7 +185,7 @@ class SessionCallback(TrainerCallback):
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
             self.session.detach()  # `model_init` made a new model
-        self.session.attach(model, surroundings(trainer))
+        self.session.attach(model, run_environment(trainer))
 
     def _wire(self) -> None:
         trainer = self._trainer
@@ -340,7 +340,7 @@ class SessionCallback(TrainerCallback):
         model = method(*args, **kwargs)
         # `model_init` gives a new model for each trial: techniques have nothing of it yet.
         self.session.detach()
-        self.session.attach(model, surroundings(self._trainer))
+        self.session.attach(model, run_environment(self._trainer))
         return model
 
     def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
@@ -364,7 +364,7 @@ class SessionCallback(TrainerCallback):
         """Restore the state of a resumed run and begin."""
         session = self.session
         # Again: wrapping and the optimizer have come since `attach`, and some rules are about these.
-        compatibility.check(session.recipe, surroundings(self._trainer))
+        compatibility.check(session.recipe, run_environment(self._trainer))
         self._services.saved_steps, self._passed_over = [], False
         mine: Mapping[str, Any] = {}
         if self._resumed_from is not None:
@@ -423,7 +423,7 @@ class SessionCallback(TrainerCallback):
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
-            fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
+            fit_to(self.session, load_state(Path(folder)), run_environment(self._trainer))
         with loading(self.session):
             method(folder, *args, **kwargs)
         # After the trainer's own, which compares names as they stand in the file and only warns of what it did not

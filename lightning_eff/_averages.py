@@ -76,27 +76,27 @@ class Averages:
                     value.copy_(live[name])
 
     def _use(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._constrain()
+        self._project()
         return original(*args, **kwargs)
 
     def _put_in(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._constrain()
+        self._project()
         result = original(*args, **kwargs)
         context = self._session.context
         if self._session.is_attached and self._session.has_begun and context is not None:
             context.weights_replaced()
         return result
 
-    def _constrain(self) -> None:
+    def _project(self) -> None:
         context = self._session.context
-        if context is None or context.constrain is None or not self._session.is_attached:
+        if context is None or not context.projections or not self._session.is_attached:
             return
         parameters = dict(self._module.named_parameters())
         for callback in self._callbacks:
             averages = {name: value for name, value in _tensors(_average_of(callback)).items() if name in parameters}
             # an average may lie on another device than the masks
             there = {name: value.to(parameters[name].device) for name, value in averages.items()}
-            context.constrain({parameters[name]: value for name, value in there.items()})
+            context.project({parameters[name]: value for name, value in there.items()})
             for name, value in averages.items():
                 if there[name] is not value:
                     value.copy_(there[name])

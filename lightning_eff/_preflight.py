@@ -25,8 +25,7 @@ def preflight(trainer: Any, session: Session, services: LightningServices, seen:
     Raises:
         ConfigError: If it does not.
     """
-    wanted = {name for technique in session.techniques.values() for name in technique.needs_metrics().values()}
-    if trainer.global_step == 0 and not wanted <= set(seen):
+    if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
         session.preflight(lambda: _names(trainer, services))
 
 

@@ -10,7 +10,7 @@ import functools
 import importlib
 from typing import Any
 
-from lightning_eff._environment import PYTORCH_LIGHTNING
+from lightning_eff._run_environment import PYTORCH_LIGHTNING
 from shared_core.front_ends import private_names
 from shared_core.front_ends.private_names import PrivateName
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff._adapters.adapter import Adapter
-from lightning_eff._environment import callback_kinds
+from lightning_eff._run_environment import callback_kinds
 from shared_core.distributed.collectives import (
     everyones,
     local_part,
@@ -32,7 +32,6 @@ from shared_core.distributed.collectives import (
     with_own_state,
     world_size,
 )
-from shared_core.engine import session as session_state
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
@@ -245,7 +244,7 @@ class ExactResume:
             "fetch_rng": self._fetch_rng,
             "cycled": self._cycled,
             "gradients": gradients,
-            "windows": {} if gradients is None else session_state.windows(self._session.techniques),
+            "windows": {} if gradients is None else self._session.window_state(),
             "cut_short": self._where_cut_short(),
             "place": place_of(trainer, is_validating),
             "before_validation": self._before_validation if is_validating else None,
@@ -483,7 +482,7 @@ class ExactResume:
         # After the generators: zeros_like and copies draw nothing, and a window's gradients must be there before its
         # next batch.
         self._put_gradients(saved["gradients"])
-        session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
+        self._session.load_window_state(saved.get("windows", {}))
         finish_batch(self._trainer, place, fetcher)
         self._know(saved["metrics"][1])
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_eff._adapters.distillation import loss_of_peer
 from lightning_eff._adapters.teacher import load_teacher
 from lightning_eff._checkpoints import latent_weights, read_checkpoint
-from lightning_eff._environment import no_logging
 from lightning_eff._fsdp2 import through_root
+from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main

@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_eff import _environment as _surroundings
-from lightning_eff import _joining
+from lightning_eff import _joining, _run_environment
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
-from lightning_eff._environment import Callback
 from lightning_eff._preflight import preflight
 from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
+from lightning_eff._run_environment import Callback
 from lightning_eff._services import LightningServices
 from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
@@ -189,8 +188,19 @@ class EffCallback(Callback):
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        check_private_names(_surroundings.namespace_of(trainer))
+        check_private_names(_run_environment.namespace_of(trainer))
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
+        services = self._open_session(trainer, recipe, before)
+        self._adapters = [
+            kind(trainer, pl_module, self._session, services) for kind in Adapter.registered() if kind.applies(recipe)
+        ]
+        self._resume = ExactResume(trainer, self._session, self._adapters)
+        self._averages = Averages(trainer, pl_module, self._session)
+        check(recipe, _run_environment.run_environment(trainer, pl_module))
+        self._wrap_methods(trainer, pl_module, self._averages)
+
+    def _open_session(self, trainer: Any, recipe: Recipe, before: Session | None) -> LightningServices:
+        """Make the run's session: on the same Trainer it goes on from what a finished one (`before`) left."""
         earlier = _joining.replaced(trainer, recipe)
         # The recount of an earlier run's checkpoints ends here: the module's weights change from now on.
         for one in (self, earlier):
@@ -205,13 +215,10 @@ class EffCallback(Callback):
         services = LightningServices(trainer, self._run_id)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
-        self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
-        self._adapters = [
-            kind(trainer, pl_module, self.session, services) for kind in Adapter.registered() if kind.applies(recipe)
-        ]
-        self._resume = ExactResume(trainer, self.session, self._adapters)
-        self._averages = Averages(trainer, pl_module, self.session)
-        check(recipe, _surroundings.surroundings(trainer, pl_module))
+        self._saved = self._final if trains_on else None  # what was pruned stays pruned
+        return services
+
+    def _wrap_methods(self, trainer: Any, pl_module: Any, averages: Averages) -> None:
         for adapter in self._adapters:
             self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -220,14 +227,13 @@ class EffCallback(Callback):
             ("on_load_checkpoint", self._load_weights),
             ("on_train_end", self._module_ends),
         )
-        self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
+        self._wrapped += whole_files(trainer, self._session.note) + wrap_loading(trainer.strategy, self._session)
         # On the instance: a class's method would be replaced for all its models.
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
-        self._best = BestCheckpoints(trainer, self.session)
-        self._wrapped += self._best.wrapped
-        self._wrapped += self._averages.wrapped()
-        self._recount = Recount(trainer, pl_module, self.session, self._write_receipt)
+        self._best = BestCheckpoints(trainer, self._session)
+        self._wrapped += [*self._best.wrapped, *averages.wrapped()]
+        self._recount = Recount(trainer, pl_module, self._session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         # keep_signature: Lightning looks at the parameters of `training_step` (batch_idx, dataloader_iter).
@@ -237,7 +243,7 @@ class EffCallback(Callback):
         # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
         original()
         module = self._trainer.lightning_module
-        self._session.attach(module, _surroundings.surroundings(self._trainer, module))
+        self._session.attach(module, _run_environment.run_environment(self._trainer, module))
 
     @classmethod
     def join_late(cls, trainer: Any, pl_module: Any) -> None:
@@ -248,7 +254,7 @@ class EffCallback(Callback):
         # In front: ours must be told before user callbacks of the same event.
         trainer.callbacks.insert(0, callback)
         callback.setup(trainer, pl_module, "fit")
-        callback._session.attach(pl_module, _surroundings.surroundings(trainer, pl_module))
+        callback._session.attach(pl_module, _run_environment.run_environment(trainer, pl_module))
         # The checkpoint was read before this callback was there to be told.
         loaded = trainer._checkpoint_connector._loaded_checkpoint
         if loaded:
@@ -267,7 +273,7 @@ class EffCallback(Callback):
         if self.session is None:
             return
         # Again: wrapping and optimizers have come since `setup`, and some rules are about these.
-        check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
+        check(self.session.recipe, _run_environment.run_environment(trainer, pl_module))
         folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
         self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
         for adapter in self._adapters:
@@ -301,12 +307,12 @@ class EffCallback(Callback):
         # The learning rate schedule and Lightning's averaging may shorten the run: total steps are those that will
         # come.
         with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
-            total_steps = _surroundings.total_steps(trainer, pl_module)
+            total_steps = _run_environment.total_steps(trainer, pl_module)
         session.begin(
             trainer.optimizers,
             total_steps=total_steps,
-            steps_per_epoch=_surroundings.steps_per_epoch(trainer, pl_module),
-            clips_gradients=_surroundings.clips_by_norm(trainer, pl_module),
+            steps_per_epoch=_run_environment.steps_per_epoch(trainer, pl_module),
+            clips_gradients=_run_environment.clips_by_norm(trainer, pl_module),
         )
 
     # -- one step
@@ -395,7 +401,7 @@ class EffCallback(Callback):
         # before.
         seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         looks = seen & (seen - 1) == 0 or trainer.is_last_batch
-        if looks and (done := _surroundings.share_done(trainer, pl_module, batch_idx)) is not None:
+        if looks and (done := _run_environment.share_done(trainer, pl_module, batch_idx)) is not None:
             session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         # After the window: figures are of applied steps, and Lightning logs at its own interval.
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
@@ -473,7 +479,7 @@ class EffCallback(Callback):
         original(checkpoint)
         module = self._trainer.lightning_module
         # Before weights are loaded: adapters and quantisers of the checkpoint must be there for its keys to fit.
-        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _surroundings.surroundings(self._trainer, module))
+        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _run_environment.run_environment(self._trainer, module))
         restore_raw(module, checkpoint)
 
     # -- the end

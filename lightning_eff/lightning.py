@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_eff import *  # noqa: F403
-from lightning_eff._environment import LIGHTNING
+from lightning_eff._run_environment import LIGHTNING
 from lightning_eff.precision import fp8_precision_class, precision_class
 from lightning_eff.strategies import ddp_class, fsdp_class
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._environment import of_either_name, plugins, public
+from lightning_eff._run_environment import of_either_name, plugins, public
 from lightning_eff._typed_options import typed_options
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config
@@ -71,7 +71,7 @@ def fp8_precision_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning_eff._environment import MixedPrecision
+    from lightning_eff._run_environment import MixedPrecision
 
     class Fp8Precision(MixedPrecision):  # noqa: D101
         def __init__(self, precision: Literal["bf16-mixed", "32-true"] = ..., **options: Any) -> None: ...
@@ -180,7 +180,7 @@ def precision_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning_eff._environment import MixedPrecision
+    from lightning_eff._run_environment import MixedPrecision
 
     class LossScalingPrecision(MixedPrecision):  # noqa: D101
         def __init__(

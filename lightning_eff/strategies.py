@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_eff._environment import of_either_name, public, strategies
 from lightning_eff._fsdp2 import Sharding, through_root
+from lightning_eff._run_environment import of_either_name, public, strategies
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.gradient_compression import CommConfig
@@ -163,7 +163,7 @@ def fsdp_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning_eff._environment import DDPStrategy, ModelParallelStrategy
+    from lightning_eff._run_environment import DDPStrategy, ModelParallelStrategy
 
     class EffDDPStrategy(DDPStrategy):  # noqa: D101
         def __init__(self, comm: dict[str, Any] | None = ..., **kwargs: Any) -> None: ...

@@ -58,7 +58,7 @@ class MatchError(EffError, ValueError):
 
 
 class CompatibilityError(EffError, ValueError):
-    """Two techniques, or a technique and its surroundings, cannot be combined."""
+    """Two techniques, or a technique and its run environment, cannot be combined."""
 
 
 class CheckpointError(EffError, RuntimeError):

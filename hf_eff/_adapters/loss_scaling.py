@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from hf_eff._adapters.adapter import Adapter
-from hf_eff._environment import inner_optimizer
+from hf_eff._run_environment import inner_optimizer
 
 
 class LossScaling(Adapter):

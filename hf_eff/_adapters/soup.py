@@ -9,7 +9,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import checkpoint_folder, weights_of
-from hf_eff._environment import is_peft
+from hf_eff._run_environment import is_peft
 from shared_core.distributed.collectives import from_main
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError

@@ -18,6 +18,7 @@ _PIECE = 1 << 19
 _NUMPY_FROM = 1 << 16
 _HISTOGRAM_PIECE = 1 << 18
 _DIGIT = 16
+_SIGN = 1 << (_DIGIT - 1)
 _SAMPLE = 1 << 16
 
 
@@ -261,47 +262,20 @@ def kth_smallest(
         if not 1 <= k <= numel:
             raise ValueError(f"kth_smallest: k must be in [1, {numel}], got {k}")
         return _from_key(key - (1 << 31), dtype)
-    kind = _BITS[dtype.itemsize]
-    width = 8 * dtype.itemsize
-    largest = torch.iinfo(kind).max
     rank, prefix = k, 0
     # Radix selection: the digit of the k-th smallest is found from the top, 16 bits a pass, by a histogram of those
     # scores that share the digits found so far. Exact, and its memory does not grow with the number of scores.
-    for shift in range(width - _DIGIT, -1, -_DIGIT):
+    for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = np.zeros(1 << _DIGIT, dtype=np.int64)
-        # the top digit carries the sign: shifted up so that digits count from 0
-        offset = 1 << (_DIGIT - 1) if shift == width - _DIGIT else 0
-
-        low, high = (math.nan, math.nan) if offset else _bounds(prefix, shift + _DIGIT, dtype)
-
-        def histogram(
-            values: Tensor,
-            shift: int = shift,
-            offset: int = offset,
-            prefix: int = prefix,
-            low: float = low,
-            high: float = high,
-        ) -> Tensor:
-            if not offset and values.is_cpu and values.dtype == dtype:
-                # few share the digits found so far; numpy picks them out several times faster than torch
-                array = values.numpy()
-                values = torch.from_numpy(array[(array >= low) & (array <= high)])
-            bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
-            # Two's complement orders positive floats as they are and negative ones reversed: all but their sign is
-            # flipped.
-            key = bits ^ ((bits >> (width - 1)) & largest)  # as integers in the order of the floats
-            if not offset:
-                key = key[(key >> (shift + _DIGIT)) == prefix]
-            digits = (key >> shift) + offset if offset else (key >> shift) & ((1 << _DIGIT) - 1)
-            return torch.bincount(digits, minlength=1 << _DIGIT)
-
+        is_first = shift + _DIGIT == 8 * dtype.itemsize
+        found = None if is_first else (prefix, *_bounds(prefix, shift + _DIGIT, dtype))
         for i, index in enumerate(leave_out):
             flat = scores[i].detach().reshape(-1)
             piece = flat
             for piece in torch.split(flat, _HISTOGRAM_PIECE):
-                counts += histogram(piece).cpu().numpy()
+                counts += _histogram(piece, shift, found, dtype).cpu().numpy()
             if index >= 0:
-                counts -= histogram(flat[index : index + 1]).cpu().numpy()
+                counts -= _histogram(flat[index : index + 1], shift, found, dtype).cpu().numpy()
             del flat, piece  # before the next scores are computed: never two tensors' scores at a time
         cumulative = counts.cumsum()
         if not 1 <= rank <= cumulative[-1]:
@@ -309,8 +283,33 @@ def kth_smallest(
         # The first digit whose cumulative count reaches the rank; below it lie cumulative - counts scores.
         digit = int(np.searchsorted(cumulative, rank))
         rank -= int(cumulative[digit] - counts[digit])
-        prefix = digit - offset if offset else (prefix << _DIGIT) | digit
+        prefix = digit - _SIGN if is_first else (prefix << _DIGIT) | digit
     return _from_key(prefix, dtype)
+
+
+def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | None, dtype: torch.dtype) -> Tensor:
+    """Return how often each digit occurs `shift` bits before the end of keys.
+
+    Args:
+        values: One dimension.
+        shift: Of the digit.
+        found: The digits before it, and the lowest and highest number that has them; None of the first digit, which
+            carries the sign: it is moved up by `_SIGN`, so that digits count from 0.
+        dtype: What they are compared in.
+    """
+    if found and values.is_cpu and values.dtype == dtype:
+        # few share the digits found so far; numpy picks them out several times faster than torch
+        array = values.numpy()
+        values = torch.from_numpy(array[(array >= found[1]) & (array <= found[2])])
+    kind = _BITS[dtype.itemsize]
+    bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
+    # Two's complement orders positive floats as they are and negative ones reversed: all but their sign is flipped.
+    # as integers in the order of the floats
+    key = bits ^ ((bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(kind).max)
+    if found:
+        key = key[(key >> (shift + _DIGIT)) == found[0]]
+    digits = (key >> shift) & ((1 << _DIGIT) - 1) if found else (key >> shift) + _SIGN
+    return torch.bincount(digits, minlength=1 << _DIGIT)
 
 
 def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:

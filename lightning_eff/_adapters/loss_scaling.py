@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_eff._adapters.adapter import Adapter
-from lightning_eff._environment import namespace_of
+from lightning_eff._run_environment import namespace_of
 from lightning_eff.precision import precision_class
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.wrapped_method import Wrapped

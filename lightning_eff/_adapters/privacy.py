@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_eff._adapters.adapter import Adapter
-from lightning_eff._environment import no_logging
+from lightning_eff._run_environment import no_logging
 from shared_core.distributed.collectives import any_rank, world_size
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CompatibilityError, ConfigError

@@ -111,7 +111,7 @@ class KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-class Surroundings:
+class ForwardState:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
@@ -234,7 +234,7 @@ class _Call:
     buffers: Snapshot
     recompute_context: AbstractContextManager[Any]
     weights: int
-    surroundings: Surroundings
+    state: ForwardState
 
 
 class Region:
@@ -299,7 +299,7 @@ class Region:
         leaves = [leaf_of(value) for value in values]
         forward_context, recompute_context = contexts() if contexts else (contextlib.nullcontext(),) * 2
         call = _Call(
-            name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), Surroundings(values)
+            name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), ForwardState(values)
         )
         kept = KeptBytes() if contexts else None  # type: ignore[no-untyped-call]
         # Every tensor that autograd would save becomes an empty slot in the graph: this is what frees the memory.
@@ -410,7 +410,7 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
 
     args, kwargs = tree_unflatten([value(leaf) for leaf in call.leaves], call.spec)
     try:
-        with call.surroundings.restored(), call.buffers.rewound(), call.recompute_context:
+        with call.state.restored(), call.buffers.rewound(), call.recompute_context:
             return tree_flatten(call.run(*args, **kwargs))[0]
     except RuntimeError as error:
         # torch's words (2.13)

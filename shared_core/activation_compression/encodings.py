@@ -12,44 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from eff_kernels.masks import pack_bits, unpack_bits
 from torch import Tensor
 
-# byte i of eight booleans times 2^(63 - 9i) has its bit in the top byte, at 7 - i; no two terms overlap
-_MAGIC = 0x8040201008040201 - (1 << 64)
-_ONES = 0x0101010101010101
 _CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
-
-
-def pack_bits(mask: Tensor) -> Tensor:
-    """Return booleans as bits, the first in the highest bit of the first byte.
-
-    Args:
-        mask: (n,) bool, contiguous.
-
-    Returns:
-        (⌈n/8⌉,) uint8, the last byte filled up with zeros.
-
-    Example:
-        >>> pack_bits(torch.tensor([True, False, True]))
-        tensor([160], dtype=torch.uint8)
-    """
-    # Eight booleans are read as one int64, which a view gives only at a multiple of 8 bytes.
-    if mask.numel() % 8 or mask.storage_offset() % 8:
-        whole = mask.new_zeros(mask.numel() + -mask.numel() % 8)
-        whole[: mask.numel()] = mask
-        mask = whole
-    return ((mask.view(torch.int64) * _MAGIC) >> 56).to(torch.uint8)
-
-
-def unpack_bits(bits: Tensor, count: int) -> Tensor:
-    """Return the first `count` booleans that `pack_bits` packed.
-
-    Example:
-        >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
-        tensor([ True, False,  True])
-    """
-    # The way back: the same constant spreads bit 7 - i to bit 8 i + 7; shifted by 7, the mask keeps one bit a byte.
-    return (((bits.to(torch.int64) * _MAGIC) >> 7) & _ONES).view(torch.bool)[:count]
 
 
 def take(flat: Tensor, mask: Tensor) -> Tensor:
@@ -137,7 +103,7 @@ def sign_form(flat: Tensor) -> Form:
     """
     count, dtype = flat.numel(), flat.dtype
     # NaN: `nan <= 0` is false, and ReLU passes the gradient there too, so the inverse is what is stored.
-    return Form("sign", (pack_bits(~(flat <= 0)),), lambda parts: unpack_bits(parts[0], count).to(dtype))
+    return Form("sign", (pack_bits(~(flat <= 0)),), lambda parts: unpack_bits(parts[0], (count,)).to(dtype))
 
 
 def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] | None = None) -> Form | None:
@@ -168,7 +134,7 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
 def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> Form | None:
     if flat.dtype is torch.bool:
         count = flat.numel()
-        return Form("bits", (pack_bits(flat),), lambda parts: unpack_bits(parts[0], count))
+        return Form("bits", (pack_bits(flat),), lambda parts: unpack_bits(parts[0], (count,)))
     if flat.dtype in (torch.int16, torch.int32, torch.int64):
         return _integers(flat)
     if not sparse or flat.dtype not in _FLOATS:
@@ -207,7 +173,7 @@ def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
     def rebuild(parts: Parts) -> Tensor:
         first, second = parts[1]
         # differences of integers wrap around; `where` with single values takes several times as long on a CPU
-        return unpack_bits(parts[0], count).to(first.dtype).mul_(second - first).add_(first).view(dtype)
+        return unpack_bits(parts[0], (count,)).to(first.dtype).mul_(second - first).add_(first).view(dtype)
 
     return Form("two_values", (pack_bits(mask), torch.stack([low, high])), rebuild)
 
@@ -232,7 +198,7 @@ def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Fo
     def rebuild(parts: Parts) -> Tensor:
         kept = inner.rebuild(parts[1:])
         if kind == "bitmap":
-            return put(kept, unpack_bits(parts[0], count))
+            return put(kept, unpack_bits(parts[0], (count,)))
         return kept.new_zeros(count).scatter_(0, parts[0].to(torch.int64), kept)
 
     kind_told = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"

@@ -11,7 +11,7 @@ import typer
 def compat(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show which techniques combine with which, and with which surroundings; every refusal with its reason."""
+    """Show which techniques combine with which, and with which run environments; every refusal with its reason."""
     from rich.console import Console
     from rich.table import Table
 

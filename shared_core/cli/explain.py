@@ -69,7 +69,7 @@ def explain(
     if not read:
         raise ConfigError("explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
     options = {
-        "trainer": trainer, "surroundings": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
+        "trainer": trainer, "run_environment": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
     }  # fmt: skip
     told = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     told |= _told(read, model, run, options)
@@ -111,7 +111,7 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
 
     model = inputs = None
     if name is not None:
-        model, inputs = build(name, values=not explanation.NEEDS_VALUES.isdisjoint(recipe))
+        model, inputs = build(name, values=any(config.needs_values for config in recipe.values()))
     try:
         explained = explanation.explain(recipe, model, **options)
     except RuntimeError:  # a technique looked at values

@@ -389,14 +389,17 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
     if asked["--rank"] and asked["--diagnose"]:
         raise ConfigError("eff soup", "--rank must stand without --diagnose, which writes no average", "leave it out")
     alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
-    useless = (*_SEARCH, *_JUDGED, *_TASK) if averages else _SEARCH if asked["--diagnose"] else ()
-    given = [name for name in useless if asked[name]]
-    if given:
-        raise ConfigError(
-            "eff soup",
-            f"{alone} must stand without {' and '.join(given)}, which steer the greedy search",
-            "leave one or the other out",
-        )
+    useless: list[tuple[str, tuple[str, ...]]] = [
+        ("steer the greedy search", _SEARCH if averages or asked["--diagnose"] else ()),
+        ("say how candidates are evaluated", (*_JUDGED, *_TASK) if averages else ()),
+    ]
+    for why, names in useless:
+        if given := [name for name in names if asked[name]]:
+            raise ConfigError(
+                "eff soup",
+                f"{alone} must stand without {' and '.join(given)}, which {why}",
+                "leave one or the other out",
+            )
     if asked["--weights"] != (kind == "weighted"):
         lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
         raise ConfigError("eff soup", f"{got} must come with {lacks}, got none", "add it")

@@ -9,6 +9,7 @@ RUN_ENVIRONMENTS = {
     "zero3": "DeepSpeed ZeRO stage 3",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
+    "efficient_loading": "cpu_ram_efficient_loading of FSDP",
     "lbfgs": "an LBFGS optimizer",
     "manual_optimization": "Lightning's manual optimisation",
     "several_optimizers": "more than one optimizer",
@@ -36,6 +37,10 @@ EVERY_TECHNIQUE = {
 
 DEEPSPEED = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
 FSDP1 = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
+EFFICIENT_LOADING = (
+    "accelerate would fill the sharded model from its state dict, which holds {}; set cpu_ram_efficient_loading false "
+    "in fsdp_config"
+)
 LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
 NO_WHOLE_WEIGHTS = {"deepspeed": DEEPSPEED, "fsdp1": FSDP1, "lbfgs": LBFGS}
 """Conflicts of a technique that must see whole weights between two updates of them."""

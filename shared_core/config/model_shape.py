@@ -128,6 +128,12 @@ class PlannedRun:
         return (self.ranks - 1) / self.ranks * size
 
 
+# A token, layer and hidden unit: measured on transformers' Llama, whose scores scaled_dot_product_attention does not
+# keep.
+_ACTIVATION_BYTES = {"fp32": 79, "mixed": 54, "16-true": 42}
+# Of a score where attention is eager: softmax, dropout's mask and what it leaves (BERT, GPT-2), or in 16 bit a softmax
+# in fp32 and its cast (Llama).
+_KEPT_OF_A_SCORE = 3
 _WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
 _WIDTH_PER_HEAD = 128  # of all of them
 _GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
@@ -270,6 +276,38 @@ class ModelShape:
             params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings,
             heads=heads,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSizes:
+    """What is counted once for all techniques of a run: a config's `resized` returns what its technique makes of it.
+
+    Args:
+        weights: Bytes of all weights, whole.
+        trained: Parameters that have gradients and moments.
+        activations: Bytes on the device from forward to backward.
+        on_host: Those of them that lie in the host's memory.
+        logits: Bytes of logits, their softmax and gradient.
+    """
+
+    weights: float
+    trained: int
+    activations: float
+    logits: float
+    on_host: float = 0.0
+
+    @classmethod
+    def of(cls, shape: ModelShape, run: PlannedRun) -> SharedSizes:
+        """Return those of a run without techniques."""
+        block = _ACTIVATION_BYTES[run.precision] * run.tokens * shape.hidden
+        if run.attention == "eager":
+            block += _KEPT_OF_A_SCORE * run.compute_bytes * run.tokens * run.seq_len * shape.heads
+        return cls(
+            weights=float(shape.params * run.weight_bytes),
+            trained=shape.params,
+            activations=float(shape.layers * block),
+            logits=run.tokens * shape.vocab * (run.compute_bytes + 8.0),
+        )
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
 
@@ -82,6 +82,13 @@ class TechniqueConfig:
     """Why there are no figures."""
     memory: ClassVar[str] = "not counted: the technique does not say what it needs"
     """The reason that `memory_costs` gives where it counts no bytes."""
+    saved_structure: ClassVar[tuple[str, str] | None] = None
+    """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
+    else can be done."""
+    own_checkpoints: ClassVar[tuple[str, str] | None] = None
+    """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
+    needs_values: ClassVar[bool] = False
+    """Whether `attach` reads weights, so that a preview needs a model that has them."""
     counts_logits: ClassVar[bool] = False
     """Whether `memory_costs` goes by the model's vocabulary, and not by the parameters that the technique touches."""
 
@@ -97,6 +104,10 @@ class TechniqueConfig:
         """Yield a line for each combination that is allowed and that the user must know about."""
         yield from ()
 
+    def needed_metrics(self) -> Mapping[str, str]:
+        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
+        return {}
+
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return what the technique adds to a run's memory and traffic, or takes away.
 
@@ -105,6 +116,20 @@ class TechniqueConfig:
             run: Processes, precision and batch.
         """
         return [Cost(self.key, why=self.memory)]
+
+    def reshaped(self, shape: ModelShape) -> ModelShape:
+        """Return the sizes of the model that is trained: others where the technique changes its structure."""
+        return shape
+
+    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
+        """Return what the technique makes of that which is counted once for all techniques.
+
+        Args:
+            sizes: As the techniques before it leave them.
+            shape: Of the model that is trained.
+            run: Processes, precision and batch.
+        """
+        return sizes
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
@@ -192,6 +217,44 @@ class TechniqueConfig:
 
     def _error(self, name: str, rule: str) -> ConfigError:
         return ConfigError(self.key, f"{name} {rule}, got {getattr(self, name)!r}")
+
+
+class OverridableConfig(TechniqueConfig):
+    """Base of configs whose option ``overrides`` sets others of their options for some modules.
+
+    A subclass declares the option itself, and names in `overridable` what it may set.
+    """
+
+    overridable: ClassVar[tuple[str, ...]] = ()
+    overrides: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Write a mapping of overrides as the list that flags give, then check every option."""
+        if isinstance(self.overrides, Mapping):
+            pairs = [
+                f"{pattern}:{name}={value}"
+                for pattern, options in self.overrides.items()
+                for name, value in (options.items() if isinstance(options, Mapping) else [(options, "")])
+            ]
+            object.__setattr__(self, "overrides", tuple(pairs))
+        super().__post_init__()
+
+    def override_options(self) -> list[tuple[str, str, str]]:
+        """Return (pattern, option, value) of every override.
+
+        Raises:
+            ConfigError: If one is not of that form, or names an option that modules cannot differ in.
+        """
+        found = []
+        for entry in self.overrides:
+            pattern, colon, rest = entry.rpartition(":")
+            name, equals, value = rest.partition("=")
+            if not (colon and equals and pattern and value) or name not in self.overridable:
+                raise self._error(
+                    "overrides", f"must be PATTERN:OPTION=VALUE with an option of {', '.join(self.overridable)}"
+                )
+            found.append((pattern, name, value))
+        return found
 
 
 def _plain(value: Any) -> Any:

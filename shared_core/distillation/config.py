@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.layer_init import parse_layers
@@ -316,6 +316,10 @@ class DistillConfig(TechniqueConfig):
         for key, reason in _NOT_MUTUAL.items():
             if self.mutual and key in recipe:
                 yield f"distill with teacher mutual cannot be combined with {key}: {reason}"
+
+    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
+        """Return no logits of all positions where they are made in chunks."""
+        return replace(sizes, logits=0.0) if self.chunked else sizes
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return the bytes of logits, whole or in chunks, and of the teacher."""

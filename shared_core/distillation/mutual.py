@@ -23,9 +23,8 @@ from shared_core.distillation.comparison import Compared, Comparison, StudentBat
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, ForwardHook
 from shared_core.distillation.outputs import EMBEDDINGS, check_heads, check_outputs, find_outputs, is_of_classes
-from shared_core.distillation.teachers import Teachers, check_separate
+from shared_core.distillation.teachers import Teachers, check_separate, copied
 from shared_core.distributed.collectives import all_reduce_, broadcast_, world_size
-from shared_core.engine.model_guards import copied
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.files.atomic import atomic_write

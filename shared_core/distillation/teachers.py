@@ -6,6 +6,7 @@ so that no process holds a whole one.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
-from shared_core.engine.model_guards import copied
+from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import (
     CheckpointError,
     CompatibilityError,
@@ -349,6 +350,44 @@ class StudentAverage(Teachers):
         reshard_(average)  # its forward leaves the outermost module gathered
         parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
         return {**parameters, **dict(average.named_buffers())}
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy that computes with its own weights.
+
+    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
+    original's.
+
+    Args:
+        model: Compiled or not.
+        memo: As `copy.deepcopy` takes it.
+
+    Raises:
+        CompatibilityError: If a module of it is scripted, or holds a tensor that was computed from its parameters.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2)
+        >>> model.forward = torch.compile(model.forward, backend="eager")
+        >>> "forward" in vars(copied(model))
+        False
+    """
+    refuse_scripted(model, "distill")
+    for name, module in model.named_modules():
+        # deepcopy refuses tensors with a history; told by module here, and by tensor there.
+        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
+            raise CompatibilityError(
+                "distill",
+                f"a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor that is "
+                "computed from them (torch.nn.utils.weight_norm or spectral_norm)",
+                "use the functions of torch.nn.utils.parametrizations",
+            )
+    other = copy.deepcopy(model, memo)
+    for module in other.modules():
+        # A compiled forward is bound to the original's weights: the copy would compute with them.
+        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            del module.forward
+    return other
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -76,13 +76,15 @@ class Distillation(Technique):
 
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """Make the other students: no technique has touched the model that they are copies of."""
-        if self.config.mutual:
+        if self.config.mutual and not context.is_preview:
             self._peers = make_peers(self.config, model, self._find_student(model), context)
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         config, student = self.config, self._find_student(model)
+        if context.is_preview:
+            return
         self._student, self._comparison = student, open_comparison(config, model, student, context, self._peers)
         self._told, teachers = self._comparison.told, self._comparison.teachers.modules
         self.is_causal = is_causal(student) if config.causal is None else config.causal
@@ -347,8 +349,8 @@ class Distillation(Technique):
             **self._examples.report(),
         }
 
-    def preview(self, model: nn.Module, context: Context) -> Touched:
-        """Return what is distilled; load no teacher."""
+    def touched(self, model: nn.Module) -> Touched:
+        """Return what is distilled."""
         student = self._find_student(model)
         return Touched.modules({self.config.student or type(model).__name__: student}, what="student")
 

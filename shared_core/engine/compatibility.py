@@ -48,27 +48,27 @@ def remarks(recipe: Mapping[str, Any]) -> list[str]:
     return [line for config in recipe.values() for line in config.remarks(recipe)]
 
 
-def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
+def check(keys: Iterable[str], run_environment: Iterable[str] = ()) -> None:
     """Refuse a combination that cannot be right, before any work.
 
     Args:
         keys: A recipe, whose options decide too, or recipe keys alone, which meet no condition.
-        surroundings: Keys of `RUN_ENVIRONMENTS` that hold.
+        run_environment: Keys of `RUN_ENVIRONMENTS` that hold.
 
     Raises:
         CompatibilityError: Naming both sides and the reason, for every refused pair, and what a recipe lacks.
     """
     recipe = keys if isinstance(keys, Mapping) else None
-    keys, surroundings = list(keys), list(surroundings)
+    keys, run_environment = list(keys), list(run_environment)
     # Each pair once: `refusal` asks both sides.
-    pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, surroundings)]
+    pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, run_environment)]
     lines = [
         f"{first} cannot be combined with {RUN_ENVIRONMENTS.get(second, second)}: {reason}"
         for first, second in pairs
         if (reason := refusal(first, second)) and (recipe is None or not is_allowed(first, second, recipe))
     ]
     if recipe is not None:
-        lines += [line for config in recipe.values() for line in config.refusals(recipe, surroundings)]
+        lines += [line for config in recipe.values() for line in config.refusals(recipe, run_environment)]
     if lines:
         raise CompatibilityError("recipe", "\n".join(lines))
 

@@ -71,9 +71,6 @@ class Hooks:
         self.saving: Calls[[Context, bool], contextlib.AbstractContextManager[None]] = _own(
             [(key, one.saving) for key, one in pairs], Technique.saving
         )
-        self.constrain: Calls[[Mapping[Tensor, Tensor]], None] = _own(
-            [(key, one.constrain) for key, one in pairs], Technique.constrain
-        )
         self.weights_replaced: Calls[[Context], None] = _own(
             [(key, one.weights_replaced) for key, one in pairs], Technique.weights_replaced
         )

@@ -1,10 +1,9 @@
-"""Checks of the user's model and optimizers: what is still part of it, who wrapped it, what cannot be worked on."""
+"""Checks of the user's model and optimizers: what techniques hold stays, and what they are can be worked with."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
+if TYPE_CHECKING:
+    from shared_core.engine.technique import Context, Technique
+
+# Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
+# singular values), Adafactor (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (scales of blocks) do.
+_ELEMENT_WISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta",
+        "ASGD",
+    )
+)  # fmt: skip
 _Held = tuple[str, str, nn.Module | Tensor]
 
 
@@ -28,15 +38,14 @@ def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> Non
     Raises:
         TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
     """
-    for key, technique in techniques.items():
-        for name, tensor in technique.frozen().items():
-            if tensor.requires_grad:
-                raise TrainingError(
-                    key,
-                    f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
-                    "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
-                )
     held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
+    for key, name, value in held:
+        if techniques[key].holds_frozen and isinstance(value, Tensor) and value.requires_grad:
+            raise TrainingError(
+                key,
+                f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
+                "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
+            )
     if held and _gone(held, context.model):
         reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
         for key, name, _ in _gone(held, context.model):
@@ -92,44 +101,6 @@ def refuse_scripted(model: nn.Module, where: str) -> None:
             )
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy that computes with its own weights.
-
-    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
-    original's.
-
-    Args:
-        model: Compiled or not.
-        memo: As `copy.deepcopy` takes it.
-
-    Raises:
-        CompatibilityError: If a module of it is scripted, or holds a tensor that was computed from its parameters.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2)
-        >>> model.forward = torch.compile(model.forward, backend="eager")
-        >>> "forward" in vars(copied(model))
-        False
-    """
-    refuse_scripted(model, "distill")
-    for name, module in model.named_modules():
-        # deepcopy refuses tensors with a history; told by module here, and by tensor there.
-        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
-            raise CompatibilityError(
-                "distill",
-                f"a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor that is "
-                "computed from them (torch.nn.utils.weight_norm or spectral_norm)",
-                "use the functions of torch.nn.utils.parametrizations",
-            )
-    other = copy.deepcopy(model, memo)
-    for module in other.modules():
-        # A compiled forward is bound to the original's weights: the copy would compute with them.
-        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
-            del module.forward
-    return other
-
-
 def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
     """Refuse an optimizer that is LBFGS, beneath a wrapper too: it moves weights many times within one step.
 
@@ -139,3 +110,14 @@ def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
             raise CompatibilityError(where, f"optimizer must not be LBFGS, {why}", "use SGD or AdamW")
+
+
+def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to move each element by its own gradient alone.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> is_element_wise(torch.optim.AdamW([weight])), is_element_wise(torch.optim.Adafactor([weight]))
+        (True, False)
+    """
+    return type(optimizer) in _ELEMENT_WISE

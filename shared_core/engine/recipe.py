@@ -143,6 +143,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
         partial = {PARTIAL: True} if self.allow_partial else {}
         return yaml.safe_dump({**partial, **self.to_dict()}, sort_keys=False)
 
+    def needed_metrics(self) -> dict[str, str]:
+        """Return by option the metrics that the trainer's evaluation must report."""
+        return {option: name for config in self.values() for option, name in config.needed_metrics().items()}
+
     def merged(self, other: Recipe) -> Recipe:
         """Return both recipes in one.
 

@@ -44,11 +44,6 @@ def of(
     }  # fmt: skip
 
 
-def windows(techniques: Mapping[str, Technique]) -> dict[str, dict[str, Any]]:
-    """Return what each technique has gathered in an accumulation window that is not over."""
-    return {key: state for key, technique in techniques.items() if (state := technique.window_state())}
-
-
 @contextlib.contextmanager
 def saved_by(key: str) -> Iterator[None]:
     """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
@@ -69,15 +64,6 @@ def saved_by(key: str) -> Iterator[None]:
         ) from error
 
 
-def restore_windows(state: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
-    """Put back what `windows` returned, with the gradients of the same window."""
-    with saved_by("session"):
-        found = dict(state)
-    for key in found.keys() & techniques.keys():
-        with saved_by(key):
-            techniques[key].load_window_state(found[key])
-
-
 def restore(
     state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
 ) -> tuple[Mapping[str, Any], int]:
@@ -95,13 +81,18 @@ def restore(
         history.load_state_dict(state.get("history", {}))
         context.left_out.put_back(state.get("buffers", {}))
     context.step = step
+    _refuse_foreign(saved, techniques)
     for key, technique in techniques.items():
-        with saved_by(key):
-            if key in saved:
+        if key in saved:
+            with saved_by(key):
                 technique.load_state_dict(saved[key])
-            else:
-                technique.fits(None)
     return recipe, skipped
+
+
+def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
+    for key in techniques.keys() - saved.keys():
+        if why := techniques[key].config.own_checkpoints:
+            raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
 
 
 class StepWatch:
@@ -239,13 +230,13 @@ class Session:
         self._reset()
 
     def attach(
-        self, model: nn.Module, surroundings: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
+        self, model: nn.Module, run_environment: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
     ) -> None:
         """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
 
         Args:
             model: The user's model.
-            surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
+            run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
             resumed: The techniques' states in the checkpoint that is loaded next, by key.
 
         Raises:
@@ -253,7 +244,7 @@ class Session:
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
-        compatibility.check(self.recipe, surroundings)
+        compatibility.check(self.recipe, run_environment)
         if self._finished:
             self._reset()
         if self.context is not None:
@@ -270,7 +261,6 @@ class Session:
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._weights_replaced, context)
-        context.constrain = self._constrain if self._hooks.constrain else None
         attached: list[Technique] = []
         # Counted before: techniques replace layers and move weights.
         counted = coverage.count(model) if self.techniques else coverage.Counted()
@@ -513,8 +503,7 @@ class Session:
         Raises:
             ConfigError: If one is not reported.
         """
-        wanted = {option: name for one in self.techniques.values() for option, name in one.needs_metrics().items()}
-        wanted |= also or {}
+        wanted = {**self.recipe.needed_metrics(), **(also or {})}
         if not wanted or self.step:
             return
         names, reason = reported_names(evaluate)
@@ -706,6 +695,20 @@ class Session:
         for change in changes:
             self.note(f"resumed {change}")
 
+    def window_state(self) -> dict[str, dict[str, Any]]:
+        """Return what techniques have gathered on this process in an accumulation window that is not over."""
+        windows = self._attached("window_state").windows
+        return {name: state for name, window in windows.items() if (state := window.window_state())}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
+        with saved_by("session"):
+            found = dict(state)
+        for name, window in self._attached("load_window_state").windows.items():
+            if name in found:
+                with saved_by(name):
+                    window.load_window_state(found[name])
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
         metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
@@ -744,12 +747,9 @@ class Session:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_replaced(self, context: Context) -> None:
+        context.project()
         for _, weights_replaced in self._hooks.weights_replaced:
             weights_replaced(context)
-
-    def _constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        for _, constrain in self._hooks.constrain:
-            constrain(values)
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:
@@ -813,33 +813,29 @@ def loading(session: Session) -> Iterator[None]:
         yield
 
 
-def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[str]) -> None:
+def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
     """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
 
     Args:
         session: Attached, not begun.
         state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-        surroundings: As in `Session.attach`.
+        run_environment: As in `Session.attach`.
 
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
     """
     with saved_by("session"):
         saved: Mapping[str, Any] = dict(state.get("techniques", {}))
-    if "low_rank" in saved and "low_rank" not in session.techniques:
-        raise CheckpointError(
-            "resume",
-            "recipe must keep low_rank, whose layers the checkpoint holds in two, got none",
-            "keep it, or load the weights with shared_core.low_rank.load and start a new run",
-        )
-    # a list: each is asked, also for its refusal
-    fitting = []
-    for key, each in session.techniques.items():
-        with saved_by(key):
-            fitting.append(each.fits(saved.get(key)))
-    if session.context is None or all(fitting):
+    for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
+        if structure := REGISTRY[key].config_class.saved_structure:
+            raise CheckpointError(
+                "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
+            )
+    _refuse_foreign(saved, session.techniques)
+    structures = {key: one.state_dict() for key, one in session.techniques.items() if one.config.saved_structure}
+    if session.context is None or all(saved.get(key) == structure for key, structure in structures.items()):
         return
     model = session.context.model
     # Structure before weights: layers are put in as the checkpoint has them, then loaded.
     session.detach()
-    session.attach(model, surroundings, saved)
+    session.attach(model, run_environment, saved)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
 from shared_core.engine.claims import Claim
-from shared_core.engine.optimizer_kinds import is_element_wise
+from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
@@ -77,6 +77,18 @@ class Services(Protocol):
 
     def say(self, text: str) -> None:
         """Show one line to the user, on the main process, where the trainer shows its own."""
+        ...
+
+
+class Window(Protocol):
+    """What a process gathers in an accumulation window."""
+
+    def window_state(self) -> dict[str, Any]:
+        """Return what this process has gathered in the window that is not over; empty: nothing."""
+        ...
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `window_state`, by the same process of as many."""
         ...
 
 
@@ -179,10 +191,16 @@ class Context:
     """``done_with(self.forward)``: the session calls this method of a technique no more in this run."""
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
-    constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
-    """Makes what must hold of parameters hold of other values for them: masks, shared values; None: nothing must."""
-    constraint_changes: int = 0
-    """How often that was changed: techniques count it up where `constrain` does something else from then on."""
+    projections: list[Callable[[Mapping[Tensor, Tensor] | None], None]] = field(default_factory=list)
+    """What must hold of weights (masks, shared values), in the order of composition: techniques append in `attach` what
+    makes it hold, in place, of the weights (None), or of other values for parameters; of a sharded one, of its part."""
+    projection_changes: int = 0
+    """How often that was changed: techniques count it up where a projection does something else from then on."""
+    windows: dict[str, Window] = field(default_factory=dict)
+    """What gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved with
+    the gradients of a window that is not over, and comes back after `begin`."""
+    is_preview: bool = False
+    """Whether the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
@@ -203,6 +221,11 @@ class Context:
 
     def __post_init__(self) -> None:
         self.left_out = LeftOutBuffers(self.model)
+
+    def project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Make what must hold of weights hold of them, or of these other values for them."""
+        for projection in self.projections:
+            projection(values)
 
     @property
     def gradients_mix(self) -> bool:
@@ -251,22 +274,20 @@ class Technique:
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
+    holds_frozen: ClassVar[bool] = False
+    """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_optimizer_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
 
+    # -- describe
+
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return how this technique runs on a device, whatever its options."""
         return Ability("native")
-
-    def preview(self, model: nn.Module, context: Context) -> Touched:
-        """Return what `attach` would touch; change nothing but the model, which is not going to be trained."""
-        self.before_attach(model, context)
-        self.attach(model, context)
-        return self.touched(model)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return what was chosen in the model."""
@@ -275,10 +296,6 @@ class Technique:
     def timeline(self, context: Context) -> list[Event]:
         """Return what happens when, positions resolved and checked as `begin` does."""
         return [(0, "on, in every step")]
-
-    def needs_metrics(self) -> Mapping[str, str]:
-        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
-        return {}
 
     def unreached(self, context: Context) -> str | None:
         """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
@@ -291,9 +308,7 @@ class Technique:
         """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
         return {}
 
-    def frozen(self) -> Mapping[str, Tensor]:
-        """Return by name what must not train: if somebody unfreezes it, the run ends."""
-        return {}
+    # -- attach
 
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """No technique has touched the model yet: the moment to copy it."""
@@ -303,6 +318,8 @@ class Technique:
 
     def detach(self, model: nn.Module) -> None:
         """Give the model back its stock classes without touching a weight. Safe to call twice."""
+
+    # -- train
 
     def prepare_optimizers(self, context: Context) -> None:
         """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
@@ -330,6 +347,11 @@ class Technique:
     def skipped_optimizer_step(self, context: Context) -> None:
         """The step was skipped or discarded: nothing advances."""
 
+    def weights_replaced(self, context: Context) -> None:
+        """Weights came from elsewhere (a soup's candidate), and were projected: restore what else belongs to them."""
+
+    # -- evaluate and save
+
     def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds a validation; it is left by an exception too."""
         return contextlib.nullcontext()
@@ -344,11 +366,7 @@ class Technique:
         """
         return contextlib.nullcontext()
 
-    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""
-
-    def weights_replaced(self, context: Context) -> None:
-        """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""
+    # -- finish
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """End of training: bake into plain weights in place and leave stock modules behind."""
@@ -368,13 +386,7 @@ class Technique:
     def write(self, folder: Path) -> None:
         """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
-    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
-        return contextlib.nullcontext()
-
-    def fits(self, state: Mapping[str, Any] | None) -> bool:
-        """Return whether the model is attached to as weights saved with this state need it; None: without one."""
-        return True
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
@@ -383,12 +395,11 @@ class Technique:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
 
-    def window_state(self) -> dict[str, Any]:
-        """Return what this process has gathered in an accumulation window that is not over, beside `state_dict`."""
-        return {}
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
+        return contextlib.nullcontext()
 
-    def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `window_state`, by the same process of as many. Called after `begin`."""
+    # -- report
 
     def metrics(self) -> dict[str, float]:
         """Return figures for progress bar and logger, named ``<technique>/<figure>``."""

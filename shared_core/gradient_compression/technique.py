@@ -74,7 +74,8 @@ class GradientCompression(Technique):
         Raises:
             CompatibilityError: If there is only one process.
         """
-        if world_size() < 2:
+        context.windows[self.key] = self
+        if world_size() < 2 and not context.is_preview:
             raise CompatibilityError(
                 "comm",
                 f"training must run in several processes under DDP or FSDP2, got {world_size()}",
@@ -82,8 +83,8 @@ class GradientCompression(Technique):
                 "comm out",
             )
 
-    def preview(self, model: nn.Module, context: Context) -> Touched:
-        """Return the parameters whose gradients are sent; processes are not looked at."""
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the parameters whose gradients are sent."""
         return trained(model)
 
     def timeline(self, context: Context) -> list[Event]:

@@ -177,29 +177,32 @@ def inject(
         vars(model).update(put_aside)
     adapted: dict[str, Any] = {}
     for name, module in layers.items():
-        layer: Any = model.get_submodule(where[name])
-        for matrix in adapters(layer):
-            # in 16 bit the updates of small learning rates would be lost
-            # .data, so that the parameters stay those that peft registered.
-            matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
-        a, b = adapters(layer)
-        # As peft and Hu et al. (2021, arXiv:2106.09685, section 4.1): A random, B zero, so that BA = 0 and training
-        # starts from the model as it is.
-        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
-        with torch.no_grad():
-            a.copy_(drawn)
-            b.zero_()
-        layer.train(module.training)
-        # follows the model to another device and dtype, which the layer put aside does not
-        layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
-        # Past nn.Module's own __setattr__, which would register it as a child, with its weight in state dicts twice.
-        object.__setattr__(layer, "user_layer", module)
-        # Checkpoints hold `weight` of the merged layer, so that they load without peft and without this library.
-        layer.register_state_dict_post_hook(_plain_keys)
-        layer.register_load_state_dict_pre_hook(_load_plain)
-        layer.eff_config = config
-        adapted[name] = layer
+        adapted[name] = model.get_submodule(where[name])
+        _stand_for_(adapted[name], module, config, generator)
     return adapted
+
+
+def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+    """Draw A, and have peft's layer keep the user's beside it, whose keys it has in state dicts."""
+    for matrix in adapters(layer):
+        # in 16 bit the updates of small learning rates would be lost
+        matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
+    a, b = adapters(layer)
+    # As peft and Hu et al. (2021, arXiv:2106.09685, section 4.1): A random, B zero, so that BA = 0 and training
+    # starts from the model as it is.
+    drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
+    with torch.no_grad():
+        a.copy_(drawn)
+        b.zero_()
+    layer.train(module.training)
+    # follows the model to another device and dtype, which the layer put aside does not
+    layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
+    # Past nn.Module's own __setattr__, which would register it as a child, with its weight in state dicts twice.
+    object.__setattr__(layer, "user_layer", module)
+    # Checkpoints hold `weight` of the merged layer, so that they load without peft and without this library.
+    layer.register_state_dict_post_hook(_plain_keys)
+    layer.register_load_state_dict_pre_hook(_load_plain)
+    layer.eff_config = config
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:

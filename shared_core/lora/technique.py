@@ -63,6 +63,7 @@ class Lora(Technique):
     """
 
     key: ClassVar[str] = "lora"
+    holds_frozen: ClassVar[bool] = True
     config: LoraConfig
 
     def __init__(self, config: LoraConfig) -> None:
@@ -166,13 +167,9 @@ class Lora(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers."""
-        return self.layers
-
-    def frozen(self) -> Mapping[str, Tensor]:
-        """Return the layers' own weights."""
-        return {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
+    def holds(self) -> Mapping[str, nn.Module | Tensor]:
+        """Return the layers, and their own weights."""
+        return self.layers | {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that get adapters, without what those add; others are trained whole."""

@@ -93,28 +93,15 @@ class LossScaler(GradScaler):
         enabled: bool = True,
     ) -> None:
         checked = LossScaleConfig(
-            kind=kind,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_skips=max_skips,
-            floor=floor_text(floor),
-            floor_window=floor_window,
-            floor_overflows=floor_overflows,
-            format=format,
-            margin=margin,
+            kind=kind, init_scale=init_scale, growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval, min_scale=min_scale, max_skips=max_skips, floor=floor_text(floor),
+            floor_window=floor_window, floor_overflows=floor_overflows, format=format, margin=margin,
             smoothing=smoothing,
-        )
+        )  # fmt: skip
         super().__init__(
-            device,
-            init_scale=checked.init_scale,
-            growth_factor=checked.growth_factor,
-            backoff_factor=checked.backoff_factor,
-            growth_interval=checked.growth_interval,
-            enabled=enabled,
-        )
+            device, init_scale=checked.init_scale, growth_factor=checked.growth_factor,
+            backoff_factor=checked.backoff_factor, growth_interval=checked.growth_interval, enabled=enabled,
+        )  # fmt: skip
         self._kind = checked.kind
         self._min_scale = checked.min_scale
         self._max_skips = checked.max_skips
@@ -230,34 +217,11 @@ class LossScaler(GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            if not isinstance(new_scale, Tensor):
-                new_scale = float(new_scale)
-            if not self.lowest_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
-                raise ConfigError(
-                    "loss_scale",
-                    f"new_scale must be finite and at least min_scale, {self.lowest_scale} now, got {new_scale}",
-                )
-            super().update(new_scale)
-            self._end_iteration()
+            self._set(new_scale)
         elif self._kind in ("dynamic", "enhanced"):
-            super().update()
-            seen, before = self._seen, self.lowest_scale
-            self._end_iteration()
-            # a scale that stayed or grew above the same floor is above it
-            if self.lowest_scale != before or not seen or any(bad or at < before for bad, at, _ in seen):
-                scale.clamp_(min=self.lowest_scale)
+            self._grow_or_back_off(scale)
         else:
-            checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-            if not checked:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            if self._auto is not None:
-                # whoever unscaled without stepping has a say too, as in torch
-                # An optimizer that was unscaled and not stepped has been checked too.
-                seen = self._seen + [self._read(s, scale) for s in checked if s["stage"] is not OptState.STEPPED]
-                overflowed, amax = any(bad for bad, _, _ in seen), max(amax for _, _, amax in seen)
-                scale.fill_(self._auto.next_scale(seen[0][1], amax, overflowed=overflowed))
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-            self._end_iteration()
+            self._follow_gradients(scale)
         worst = max(self._in_a_row.values(), default=0)
         if worst >= self._max_skips:
             raise LossScaleError(
@@ -266,6 +230,37 @@ class LossScaler(GradScaler):
                 f"{worst} steps in a row, the scale now {scale.item():g}",
                 "no scale helps: look for NaN in inputs or weights, lower the learning rate, or train in bf16",
             )
+
+    def _set(self, new_scale: float | Tensor) -> None:
+        new_scale = new_scale if isinstance(new_scale, Tensor) else float(new_scale)
+        if not self.lowest_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
+            raise ConfigError(
+                "loss_scale",
+                f"new_scale must be finite and at least min_scale, {self.lowest_scale} now, got {new_scale}",
+            )
+        super().update(new_scale)
+        self._end_iteration()
+
+    def _grow_or_back_off(self, scale: Tensor) -> None:
+        super().update()
+        seen, before = self._seen, self.lowest_scale
+        self._end_iteration()
+        # a scale that stayed or grew above the same floor is above it
+        if self.lowest_scale != before or not seen or any(bad or at < before for bad, at, _ in seen):
+            scale.clamp_(min=self.lowest_scale)
+
+    def _follow_gradients(self, scale: Tensor) -> None:
+        """Set the scale of kind auto; kind static keeps it."""
+        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        if not checked:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if self._auto is not None:
+            # whoever unscaled without stepping has a say too, as in torch
+            seen = self._seen + [self._read(s, scale) for s in checked if s["stage"] is not OptState.STEPPED]
+            overflowed, amax = any(bad for bad, _, _ in seen), max(amax for _, _, amax in seen)
+            scale.fill_(self._auto.next_scale(seen[0][1], amax, overflowed=overflowed))
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._end_iteration()
 
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""

@@ -77,12 +77,6 @@ class LotteryTicket(Technique):
             MatchError: If there is nothing to prune.
             CheckpointError: If the ticket cannot be read, or the folder not written.
         """
-        self.preview(model, context)
-        if is_main():
-            self._folder.make()
-
-    def preview(self, model: nn.Module, context: Context) -> Touched:
-        """Return the weights that tickets are of; make no folder."""
         config = self.config
         try:
             self._targets = find_targets(
@@ -111,7 +105,9 @@ class LotteryTicket(Technique):
             raise ConfigError(
                 "lottery", f"max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
             )
-        return self.touched(model)
+        context.projections.append(self._masks.apply)
+        if is_main() and not context.is_preview:
+            self._folder.make()
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights that tickets are of."""
@@ -273,10 +269,6 @@ class LotteryTicket(Technique):
         """Nothing advances."""
         self._rates_held.give_back(context.optimizers)
 
-    def weights_replaced(self, context: Context) -> None:
-        """Prune the new weights by the masks there are."""
-        self._masks.apply()
-
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep the figures of a validation, but not its times."""
         told = figures(metrics)
@@ -371,7 +363,8 @@ class LotteryTicket(Technique):
 
     def detach(self, model: nn.Module) -> None:
         """Release masks and ticket."""
-        self._weights, self._masks = {}, MaskStore("lottery")
+        self._masks.set({})
+        self._weights, self._masks.weights = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""

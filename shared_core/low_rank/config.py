@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -107,6 +107,15 @@ class LowRankConfig(TechniqueConfig):
     key: ClassVar[str] = "low_rank"
     switch: ClassVar[str] = "rank"
 
+    needs_values: ClassVar[bool] = True
+    saved_structure: ClassVar[tuple[str, str] | None] = (
+        "whose layers the checkpoint holds in two",
+        "load the weights with shared_core.low_rank.load and start a new run",
+    )
+    own_checkpoints: ClassVar[tuple[str, str] | None] = (
+        "whose layers are whole",
+        "load its weights into the model and start a new run",
+    )
     finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "lora": "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise "
@@ -193,10 +202,15 @@ class LowRankConfig(TechniqueConfig):
             )
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return no bytes of its own: the factorised model has other sizes, see `kept_share`."""
+        """Return no bytes of its own: the factorised model has other sizes, see `reshaped`."""
         if self.kept_share(shape) is None:
             return [Cost("low_rank", why=f"not counted: what {self.rank} keeps is known from eff low-rank alone")]
         return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
+
+    def reshaped(self, shape: ModelShape) -> ModelShape:
+        """Return the sizes of the factorised model."""
+        kept = self.kept_share(shape)
+        return shape if kept is None else replace(shape, params=shape.embeddings + round(kept * shape.matrices))
 
     def kept_share(self, shape: ModelShape) -> float | None:
         """Return the share of the blocks' parameters that factors have, None where weights alone tell it."""

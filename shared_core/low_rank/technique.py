@@ -258,27 +258,13 @@ class LowRank(Technique):
         """Return rank and scheme of each layer: weights are the trainer's to save."""
         return {"layers": self._structure}
 
-    def fits(self, state: Mapping[str, Any] | None) -> bool:
-        """Return whether the model has the structure of a checkpoint.
-
-        Raises:
-            CheckpointError: If that was saved without low_rank.
-        """
-        if state is None:
-            raise CheckpointError(
-                "low_rank",
-                "checkpoint must be of a run with low_rank, whose layers it holds in two, got one without",
-                "load its weights into the model and start a new run",
-            )
-        return bool(state.get("layers") == self._structure)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the model has the structure that was saved.
 
         Raises:
             CheckpointError: If it has another.
         """
-        if not self.fits(state):
+        if state.get("layers") != self._structure:
             raise CheckpointError(
                 "low_rank",
                 "checkpoint must have the same layers and ranks, got others, and sharded weights are loaded before "

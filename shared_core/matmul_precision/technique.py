@@ -56,12 +56,14 @@ class MatmulPrecision(Technique):
                 return Ability("native", f"{precision} multiplies in {technique._format}")
         return Ability("inactive", reason)
 
-    def preview(self, model: nn.Module, context: Context) -> Touched:
-        """Return what is multiplied otherwise; leave torch's setting alone."""
+    def touched(self, model: nn.Module) -> Touched:
+        """Return what is multiplied otherwise."""
         return Touched(what="all float32 matrix products")
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Set the precision, for evaluation too."""
+        if context.is_preview:
+            return
         self.previous = float32_matmul_precision()
         self._before = _switches()
         # Numbers rise, so that the order of setting is known.

@@ -25,6 +25,10 @@ class PrivacyConfig(TechniqueConfig):
     switch: ClassVar[str] = "noise_multiplier"
     other_switch: ClassVar[str] = "target_epsilon"
 
+    own_checkpoints: ClassVar[tuple[str, str] | None] = (
+        "whose steps no epsilon covers",
+        "start from weights that never saw these data",
+    )
     conflicts: ClassVar[Mapping[str, str]] = {
         "lora": "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze "
         "what is not to be trained",

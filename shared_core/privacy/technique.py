@@ -330,20 +330,6 @@ class DifferentialPrivacy(Technique):
 
     # -- saved state
 
-    def fits(self, state: Mapping[str, Any] | None) -> bool:
-        """Return True: any model fits.
-
-        Raises:
-            CheckpointError: If the checkpoint was saved without dp.
-        """
-        if state is None:
-            raise CheckpointError(
-                "dp",
-                "checkpoint must be of a run with dp, got one without, whose steps no epsilon covers",
-                "start from weights that never saw these data",
-            )
-        return True
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was spent, the secret that batches and noise come from, and sums of a step half done."""
         return {

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
-from shared_core.config.options import Figure, coerce, option
-from shared_core.config.overrides import OverridableConfig
+from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 
 GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")

@@ -97,11 +97,13 @@ class Pruning(Technique):
         )
         self._policy = make_policy(config, targets, context.generator)
         if config.cost != "none":
-            self._costs = CostWatch(config.cost, targets.modules)
+            context.windows["prune.costs"] = self._costs = CostWatch(config.cost, targets.modules)
             self._policy.scorer.costs = self._costs.costs
         if config.regularizer != "none":
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, targets.modules)
         self._policy.scorer.attach()
+        context.projections.append(self._policy.store.apply)
+        context.windows["prune.scorer"] = self._policy.scorer
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""
@@ -196,14 +198,6 @@ class Pruning(Technique):
         finally:
             self._policy.release()
 
-    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Prune other values for the weights by the masks there are."""
-        self._policy.store.apply(values)
-
-    def weights_replaced(self, context: Context) -> None:
-        """Prune the new weights by the masks there are."""
-        self._policy.store.apply()
-
     def finish(self, model: nn.Module, context: Context) -> None:
         """Bake the zeros that there are: no weight is pruned here that no step followed. Masks stay until `detach`."""
         reshard_(model)
@@ -263,20 +257,6 @@ class Pruning(Technique):
         if self._costs:
             self._costs.costs.update(state.get("costs", {}))
 
-    def window_state(self) -> dict[str, Any]:
-        """Return what criterion and costs have gathered in this window."""
-        found = {"scorer": self._policy.scorer.window_state()}
-        if self._costs:
-            found["costs"] = self._costs.window_state()
-        return {name: state for name, state in found.items() if state}
-
-    def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
-        if "scorer" in state:
-            self._policy.scorer.load_window_state(state["scorer"])
-        if self._costs and "costs" in state:
-            self._costs.load_window_state(state["costs"])
-
     def metrics(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
         return {"prune/sparsity": self._pruned_share}
@@ -309,7 +289,7 @@ class Pruning(Technique):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)
             self._note_share()
-            context.constraint_changes += 1
+            context.projection_changes += 1
         self._policy.scorer.reset()
         if step >= self._schedule.end:
             self._finalise(context)

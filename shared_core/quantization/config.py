@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
-from shared_core.config.options import Figure, option
-from shared_core.config.overrides import OverridableConfig
+from shared_core.config.conflicts import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
+from shared_core.config.options import Figure, OverridableConfig, option
 from shared_core.config.training_time import Position
 
 Scheme = Literal[
@@ -152,6 +151,11 @@ class QatConfig(OverridableConfig):
             yield (
                 "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
                 "apply_ranges puts quantisers back into these"
+            )
+        if self.learns_ranges and "efficient_loading" in environment:
+            yield (
+                f"qat with range {self.range} cannot be combined with {RUN_ENVIRONMENTS['efficient_loading']}: "
+                f"{EFFICIENT_LOADING.format('weights and no ranges')}"
             )
         for key in averages:
             if self.learns_ranges:

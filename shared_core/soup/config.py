@@ -108,6 +108,10 @@ class SoupConfig(TechniqueConfig):
                     "is of other shapes than those of their averages; average the saved adapters with `eff soup`"
                 )
 
+    def needed_metrics(self) -> Mapping[str, str]:
+        """Return the metric that a greedy soup follows."""
+        return {"soup: metric": self.metric} if self.kind == "greedy" else {}
+
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return no bytes on the device, and say what the end of training takes on the host."""
         held = _SOUP_MODELS * 4 * shape.params / run.parts / 2**30

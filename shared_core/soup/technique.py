@@ -81,10 +81,6 @@ class ModelSoup(Technique):
                 "remove it",
             )
 
-    def needs_metrics(self) -> Mapping[str, str]:
-        """Return the metric that a greedy soup follows."""
-        return {"soup: metric": self._options.metric} if self._options.kind == "greedy" else {}
-
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Learn while training whether validation reports the metric, where one batch at the start could not tell.
 
@@ -94,7 +90,7 @@ class ModelSoup(Technique):
         # Loggers may report one step in several calls (one a dataset): names are collected until the step changes.
         step, names = self._reported or (context.step, set())
         if context.step != step:
-            check_all(self.needs_metrics(), names)
+            check_all(self._options.needed_metrics(), names)
         self._reported = context.step, names | set(metrics)
 
     def finish(self, model: nn.Module, context: Context) -> None:
@@ -204,7 +200,7 @@ class ModelSoup(Technique):
 
     def _score(self, context: Context) -> float:
         metrics = context.services.evaluate()
-        check_all(self.needs_metrics(), metrics)
+        check_all(self._options.needed_metrics(), metrics)
         score = float(metrics[self._options.metric])
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others

@@ -223,7 +223,7 @@ class WeightAverage(Technique):
         self._gathered: RunningAverage | None = None
         self._merged: dict[str, Tensor] = {}
         self._saved: Mapping[str, Any] | None = None
-        self._first = self._constraint_changes = 0
+        self._first = self._projection_changes = 0
         self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
 
     def _new(self) -> RunningAverage:
@@ -301,11 +301,11 @@ class WeightAverage(Technique):
         if is_due:
             self._update(context)
         # Pruned or clustered weights: the average of masked weights has other zeros where masks have changed, so the
-        # newest constraint is applied to it, at each update and at each change of the constraint.
-        if context.constrain is not None and (is_due or context.constraint_changes != self._constraint_changes):
+        # newest projection is applied to it, at each update and at each change of the projection.
+        if context.projections and (is_due or context.projection_changes != self._projection_changes):
             for kept in self._running.kept:
-                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
-        self._constraint_changes = context.constraint_changes
+                context.project({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
+        self._projection_changes = context.projection_changes
 
     def _update(self, context: Context) -> None:
         if not self._running.kept:

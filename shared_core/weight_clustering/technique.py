@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, FewValues, Where
-from shared_core.engine.model_guards import refuse_lbfgs
-from shared_core.engine.optimizer_kinds import is_element_wise
+from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
@@ -151,6 +150,7 @@ class WeightClustering(Technique):
             "cluster", model, self._targets.modules, "merging would move members of a cluster apart",
             "merge, and share the weights of the merged model",
         )  # fmt: skip
+        context.projections.append(self._tie)
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""
@@ -224,14 +224,6 @@ class WeightClustering(Technique):
             self._cluster(context)
         else:
             self._tie()
-
-    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Share other values for the weights by the clusters there are."""
-        self._tie(values)
-
-    def weights_replaced(self, context: Context) -> None:
-        """Share the new weights by the clusters there are."""
-        self._tie()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
@@ -343,8 +335,8 @@ class WeightClustering(Technique):
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
-        # Others (running averages) must apply the new constraint to what they keep.
-        context.constraint_changes += 1
+        # Others (running averages) must apply the new projection to what they keep.
+        context.projection_changes += 1
         self._restart(context)
 
     def _set_codes(self, codes: Mapping[str, Tensor]) -> None:

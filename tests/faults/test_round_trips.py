@@ -9,7 +9,6 @@ from eff_kernels import masks as kernels
 from promise_drivers import difference
 from torch import nn
 
-from shared_core.activation_compression.encodings import pack_bits, unpack_bits
 from shared_core.distillation.teacher_cache import TeacherCache, top_k_targets, write_teacher_cache
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.pruning import nm_mask
@@ -48,8 +47,6 @@ def masks(draws):
     packed = kernels.pack_bits(mask)
     assert packed.numel() == kernels.packed_size(mask.shape)
     assert torch.equal(kernels.unpack_bits(packed, mask.shape), mask)
-    flat = draws.mask(draws.size(0, 70))[draws.size(0, 5) :]
-    assert torch.equal(unpack_bits(pack_bits(flat), flat.numel()), flat)
 
 
 def two_four(draws):

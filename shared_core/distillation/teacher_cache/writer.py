@@ -567,16 +567,7 @@ def write_teacher_cache(
         logits,
         {**told, "teacher": told["teacher"] or teacher_fingerprint(teacher), "data": None},
     )
-    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            "cached teacher",
-            f"{folder} must be a new or empty folder, got one that holds something",
-            "choose another one, or go on in it with resume",
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError("cached teacher", f"{folder} must be writable, got {error}") from error
+    _make_folder(folder, resume=resume)
     total = len(batches) if isinstance(batches, Sized) else None
     was_training = teacher.training
     try:
@@ -589,6 +580,19 @@ def write_teacher_cache(
             return writer.finish()
     finally:
         teacher.train(was_training)
+
+
+def _make_folder(folder: Path, *, resume: bool) -> None:
+    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            "cached teacher",
+            f"{folder} must be a new or empty folder, got one that holds something",
+            "choose another one, or go on in it with resume",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError("cached teacher", f"{folder} must be writable, got {error}") from error
 
 
 def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:

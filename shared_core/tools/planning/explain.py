@@ -21,8 +21,6 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.hardware import default_device
 
-NEEDS_VALUES = frozenset({"low_rank", "lora"})
-"""Techniques that look at the weights when they attach, for which a model without values is not enough."""
 AFTER = "after training"
 _POSITIONS = (Position, Position | None)
 # trainer → where state and what deployment needs are saved
@@ -66,7 +64,7 @@ def explain(
     model: nn.Module | None = None,
     *,
     trainer: str = "hf",
-    surroundings: Iterable[str] = (),
+    run_environment: Iterable[str] = (),
     total_steps: int | None = None,
     steps_per_epoch: float | None = None,
     device: torch.device | None = None,
@@ -77,9 +75,9 @@ def explain(
 
     Args:
         recipe: What is switched on.
-        model: The user's, on any device, the meta device too unless a technique of `NEEDS_VALUES` is on.
+        model: The user's, on any device, the meta device too unless a config `needs_values`.
         trainer: ``hf`` or ``lightning``.
-        surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
+        run_environment: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
         total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
         steps_per_epoch: Of one epoch.
         device: Where it will run; None: `default_device`.
@@ -95,10 +93,10 @@ def explain(
     where = device or default_device()
     techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
     # Without a model an empty one: timelines and abilities need none.
-    context = Context(model if model is not None else nn.Module(), trainer)
+    context = Context(model if model is not None else nn.Module(), trainer, is_preview=True)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:
-        compatibility.check(recipe, surroundings)
+        compatibility.check(recipe, run_environment)
     except CompatibilityError as error:
         told.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
     if model is not None:
@@ -117,9 +115,11 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
     counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
-            # Techniques attach to the same model one after another, as in a run: a factorised layer is what the next
-            # one sees.
-            told.touched[key] = technique.preview(context.model, context)
+            # Techniques attach to one model one after another, as in a run: a factorised layer is what the next one
+            # sees.
+            technique.before_attach(context.model, context)
+            technique.attach(context.model, context)
+            told.touched[key] = technique.touched(context.model)
         except EffError as error:
             told.conflicts.append(str(error))
     for key in told.touched:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from shared_core.config.model_shape import Attention, Cost, ModelShape, PlannedRun
+from shared_core.config.model_shape import Attention, Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import TechniqueConfig
+from shared_core.engine.registry import in_order
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import call
-from shared_core.tools.planning.technique_costs import activation_bytes, shaped, trained, weight_bytes
 
 
 def counted_costs(
@@ -61,11 +61,11 @@ def counted_costs(
         costs.append(Cost("activations", during=float(activations), why="what autograd keeps of the example inputs"))
     elif shape is not None:
         run = replace(run, attention=attention_of(model))
-        during, host = activation_bytes(recipe, shape, run)
-        logits = run.tokens * shape.vocab * (run.compute_bytes + 8.0)
+        sizes = _shared_sizes(recipe, shape, run)
         scores = " + 3·c·T·L·s·heads" if run.attention == "eager" else ""
         why = f"a·T·L·h{scores} of {run.tokens:,} tokens; logits T·V·(c + 8)"
-        costs.append(Cost("activations and logits", during=during + logits, host=host, why=why))
+        during = sizes.activations + sizes.logits
+        costs.append(Cost("activations and logits", during=during, host=sizes.on_host, why=why))
     else:
         why = "not told: return (model, example_inputs) from the function, or give a folder of a language model"
         costs.append(Cost("activations", why=why))
@@ -174,24 +174,31 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
     if run.attention == "eager" and not shape.heads:
         raise ConfigError("plan", "heads must be given with eager attention, got 0", "say how many ModelShape has")
     recipe = recipe or {}
-    shape = shaped(recipe, shape)
+    for config in recipe.values():
+        shape = config.reshaped(shape)
     own = [cost for config in recipe.values() for cost in config.memory_costs(shape, run)]
-    return Plan((*_base(shape, run, recipe), *own))
+    return Plan((*_base(shape, run, _shared_sizes(recipe, shape, run)), *own))
 
 
-def _base(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfig]) -> list[Cost]:
-    whole, learned, computed = weight_bytes(recipe, shape, run), trained(recipe, shape), run.compute_bytes
+def _shared_sizes(recipe: Mapping[str, TechniqueConfig], shape: ModelShape, run: PlannedRun) -> SharedSizes:
+    sizes = SharedSizes.of(shape, run)
+    for key in in_order(recipe):
+        sizes = recipe[key].resized(sizes, shape, run)
+    return sizes
+
+
+def _base(shape: ModelShape, run: PlannedRun, sizes: SharedSizes) -> list[Cost]:
+    learned, computed = sizes.trained, run.compute_bytes
     gradients = learned * run.weight_bytes
-    activations, on_host = activation_bytes(recipe, shape, run)
     scores = " + 3·c·T·L·s·heads, attention is eager" if run.attention == "eager" else ""
     costs = [
-        Cost("weights", held=whole / run.parts, why="P·w/N"),
+        Cost("weights", held=sizes.weights / run.parts, why="P·w/N"),
         Cost(f"moments of {run.optimizer}", held=learned * run.moment_bytes / run.parts, why="P·m/N"),
         Cost("gradients", during=gradients / run.parts, why="P·w/N"),
-        Cost("activations", during=activations, host=on_host, why=f"a·T·L·h{scores}"),
+        Cost("activations", during=sizes.activations, host=sizes.on_host, why=f"a·T·L·h{scores}"),
     ]
-    if not getattr(recipe.get("distill"), "chunked", False):
-        costs.append(Cost("logits", during=run.tokens * shape.vocab * (computed + 8.0), why="T·V·(c + 8)"))
+    if sizes.logits:
+        costs.append(Cost("logits", during=sizes.logits, why="T·V·(c + 8)"))
     if run.strategy == "ddp":
         # DDP's buckets are a copy of all gradients.
         sent, why = 2 * run.ring(gradients), "buckets P·w; all-reduced once a step, 2·(R-1)/R·P·w"

@@ -10,9 +10,7 @@ from shared_core.activation_compression.encodings import (
     exact_form,
     int8_form,
     narrow_form,
-    pack_bits,
     sign_form,
-    unpack_bits,
 )
 
 
@@ -27,15 +25,6 @@ def back(form):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and np.array_equal(a.view(torch.uint8).numpy(), b.view(torch.uint8).numpy())
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 1001])
-@pytest.mark.parametrize("offset", [0, 3, 8])
-def test_bits_are_those_of_numpy_and_come_back(count, offset):
-    mask = (torch.rand(count + offset) < 0.5)[offset:]
-    bits = pack_bits(mask)
-    assert np.array_equal(bits.numpy(), np.packbits(mask.numpy()))
-    assert torch.equal(unpack_bits(bits, count), mask)
 
 
 def with_zeros(share, dtype, count=4096):

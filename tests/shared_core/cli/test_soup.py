@@ -185,7 +185,16 @@ WEIGHTED = ["--kind", "weighted", "--weights"]
         (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
         (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
         (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
-        (["run", "--out", "soup", "--kind", "uniform", *GREEDY], ConfigError, "uniform must stand without --eval"),
+        (
+            ["run", "--out", "soup", "--kind", "uniform", *GREEDY, "--batch-size", "8"],
+            ConfigError,
+            "uniform must stand without --eval and --batch-size, which say how candidates are evaluated",
+        ),
+        (
+            ["run", "--out", "soup", "--kind", "uniform", "--strict"],
+            ConfigError,
+            "uniform must stand without --strict, which steer the greedy search",
+        ),
         (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
         (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
         (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),

@@ -265,6 +265,6 @@ def test_the_fused_encoder_layer_does_not_bypass_fp8():
 
 
 @pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "tensor_parallel", "lbfgs", "data_parallel", "tpu"])
-def test_surroundings_that_are_not_proven_are_refused(other):
+def test_run_environments_that_are_not_proven_are_refused(other):
     with pytest.raises(CompatibilityError, match="fp8 cannot be combined with"):
-        start(net(), surroundings=[other])
+        start(net(), run_environment=[other])

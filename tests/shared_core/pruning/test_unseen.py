@@ -171,8 +171,8 @@ def test_costs_are_those_of_all_micro_batches_of_the_step_that_a_run_was_stopped
         if stopped is None:
             model(torch.randn(2, 12, 8))
         else:
-            prune.load_window_state(stopped)
-        found = prune.window_state()
+            session.load_window_state(stopped)
+        found = session.window_state()
         model(torch.randn(2, 4, 8))
         session.before_optimizer_step()
         return prune.state_dict()["costs"], found

@@ -34,11 +34,11 @@ def data(count=8, size=12):
     return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
 
 
-def start(model, recipe="delayed", state=None, *, optimizer=torch.optim.SGD, lr=0.05, surroundings=(), **options):
+def start(model, recipe="delayed", state=None, *, optimizer=torch.optim.SGD, lr=0.05, run_environment=(), **options):
     """Return a session with FP8, and the scaler that hfp8 needs, that has begun on a model, and its optimizer."""
     scaler = LOSS_SCALE if recipe == "hfp8" else {}
     session = Session(Recipe.from_dict({"fp8": {"recipe": recipe, **options}, **scaler}), services=Quiet(), seed=3)
-    session.attach(model, surroundings)
+    session.attach(model, run_environment)
     if state is not None:
         session.load_state_dict(state)
     made = optimizer(model.parameters(), lr=lr)

@@ -40,9 +40,9 @@ def apart(one, other):
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
 
 
-def reason(key, surroundings):
+def reason(key, run_environment):
     try:
-        compatibility.check([key], surroundings)
+        compatibility.check([key], run_environment)
     except CompatibilityError as error:
         return str(error)
     return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from two_ranks import run_two_ranks
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample
 from shared_core.tools.planning import ModelShape, PlannedRun, plan
+from shared_core.tools.planning.plan import counted_costs
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "speed" / "scale.py"
 
@@ -94,6 +96,17 @@ def test_policies_lessen_activations_as_their_formulas_say():
     assert of["block"] < of["sqrt"] < 0.3
     assert activations(checkpointing={"policy": "every_k", "k": 2}) / whole == pytest.approx(0.5, abs=0.06)
     assert activations(activations={"pack": "int8"}) / whole == pytest.approx(0.55)
+
+
+def test_logits_in_chunks_are_not_counted_whole_on_a_model_that_is_there():
+    shape, model = ModelShape.of_params(1e8), nn.Linear(2, 2)
+
+    def during(**options):
+        recipe = Recipe.from_dict({"distill": {"teacher": "x", **options}})
+        costs = counted_costs(model, PlannedRun(), recipe, touched={}, shape=shape)
+        return next(cost.during for cost in costs if cost.what == "activations and logits")
+
+    assert during() - during(chunked=True) == 2048 * shape.vocab * 10
 
 
 @pytest.mark.parametrize(

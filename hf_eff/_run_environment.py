@@ -46,7 +46,7 @@ def is_peft(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def surroundings(trainer: Trainer) -> set[str]:
+def run_environment(trainer: Trainer) -> set[str]:
     """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold for this trainer."""
     args, accelerator = trainer.args, trainer.accelerator
     optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
@@ -66,8 +66,9 @@ def surroundings(trainer: Trainer) -> set[str]:
         "tensor_parallel": bool(getattr(trainer.model, "is_distributed_loading_by_transformers", False)),
     }
     if trainer.is_fsdp_enabled:
-        version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
-        holds["fsdp2" if version == 2 else "fsdp1"] = True
+        plugin = accelerator.state.fsdp_plugin
+        holds["fsdp2" if getattr(plugin, "fsdp_version", 1) == 2 else "fsdp1"] = True
+        holds["efficient_loading"] = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
     found = {key for key, value in holds.items() if value}
     model = trainer.model
     return found if model is None or trainer.is_fsdp_enabled else found | wrapped_by_user(model)

@@ -135,7 +135,7 @@ _STRATEGIES = {
 }
 
 
-def surroundings(trainer: Any, model: Any) -> set[str]:
+def run_environment(trainer: Any, model: Any) -> set[str]:
     """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold; optimizers once they exist."""
     kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
