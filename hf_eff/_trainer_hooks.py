@@ -142,8 +142,14 @@ class SessionCallback(TrainerCallback):
         self._scale = GradientScale(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
-        self._training = self._baking = self._complete = self._computed = False
-        self._discarded = self._passed_over = self._is_over = False
+        self._training = False  # between train() and its end
+        self._computed = self._complete = (
+            False  # the loss went through `compute_loss`; the step's gradients are all there
+        )
+        self._discarded = False  # the last step was, and accelerate was told so
+        self._baking = False  # what is being saved is the user's model
+        self._passed_over = False  # an evaluated model was not compared: it did not hold what was asked for
+        self._is_over = False  # a resumed run had taken its last step
         self._resumed_from: Path | None = None
         self._new_session(recipe)
         self._wire()
@@ -580,7 +586,7 @@ class SessionCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look now and then whether steps are applied as planned: many may be skipped."""
-        # At powers of two: often enough early, where a plan that cannot be met should be told, and at no cost later.
+        # At powers of two, where n & (n - 1) is 0: often enough early, where a plan that cannot be met should be told.
         if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
             self.session.look_ahead(min(state.global_step / state.max_steps, 1.0))
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine import compatibility, coverage, endings, live_sessions, preview
-from shared_core.engine import model_guards as held
+from shared_core.engine import claims, compatibility, coverage, live_sessions, model_guards, preview
 from shared_core.engine.claims import Where
 from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
@@ -32,7 +31,7 @@ from shared_core.engine.technique import BareServices, Context, Services, Techni
 from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
 
 
-def of(
+def _state_of(
     context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History
 ) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
@@ -45,7 +44,7 @@ def of(
 
 
 @contextlib.contextmanager
-def saved_by(key: str) -> Iterator[None]:
+def _reading(key: str) -> Iterator[None]:
     """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
 
     Raises:
@@ -64,7 +63,7 @@ def saved_by(key: str) -> Iterator[None]:
         ) from error
 
 
-def restore(
+def _restore(
     state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
 ) -> tuple[Mapping[str, Any], int]:
     """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
@@ -72,7 +71,7 @@ def restore(
     Raises:
         CheckpointError: If the state is not a session's.
     """
-    with saved_by("session"):
+    with _reading("session"):
         saved, recipe = dict(state["techniques"]), dict(state["recipe"])
         step, skipped = int(state["step"]), int(state["skipped"])
         if step < 0 or skipped < 0:
@@ -84,7 +83,7 @@ def restore(
     _refuse_foreign(saved, techniques)
     for key, technique in techniques.items():
         if key in saved:
-            with saved_by(key):
+            with _reading(key):
                 technique.load_state_dict(saved[key])
     return recipe, skipped
 
@@ -190,7 +189,7 @@ class Session:
         self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = self._is_on_plan = True
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
-        self._claims: endings.Claims = {}
+        self._claims: claims.Claims = {}
         self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
@@ -323,7 +322,7 @@ class Session:
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
-            with self._timed(key), saved_by(key) if key in self._restored else contextlib.nullcontext():
+            with self._timed(key), _reading(key) if key in self._restored else contextlib.nullcontext():
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
         self._begun = True
@@ -570,7 +569,7 @@ class Session:
         if self._begun:
             # A validation that an exception cut short left its weights in.
             self._evaluation.close()
-            held.refuse_changed(self.techniques, self.context)
+            model_guards.refuse_changed(self.techniques, self.context)
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
             self._tell_end(self.context)
@@ -581,9 +580,9 @@ class Session:
             # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
             # final tensors.
             reports = self._reports()
-            claims = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
+            claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
-            self._claims = endings.settled(claims, self.context.model)
+            self._claims = claims.settled(claimed, self.context.model)
         elif self.recipe:
             self.note(
                 f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
@@ -633,9 +632,9 @@ class Session:
         if weights is None and gather:
             reshard_(self.context.model)
         found = self.context.model.state_dict() if weights is None else weights
-        lines = endings.differences(self._claims, found, where, lacking=weights is None, gather=gather)
+        lines = claims.differences(self._claims, found, where, lacking=weights is None, gather=gather)
         try:
-            endings.refuse(lines, what, changed_by)
+            claims.refuse(lines, what, changed_by)
         except ReceiptError as error:
             self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
             raise
@@ -676,7 +675,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return of(context, self.techniques, self.recipe, self.skipped, self._history)
+        return _state_of(context, self.techniques, self.recipe, self.skipped, self._history)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
@@ -685,11 +684,11 @@ class Session:
             CheckpointError: If the state is not a session's.
         """
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
-        recipe, self.skipped = restore(state, context, self.techniques, self._history)
+        recipe, self.skipped = _restore(state, context, self.techniques, self._history)
         self._restored = {*state["techniques"]}
         # Weights of a checkpoint are others than those that were last validated.
         context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
-        with saved_by("session"):
+        with _reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
         for change in changes:
@@ -702,11 +701,11 @@ class Session:
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
-        with saved_by("session"):
+        with _reading("session"):
             found = dict(state)
         for name, window in self._attached("load_window_state").windows.items():
             if name in found:
-                with saved_by(name):
+                with _reading(name):
                     window.load_window_state(found[name])
 
     def metrics(self) -> dict[str, float]:
@@ -759,7 +758,7 @@ class Session:
     def _refuse_changed(self) -> None:
         # not in every step: to go through a model takes long
         if self._begun and not self._finished:
-            held.refuse_changed(self.techniques, self._attached("begin"))
+            model_guards.refuse_changed(self.techniques, self._attached("begin"))
 
     def _call(self, hooks: Calls[Concatenate[Context, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._begun and not self._finished and self.context is not None:
@@ -824,7 +823,7 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
     """
-    with saved_by("session"):
+    with _reading("session"):
         saved: Mapping[str, Any] = dict(state.get("techniques", {}))
     for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
         if structure := REGISTRY[key].config_class.saved_structure:
