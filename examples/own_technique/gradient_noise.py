@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,12 @@ class GradientNoise(Technique):
         self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
         for parameter in context.model.parameters():
             if parameter.grad is not None:
-                noise = torch.randn(parameter.grad.shape, generator=context.generator) * self.deviation
-                parameter.grad += noise.to(parameter.grad)
+                noise = torch.randn(parameter.shape, generator=context.generator) * self.deviation
+                # the whole noise is drawn on every rank; FSDP2 holds a part of the gradient
+                local_part(parameter.grad).add_(part_of(noise.to(parameter.device), parameter.grad))
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Count the step; one that a scaler skipped does not come here."""
         self.num_noised += 1
 
     def metrics(self) -> dict[str, float]:
