@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.fp8 import Scaled
+from eff_kernels.fp8 import Scaled, note_
 from torch import Tensor
 
 from shared_core.distributed.collectives import all_reduce_
@@ -126,8 +126,8 @@ class NonFiniteWatch:
             self.flag = self.flag.to(device)
 
     def see(self, amax: Tensor) -> None:
-        """Raise the flag if a magnitude is not finite; no host read."""
-        self.flag.copy_(torch.maximum(self.flag, (~torch.isfinite(amax.detach()).all()).to(self.flag)))
+        """Raise the flag if a value is not finite; no host read."""
+        note_(self.flag, amax)
 
     def take(self) -> bool:
         """Return the flag of all ranks and lower it; one collective and one host read."""
@@ -153,7 +153,7 @@ class AmaxBank:
     Example:
         >>> bank = AmaxBank(1, 2)
         >>> for amax in (4.0, 1.0, 2.0):
-        ...     bank.widen(0, "input", torch.tensor(amax))
+        ...     note_(bank.seen(0, "input"), torch.tensor(amax))
         ...     bank.commit(bank.take_window())
         >>> bank.past(0, "input", torch.device("cpu")).item()
         2.0
@@ -173,10 +173,9 @@ class AmaxBank:
             for name in ("window", "history", "largest"):
                 setattr(self, name, getattr(self, name).to(device))
 
-    def widen(self, layer: int, role: str, amax: Tensor) -> None:
-        """Take a largest magnitude into the open window; NaN stays NaN."""
-        row = self.window[layer * len(ROLES) + ROLES.index(role)]
-        row.copy_(torch.maximum(row, amax.detach().reshape(()).to(row)))
+    def seen(self, layer: int, role: str) -> Tensor:
+        """Return the largest magnitude of the open window, for `eff_kernels.fp8.note_` to widen in place."""
+        return self.window[layer * len(ROLES) + ROLES.index(role)]
 
     def past(self, layer: int, role: str, device: torch.device) -> Tensor:
         """Return the largest magnitude of the remembered steps, 0 if there is none."""
