@@ -110,6 +110,62 @@ def test_rows_too_long_for_registers(quantize_in_triton, monkeypatch):
     check(quantize_in_triton, values(3, 4100, torch.float32), E4M3, (1, 0), "power_of_two", layouts=(False,))
 
 
+@pytest.mark.parametrize("programs", [2, 1024])
+def test_two_matrices_share_their_sweeps(programs, monkeypatch):
+    from eff_kernels import fp8
+    from eff_kernels._triton import fp8 as fp8_triton
+
+    monkeypatch.setattr(fp8_triton, "_PROGRAMS", programs)
+    x, w = values(300, 270, torch.bfloat16), values(41, 401, torch.float32).t()
+    for past, worst in itertools.product((None, 0.0, 3.0), (1.0, torch.inf)):
+        x[7, 5] = worst
+        runs = []
+        for taken in (False, True):
+            monkeypatch.setattr(fp8, "on_eager_cuda", lambda x, taken=taken: taken)
+            seen = torch.full((2,), -1.0)
+            at = None if past is None else torch.tensor(past)
+            sources = [fp8.Source(x, at, False, seen[0]), fp8.Source(w, at, True, seen[1])]
+            runs.append((fp8.quantize_all(sources, E4M3, (0, 0), "exact"), seen))
+        (theirs, wanted), (ours, seen) = runs
+        assert torch.equal(seen, wanted)
+        for one, other in zip(ours, theirs, strict=True):
+            same(one.matrix, other.matrix)
+        assert ours[0].transposed is None
+        same(ours[1].transposed, theirs[1].transposed)
+
+
+SHAPES = [((5, 401), (None, 0, 1, -1)), ((3, 4, 5, 2), (None, 0, 1, 3)), ((70,), (None, 0)), ((), (None,))]
+
+
+def check_fake_quantize(device, switch, shapes=SHAPES):
+    from eff_kernels.quantization.group import fake_quantize_fp8
+
+    for (shape, axes), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+        bad = x.clone()
+        bad.view(-1)[-1] = torch.inf
+        for values, kind, axis in itertools.product((x, bad, x * 0), (E4M3, E5M2), axes):
+            runs = []
+            for taken, where in ((False, "cpu"), (True, device)):
+                switch(taken)
+                leaf = values.to(where, copy=True).requires_grad_()
+                y = fake_quantize_fp8(leaf, kind, axis)
+                y.backward(torch.ones_like(y))
+                runs.append((y.detach().cpu(), leaf.grad.cpu()))
+            (wanted, _), (found, gradient) = runs
+            assert found.dtype == dtype
+            assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), (shape, dtype, kind, axis)
+            assert torch.equal(gradient, torch.ones_like(values))
+
+
+def test_fake_quantisation(monkeypatch):
+    from eff_kernels.quantization import group
+
+    asked = []
+    check_fake_quantize("cpu", lambda on: monkeypatch.setattr(group, "on_eager_cuda", lambda x: asked.append(on) or on))
+    assert set(asked) == {False, True}
+
+
 def kernels():
     from eff_kernels._triton.fp8 import block_codes, row_codes, tensor_codes
 
@@ -136,6 +192,11 @@ def kernels():
     blocks = {"high": 128, "wide": 128, "both": False}
     yield block_codes, types, constants | old | blocks, 8
     yield block_codes, types, constants | blocks | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 8
+
+
+@pytest.mark.gpu
+def test_fake_quantisation_on_a_gpu():
+    check_fake_quantize("cuda", lambda on: None, [*SHAPES, ((2049, 4100), (None, 0, 1))])
 
 
 @pytest.mark.gpu

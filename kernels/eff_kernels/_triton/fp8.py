@@ -27,7 +27,7 @@ _WARPS = 8
 _IN_REGISTERS = 16384
 _MULTIPLE = 16
 # of a sweep: enough to fill a GPU, and few enough for each to look at the maxima of all
-_PROGRAMS = 1024
+_PROGRAMS, _TILE = 1024, 16384
 
 
 def _loaded(
@@ -448,7 +448,9 @@ def _sweep(sources: Sequence[Source], made: Sequence[Cast], constants: dict[str,
     """Sweep twice over one or two matrices, or once if nothing is cast; return the maxima of the programs."""
     first = sources[0]
     turning = any(source.both or source.x.stride(1) != 1 for source in sources)
-    height, width = (128, 128) if turning else (64, 256)
+    # of a few long rows wide tiles
+    height = 128 if turning else min(64, triton.next_power_of_2(max(source.x.shape[0] for source in sources)))
+    width = _TILE // height
     counts = [
         min(_PROGRAMS, triton.cdiv(source.x.shape[0], height) * triton.cdiv(source.x.shape[1], width))
         for source in sources
