@@ -32,7 +32,7 @@ from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, Scal
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.recipes import Hfp8EndCast
-from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
+from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.matching import (
     change_class,
     conv1d_of,
@@ -176,7 +176,9 @@ def fp8_linear(
     y = layer.multiply("forward", a, b, x.dtype)
     if not saved_block or turned.scaled is None:
         return y, *_empty_codes(x, [])
-    return y, turned.scaled.codes.view(torch.uint8), turned.scaled.scale
+    codes, scale, block = turned.scaled
+    # the same strides on every device, which a compiled graph counts on
+    return y, codes.view(torch.uint8), outer_major(scale) if block == (1, 128) else scale
 
 
 def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
@@ -184,8 +186,10 @@ def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
     if saved_block:
         high, wide = saved_block
         scale = [-(-columns // high) if high else 1, -(-tokens // wide) if wide else 1]
-    codes = [columns, tokens + -tokens % 16] if saved_block else [0]
-    return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scale, dtype=torch.float32)
+    codes = x.new_empty([columns, tokens + -tokens % 16] if saved_block else [0], dtype=torch.uint8)
+    if saved_block == [1, 128]:
+        return codes, x.new_empty(scale[::-1], dtype=torch.float32).t()
+    return codes, x.new_empty(scale, dtype=torch.float32)
 
 
 @torch.library.custom_op("efftrain::fp8_grad_input", mutates_args=(), tags=_TAGS)

@@ -52,11 +52,15 @@ def whole_blocks(matrix: Scaled, multiple: int) -> Scaled:
 def outer_major(scale: Tensor) -> Tensor:
     """Return scales of 1x128 blocks, (R, L), with rows next to each other in memory: strides (1, R).
 
+    Nothing is copied of those that lie so, as casts by Triton leave them.
+
     Example:
         >>> outer_major(torch.ones(3, 2)).stride()
         (1, 3)
     """
     rows, along = scale.shape
+    if scale.stride() == (1, rows):
+        return scale
     # a new tensor: of one block along K, contiguous() would keep whatever stride there is
     return scale.new_empty(along, rows).copy_(scale.t()).t()
 
@@ -64,7 +68,8 @@ def outer_major(scale: Tensor) -> Tensor:
 def inner_major(scale: Tensor) -> Tensor:
     """Return scales of 128x128 blocks, (T, L), as (L4, T) of strides (1, L4), L4 = L rounded up to a multiple of 4.
 
-    Without the padding cuBLAS reads wrong scales and says nothing.
+    Without the padding cuBLAS reads wrong scales and says nothing. Nothing is copied of those that have it in memory,
+    as casts by Triton leave them.
 
     Example:
         >>> at = inner_major(torch.ones(3, 5))
@@ -72,7 +77,10 @@ def inner_major(scale: Tensor) -> Tensor:
         (torch.Size([8, 3]), (1, 8))
     """
     tiles, along = scale.shape
-    padded = scale.new_ones(tiles, along + -along % _ALIGNED)
+    wide = along + -along % _ALIGNED
+    if scale.stride() == (wide, 1):
+        return scale.as_strided((wide, tiles), (1, wide))
+    padded = scale.new_ones(tiles, wide)
     padded[:, :along] = scale
     return padded.t()
 

@@ -4,11 +4,14 @@ import pytest
 import torch
 from eff_kernels import fp8
 from fp8_runs import Quiet, data, net, start
+from fp8_values import memory
 from plain_loop import backward, begun_session, update
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_core.fp8 import layers, native
 from shared_core.fp8.native import BLOCKS
+from shared_core.fp8.scaling import inner_major, outer_major
 from shared_core.numerics import block_formats, rounding
 
 triton = pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
@@ -39,6 +42,21 @@ def test_layers_train_alike(recipe, monkeypatch):
         assert a.isfinite().all()
 
 
+@pytest.mark.parametrize(("block", "layout"), [((1, 128), outer_major), ((128, 128), inner_major)])
+def test_scales_of_blocks_lie_as_products_read_them(block, layout, monkeypatch):
+    x = torch.randn(300, 650)
+    for turned in (False, True):
+        given = x.t() if turned else x
+        wanted = fp8.quantize(given, torch.float8_e4m3fn, block, "exact", both=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8, "on_eager_cuda", lambda x: True)
+            found = fp8.quantize(given, torch.float8_e4m3fn, block, "exact", both=True)
+        for one, other in zip(found, wanted, strict=True):
+            assert layout(one.scale).data_ptr() == one.scale.data_ptr()
+            assert layout(one.scale).stride() == layout(other.scale).stride()
+            assert torch.equal(memory(layout(one.scale)), memory(layout(other.scale)))
+
+
 BODIES = {body._opoverload: body._init_fn for body in (layers.fp8_linear, layers.fp8_grads)}
 # of operators, what is counted otherwise: the products, and the layer's number, which is read on the CPU, where it lies
 APART = {"_scaled_mm", "item", "_local_scalar_dense"}
@@ -52,6 +70,12 @@ class Launches(TorchDispatchMode):
         self.operators, self.kernels = [], []
         patch.setattr(fp8, "on_eager_cuda", lambda x: True)
         patch.setattr(native, "why_not_native", lambda *_: None)
+        # no CPU has it
+        patch.setattr(
+            functional,
+            "scaled_mm",
+            lambda a, b, *, output_dtype, **_: torch.empty(a.shape[0], b.shape[1], dtype=output_dtype),
+        )
         # not run: what they would compute does not decide what follows
         patch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", self.launch)
 
@@ -68,14 +92,14 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_launches_of_a_layer_and_micro_batch(recipe, dtype, monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(640, 128, bias=False)).to(dtype)
     session, _ = start(model, recipe, include=["0"])
     (layer,) = model
     address = layer.weight.data_ptr()
-    x, gradient = torch.randn(2, 16, 32, dtype=dtype)
+    x, gradient = torch.randn(128, 640, dtype=dtype), torch.randn(128, 128, dtype=dtype)
     for micro_batch in (0, 1, 2):
         with monkeypatch.context() as patch, Launches(patch) as launches:
             torch.autograd.grad(layer(x.requires_grad_()), (x, layer.weight), gradient)

@@ -171,6 +171,7 @@ def kernels():
 
     sizes = {"rows", "columns", "row_stride", "column_stride", "turned_width", "programs"}
     sizes |= {f"y_{name}" for name in sizes} | {"scale_height", "scale_width", "turned_scale_height"}
+    sizes |= {"scale_row_stride", "scale_column_stride", "turned_row_stride", "turned_column_stride"}
     out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "seen": "*i32", "past": "*fp32"}
     types = {"x": "*bf16", "maxima": "*i32"} | dict.fromkeys((*sizes, "turned_scale_width"), "i32") | out
     types |= {f"y_{name}": kind for name, kind in out.items()} | {"y": "*fp32"}
@@ -183,7 +184,7 @@ def kernels():
     rows |= {"turned_in_registers": False, "turned_height": 64, "turned_wide": 64}
     for last in (False, True):
         yield tensor_codes, types, constants | alone | {"last": last}, 8
-        yield tensor_codes, types, constants | old | pair | {"last": last}, 8
+        yield tensor_codes, types, constants | old | pair | {"last": last}, 16
     numbers = {"values": True, "seen_as": "nothing", "both": False}
     yield tensor_codes, types | {"codes": "*bf16"}, constants | alone | numbers | {"last": True}, 8
     yield row_codes, types, constants | rows, 8
@@ -191,7 +192,7 @@ def kernels():
     yield row_codes, types, constants | old | rows | {"in_registers": False, "height": 64, "width": 64}, 8
     blocks = {"high": 128, "wide": 128, "both": False}
     yield block_codes, types, constants | old | blocks, 8
-    yield block_codes, types, constants | blocks | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 8
+    yield block_codes, types, constants | blocks | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 16
 
 
 @pytest.mark.gpu

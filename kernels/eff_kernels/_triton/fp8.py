@@ -323,9 +323,13 @@ def _block_codes(
     column_stride: tl.tensor,
     scale_height: tl.tensor,
     scale_width: tl.tensor,
+    scale_row_stride: tl.tensor,
+    scale_column_stride: tl.tensor,
     turned_width: tl.tensor,
     turned_scale_height: tl.tensor,
     turned_scale_width: tl.tensor,
+    turned_row_stride: tl.tensor,
+    turned_column_stride: tl.tensor,
     high: tl.constexpr,
     wide: tl.constexpr,
     both: tl.constexpr,
@@ -343,15 +347,24 @@ def _block_codes(
     tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
     k = tl.program_id(0) * (height // high) + tl.arange(0, height // high)[:, None]
     m = tl.program_id(1) * (width // wide) + tl.arange(0, width // wide)[None, :]
-    tl.store(scale + k * scale_width + m, s, mask=(k < scale_height) & (m < scale_width))
-    noted(seen + k * 0 + m * 0, amax, (k < scale_height) & (m < scale_width), seen_as)
+    inside = (k < scale_height) & (m < scale_width)
+    tl.store(scale + k * scale_row_stride + m * scale_column_stride, s, mask=inside)
+    noted(seen + k * 0 + m * 0, amax, inside, seen_as)
+    if high == wide:
+        beyond = scale_width + tl.arange(0, 4)[None, :]
+        padding = (k < scale_height) & (beyond < scale_row_stride)
+        tl.store(scale + k * scale_row_stride + beyond, 1.0, mask=padding)
     if both:
         code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native)
         tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
         k = tl.program_id(0) * (height // wide) + tl.arange(0, height // wide)[:, None]
         m = tl.program_id(1) * (width // high) + tl.arange(0, width // high)[None, :]
         inside = (k < turned_scale_width) & (m < turned_scale_height)
-        tl.store(turned_scale + m * turned_scale_width + k, s, mask=inside)
+        tl.store(turned_scale + m * turned_row_stride + k * turned_column_stride, s, mask=inside)
+        if high == wide:
+            beyond = turned_scale_width + tl.arange(0, 4)[:, None]
+            padding = (beyond < turned_row_stride) & (m < turned_scale_height)
+            tl.store(turned_scale + m * turned_row_stride + beyond, 1.0, mask=padding)
 
 
 if has_triton():
@@ -464,6 +477,8 @@ def _sweep(sources: Sequence[Source], made: Sequence[Cast], constants: dict[str,
         codes, turned = (part.view(torch.uint8) if part.itemsize == 1 else part for part in (out.codes, out.turned))
         given += [x, past, seen, out.scale, codes, turned, *x.shape, *x.stride(), x.shape[0] + -x.shape[0] % _MULTIPLE]
         given.append(count)
+    if len(sources) == 2:
+        constants = constants | {"num_warps": 2 * _WARPS}  # a tile of either in the registers of one program
     for last in (False, True) if cast else (False,):
         tensor_codes[(sum(counts),)](
             *given, *(given if len(sources) == 1 else ()), maxima, pair=len(sources) == 2, both=first.both,
@@ -513,14 +528,23 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     rows, columns = x.shape
     height, width = (128, 128) if both or high > 1 or x.stride(1) != 1 else (32, 256)
     codes = x.new_empty(x.shape, dtype=dtype)
-    scale = x.new_empty(triton.cdiv(rows, high), triton.cdiv(columns, wide), dtype=torch.float32)
-    turned_scale = scale.new_empty((triton.cdiv(columns, high), triton.cdiv(rows, wide)) if both else 0)
-    sizes = turned_scale.shape if both else (0, 0)
+    scale = _block_scale(x, rows, columns, block)
+    turned_scale = _block_scale(x, columns, rows, block) if both else scale
     # two casts of a tile take twice the registers
     constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
     block_codes[(triton.cdiv(rows, height), triton.cdiv(columns, width))](
         x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
-        turned.view(torch.uint8), rows, columns, *x.stride(), *scale.shape, rows + -rows % _MULTIPLE, *sizes,
-        high=high, wide=wide, both=both, height=height, width=width, **_seen([source]), **constants,
+        turned.view(torch.uint8), rows, columns, *x.stride(), *scale.shape, *scale.stride(),
+        rows + -rows % _MULTIPLE, *turned_scale.shape, *turned_scale.stride(), high=high, wide=wide, both=both,
+        height=height, width=width, **_seen([source]), **constants,
     )  # fmt: skip
     return Cast(codes, scale, turned, turned_scale, None)
+
+
+def _block_scale(x: Tensor, rows: int, columns: int, block: Block) -> Tensor:
+    """Return an empty scale of blocks, laid out as cuBLAS reads it where it has a layout of its own for float32."""
+    down, along = triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])
+    if block == (1, 128):
+        return x.new_empty(along, down, dtype=torch.float32).t()
+    wide = along + -along % 4 if block == (128, 128) else along
+    return x.new_empty(down, wide, dtype=torch.float32)[:, :along]
