@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,10 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from shared_core import Recipe, Session
 from shared_core.distillation.chunked.loss import chunked_kd_loss
-from shared_core.fp8 import Fp8Config
+from shared_core.fp8 import Fp8Config, Fp8Linear
 from shared_core.fp8.layers import convert_layer
 from shared_core.fp8.native import why_not_native
+from shared_core.fp8.scaling import NonFiniteWatch
 
 
 def fp8_linear(at: At, recipe: str) -> Case:
@@ -45,7 +46,14 @@ def fp8_linear(at: At, recipe: str) -> Case:
 
     mine, plain = layer(), layer()
     config = Fp8Config(recipe=recipe)  # type: ignore[arg-type]
-    convert_layer(mine, config, index=0)
+    # as in a session, which has what is not finite watched, and a weight that is another in every step
+    watch = NonFiniteWatch()
+    watch.move_(at.device)
+    watch.observing = True
+    convert_layer(mine, config, index=0, watch=watch)
+    in_fp8 = cast(Fp8Linear, mine).fp8
+    in_fp8.keep_codes_of(mine.weight)
+    mine.register_forward_pre_hook(lambda *_: in_fp8.forget_codes())
     reason = why_not_native(recipe, config.gradient_dtype, at.device)
     how = f", emulated: {reason}" if reason else ""
     peers: dict[str, Any] = {"bf16": plain, **at.compiled("bf16 compiled", layer())}

@@ -8,6 +8,7 @@ and (1, 0) one a row. Nothing here reads a value on the host.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,11 +31,10 @@ class Scaled(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """An FP8 matrix, its transpose if that was asked for, and the largest magnitude if the scale is that of others."""
+    """An FP8 matrix, and its transpose if that was asked for."""
 
     matrix: Scaled
     transposed: Scaled | None
-    amax: Tensor | None
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
@@ -111,6 +111,15 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Scaled:
     return Scaled(codes, scale, block)
 
 
+class Source(NamedTuple):
+    """A matrix to be quantised, see `quantize`."""
+
+    x: Tensor
+    past: Tensor | None = None
+    both: bool = False
+    seen: Tensor | None = None
+
+
 def quantize(
     x: Tensor,
     dtype: torch.dtype,
@@ -118,8 +127,11 @@ def quantize(
     rounding: Rounding,
     past: Tensor | None = None,
     both: bool = False,
+    seen: Tensor | None = None,
 ) -> Quantized:
-    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`; on CUDA in one sweep where the blocks allow it.
+    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`.
+
+    On CUDA in one launch, or in two with one scale a tensor, where the blocks allow it.
 
     Args:
         x: (R, K) of any floating type and strides, not empty.
@@ -130,60 +142,79 @@ def quantize(
             it is 0 or x is not finite; only with the block (0, 0).
         both: Whether to return the transpose too, (K, R) with zeros up to a multiple of 16 columns: the same codes
             if one scale is that of the whole tensor, else blocks of this shape along its own rows.
+        seen: What is remembered of x, see `note_`; float32 only with the block (0, 0).
 
     Example:
         >>> one = quantize(torch.tensor([[1.0, 448.0]]), torch.float8_e4m3fn, (0, 0), "exact", both=True)
         >>> one.matrix.codes.float(), one.transposed.codes.shape
         (tensor([[  1., 448.]]), torch.Size([2, 16]))
     """
-    if block in _KERNEL_BLOCKS and on_eager_cuda(x):
-        codes, scale, amax, turned, turned_scale = fp8_quantize(x.detach(), past, dtype, list(block), rounding, both)
-        other = Scaled(turned, scale if block == (0, 0) else turned_scale, block) if both else None
-        return Quantized(Scaled(codes, scale, block), other, amax if past is not None else None)
+    return quantize_all([Source(x, past, both, seen)], dtype, block, rounding)[0]
+
+
+def quantize_all(sources: Sequence[Source], dtype: torch.dtype, block: Block, rounding: Rounding) -> list[Quantized]:
+    """Return `quantize` of each matrix; two of one CUDA device, with one scale a tensor, share their two launches.
+
+    Args:
+        sources: With a past and something to remember all, or none.
+        dtype: As in `quantize`, and so are the others.
+        block: As there.
+        rounding: As there.
+    """
+    if not (block in _KERNEL_BLOCKS and all(on_eager_cuda(source.x) for source in sources)):
+        return [_quantize(source, dtype, block, rounding) for source in sources]
+    from eff_kernels._triton.fp8 import quantize_triton
+
+    sources = [source._replace(x=source.x.detach()) for source in sources]
+    is_near = all(source.seen is not None and source.seen.device == source.x.device for source in sources)
+    given = sources if is_near else [source._replace(seen=None) for source in sources]
+    found = []
+    for source, made in zip(sources, quantize_triton(given, dtype, block, rounding), strict=True):
+        turned = Scaled(made.turned, made.turned_scale, block) if source.both else None
+        found.append(Quantized(Scaled(made.codes, made.scale, block), turned))
+        if source.seen is not None and not is_near:
+            note_(source.seen, made.scale if made.amax is None else made.amax)
+    return found
+
+
+def note_(seen: Tensor, magnitudes: Tensor) -> None:
+    """Remember magnitudes in one value, on any device, in place; no host read.
+
+    Args:
+        seen: float32: becomes the largest of itself and the magnitudes, NaN if there is one. int32: becomes 1 if a
+            magnitude, or whatever else is given, is not finite.
+        magnitudes: Any shape and floating type, not empty.
+
+    Example:
+        >>> flag, largest = torch.tensor(0, dtype=torch.int32), torch.tensor(2.0)
+        >>> for seen in (flag, largest):
+        ...     note_(seen, torch.tensor([1.0, math.inf]))
+        >>> flag.item(), largest.item()
+        (1, inf)
+    """
+    magnitudes = magnitudes.detach()
+    if seen.is_floating_point():
+        seen.copy_(torch.maximum(seen, magnitudes.amax().to(seen)))
+    else:
+        # inf - inf is NaN, and NaN counts as true
+        seen.bitwise_or_((magnitudes - magnitudes).any().to(seen.device))
+
+
+def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Rounding) -> Quantized:
+    x, past, both, seen = source
     x = x.contiguous()
     amax = block_amax(x, block)
-    source = amax if past is None else torch.where((past > 0) & torch.isfinite(amax), past, amax)
-    matrix, other = cast(x, block_scale(source, dtype, rounding), dtype, block), None
+    own = amax if past is None else torch.where((past > 0) & torch.isfinite(amax), past, amax)
+    matrix, other = cast(x, block_scale(own, dtype, rounding), dtype, block), None
     if both and block == (0, 0):
         # as bytes: not every device pads float8, and the code of zero is zero
         turned = F.pad(matrix.codes.view(torch.uint8), (0, 0, 0, -x.shape[0] % 16)).t().contiguous()
         other = Scaled(turned.view(dtype), matrix.scale, block)
     elif both:
         other = quantize(F.pad(x, (0, 0, 0, -x.shape[0] % 16)).t(), dtype, block, rounding).matrix
-    return Quantized(matrix, other, amax if past is not None else None)
-
-
-@torch.library.custom_op("eff_kernels::fp8_quantize", mutates_args=())
-def fp8_quantize(
-    x: Tensor, past: Tensor | None, dtype: torch.dtype, block: list[int], rounding: str, both: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return codes, scale, amax, transposed codes and their scale of `quantize`, by Triton; empty what is not there.
-
-    Args:
-        x: (R, K) in float32, bfloat16 or float16, not empty.
-        past: As in `quantize`.
-        dtype: As there.
-        block: That of a tensor, of rows, or one of sides 1, 32 and 128.
-        rounding: As there.
-        both: As there.
-    """
-    from eff_kernels._triton.fp8 import quantize_triton
-
-    return quantize_triton(x, past, dtype, (block[0], block[1]), rounding, both)
-
-
-@fp8_quantize.register_fake
-def _(
-    x: Tensor, past: Tensor | None, dtype: torch.dtype, block: list[int], rounding: str, both: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = x.shape
-    high, wide = block[0] or rows, block[1] or columns
-    scale = x.new_empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
-    amax = x.new_empty((1, 1) if block == [0, 0] else 0, dtype=torch.float32)
-    turned = x.new_empty((columns, rows + -rows % 16) if both else 0, dtype=dtype)
-    high, wide = block[0] or columns, block[1] or rows
-    blocks = (-(-columns // high), -(-rows // wide)) if both and block != [0, 0] else 0
-    return x.new_empty(rows, columns, dtype=dtype), scale, amax, turned, scale.new_empty(blocks)
+    if seen is not None:
+        note_(seen, amax)
+    return Quantized(matrix, other)
 
 
 def dequantize(matrix: Scaled) -> Tensor:
@@ -248,7 +279,7 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         return (dequantize(a) @ dequantize(b).t()).to(out_dtype)
 
 
-def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return what `emulated_mm` returns, by torch's scaled matmul: one scale a tensor, or one a row, in both.
 
     Where the device gives products with a scale a row in 16 bits only, a float32 result is rounded to bfloat16.
@@ -257,6 +288,7 @@ def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         a: (M, K).
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
+        fast: Whether tensor cores may keep the whole sum in their own accumulator, of some 14 bits.
     """
     if a.block == (0, 0):
         scale_a, scale_b, given = a.scale.reshape(()), b.scale.reshape(()), out_dtype
@@ -264,7 +296,7 @@ def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         narrow = out_dtype == torch.float32 and not _rows_in_float32(a.codes.device)
         scale_a, scale_b, given = a.scale, b.scale.t(), torch.bfloat16 if narrow else out_dtype
     product: Tensor = torch._scaled_mm(
-        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=given, use_fast_accum=False
+        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=given, use_fast_accum=fast
     )
     return product.to(out_dtype)
 

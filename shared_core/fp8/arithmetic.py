@@ -5,7 +5,7 @@ How a layer turns two matrices into narrow values and multiplies them: one objec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -105,12 +105,27 @@ class Arithmetic(Protocol):
         """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
         ...
 
-    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
-        """Return the operands of two products: this one, and its transpose with rows of zeros as further columns."""
+    saved_block: tuple[int, ...]
+    """The block of inputs if backward takes their codes, of the transpose, from forward; empty if it casts again."""
+
+    def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
+        """Return the operands of two products for each: this one, and its transpose with zeros as further columns.
+
+        Args:
+            operands: Of one layer.
+            both: Whether the transpose is wanted; else it is not to be used.
+        """
         ...
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
-        """Return ``a @ b.t()`` of the cast operands, accumulated in float32, in `dtype`."""
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
+        """Return ``a @ b.t()`` of the cast operands, accumulated in float32, in `dtype`.
+
+        Args:
+            a: (M, K).
+            b: (N, K).
+            dtype: Of the result.
+            fast: As in `eff_kernels.fp8.scaled_mm`.
+        """
         ...
 
 
@@ -127,6 +142,7 @@ class ScaledArithmetic:
     def __init__(self, config: Fp8Config, bank: AmaxBank | None, index: int, watch: NonFiniteWatch | None) -> None:
         self.config, self.bank, self.index, self.watch = config, bank, index, watch
         self.block, self.weight_block, self.rounding = BLOCKS[config.recipe]
+        self.saved_block: tuple[int, ...] = self.block
 
     def why_emulated(self, device: torch.device) -> str | None:
         """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
@@ -136,32 +152,44 @@ class ScaledArithmetic:
             return "backend=emulated asks"
         return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
 
-    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
-        """Return a matrix and its transpose, both cast, and remembered once."""
-        quantized = self._quantized(operand, both=True)
-        known = operand._replace(record=False, scaled=quantized.matrix)
-        return known, known._replace(scaled=quantized.transposed)
+    def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
+        """Return matrices and their transposes, cast at once where they have blocks alike, and remembered once."""
+        found = []
+        for operand, quantized in zip(operands, self._quantized(operands, both), strict=True):
+            known = operand._replace(record=False, scaled=quantized.matrix)
+            found.append((known, known._replace(scaled=quantized.transposed)))
+        return found
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
         """Return the product, on the device's scaled matmul or with the same numbers emulated."""
-        left, right = (one.scaled or self._quantized(one).matrix for one in (a, b))
+        left, right = (one.scaled or self._quantized([one], [False])[0].matrix for one in (a, b))
         kernels.check_scaled_mm_constraints(left, right)
         if self.why_emulated(left.codes.device) is not None:
             return Product(kernels.emulated_mm(left, right, dtype), False)
-        return Product(native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype).to(dtype), True)
+        value = native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype, fast)
+        return Product(value.to(dtype), True)
 
-    def _quantized(self, operand: Operand, both: bool = False) -> kernels.Quantized:
-        matrix, role, record, _ = operand
+    def _quantized(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[kernels.Quantized]:
+        kinds = [self._kind(operand.role) for operand in operands]
+        if any(kind != kinds[0] for kind in kinds):
+            return [self._quantized([one], [turn])[0] for one, turn in zip(operands, both, strict=True)]
+        sources = [self._source(operand, turn) for operand, turn in zip(operands, both, strict=True)]
+        return kernels.quantize_all(sources, *kinds[0], self.rounding)
+
+    def _kind(self, role: Role) -> tuple[torch.dtype, kernels.Block]:
         dtype = self.config.gradient_dtype if role == "gradient" else torch.float8_e4m3fn
-        block = self.weight_block if role == "weight" else self.block
-        # 0 before the first applied step: then, and where something is not finite, the scale is that of this matrix
-        past = self.bank.past(self.index, role, matrix.device) if self.bank is not None else None
-        quantized = kernels.quantize(matrix, dtype, block, self.rounding, past, both)
-        if record and self.bank is not None and quantized.amax is not None:
-            self.bank.widen(self.index, role, quantized.amax)
+        return dtype, self.weight_block if role == "weight" else self.block
+
+    def _source(self, operand: Operand, both: bool) -> kernels.Source:
+        matrix, role, record, _ = operand
+        past = seen = None
+        if self.bank is not None:
+            # 0 before the first applied step: then, and where something is not finite, the scale is that of this matrix
+            past = self.bank.past(self.index, role, matrix.device)
+            seen = self.bank.seen(self.index, role) if record else None
         elif record and self.watch is not None:
-            self.watch.see(quantized.matrix.scale)  # NaN where a magnitude is not finite
-        return quantized
+            seen = self.watch.flag
+        return kernels.Source(matrix, past, both, seen)
 
 
 class CastArithmetic:
@@ -172,6 +200,8 @@ class CastArithmetic:
         watch: Told of recorded operands; None without a session, or where a bank sees them.
     """
 
+    saved_block: tuple[int, ...] = ()
+
     def __init__(self, cast: Cast, watch: NonFiniteWatch | None) -> None:
         self.cast, self.watch = cast, watch
 
@@ -179,11 +209,11 @@ class CastArithmetic:
         """Return why, on every device."""
         return "this recipe has no scaled matmul here"
 
-    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
-        """Return a matrix and its transpose, each to be cast as it is multiplied."""
-        return operand, operand._replace(matrix=tokens_last(operand.matrix))
+    def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
+        """Return matrices and their transposes, each to be cast as it is multiplied."""
+        return [(operand, operand._replace(matrix=tokens_last(operand.matrix))) for operand in operands]
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
         """Return the product of the rounded values."""
         left, right = (self._values(operand) for operand in (a, b))
         common = torch.promote_types(left.dtype, right.dtype)

@@ -59,7 +59,8 @@ class Fp8Config(TechniqueConfig):
         "discarded_steps": Figure("steps discarded for NaN or infinity", in_bar=True),
     }
     memory: ClassVar[str] = (
-        "histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"
+        "2 bytes a weight of the layers until the optimizer step; inputs saved for backward take 1 byte a value for "
+        "each layer in place of 2"
     )
 
     recipe: Literal[

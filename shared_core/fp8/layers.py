@@ -17,10 +17,13 @@ import itertools
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from eff_kernels._triton.launch import is_plain
+from eff_kernels.fp8 import Scaled
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
@@ -29,7 +32,7 @@ from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, Scal
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.recipes import Hfp8EndCast
-from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
+from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.matching import (
     change_class,
     conv1d_of,
@@ -56,6 +59,8 @@ class LayerFp8:
 
     def __init__(self, arithmetic: Arithmetic, watch: NonFiniteWatch | None = None) -> None:
         self.arithmetic, self.watch = arithmetic, watch
+        self.parameter: weakref.ref[Tensor] | None = None
+        self.kept: KeptWeight | None = None
         self.scaled: Counter[str] = Counter()
         self.emulated: Counter[str] = Counter()
         self._register()
@@ -65,6 +70,10 @@ class LayerFp8:
         self.handle = torch.tensor(number, device="cpu")  # on the CPU, where reading it waits for nothing
         _LAYERS[number] = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes but what belongs to this layer's own weight."""
+        return self.__dict__ | {"parameter": None, "kept": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the attributes of the layer that was copied or pickled, under a number of its own."""
         self.__dict__.update(state)
@@ -72,16 +81,68 @@ class LayerFp8:
 
     def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b.t()`` in `dtype` and count it; what is not observed is not remembered."""
-        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype)
+        fast = product == "forward"
+        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype, fast)
         (self.scaled if is_scaled_mm else self.emulated)[product] += 1
         return value
 
-    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
-        """Return a matrix and its transpose as operands of two products; see `Arithmetic`."""
-        return self.arithmetic.both_layouts(self._observed(operand))
+    def layouts(self, *operands: Operand, both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
+        """Return matrices and their transposes as operands of two products; see `Arithmetic`."""
+        return self.arithmetic.layouts([self._observed(operand) for operand in operands], both)
+
+    def keep_codes_of(self, weight: Tensor) -> None:
+        """Keep the codes of this parameter from now on, until it changes or `forget_codes`.
+
+        Not of a sharded one: what is gathered of it is overwritten unseen, and its codes would be those of all shards.
+        """
+        self.parameter = weakref.ref(weight) if is_plain(weight) and self.arithmetic.saved_block else None
+
+    def forget_codes(self) -> None:
+        """Cast the weight anew in the next product."""
+        self.kept = None
+
+    def forward_operands(self, x: Operand, weight: Operand, turn: bool) -> tuple[Operand, Operand, Operand]:
+        """Return the input, its transpose if `turn`, and the weight, for the forward product."""
+        if (kept := self.kept_weight(weight.matrix, weight.record)) is not None:
+            ((a, turned),) = self.layouts(x, both=[turn])
+            return a, turned, kept.plain
+        parameter = self._kept_parameter(weight.matrix)
+        (a, turned), (b, other) = self.layouts(x, weight, both=[turn, parameter is not None])
+        if parameter is not None:
+            record = self._observed(weight).record
+            self.kept = KeptWeight(weight.matrix.detach(), parameter._version, record, b, other)
+        return a, turned, b
+
+    def kept_weight(self, weight: Tensor, record: bool) -> KeptWeight | None:
+        """Return the codes of a weight if it has not changed since, and was remembered where that is due now."""
+        kept, parameter = self.kept, self._kept_parameter(weight)
+        if kept is None or parameter is None or kept.version != parameter._version or record > kept.recorded:
+            return None
+        before, now = ((w.data_ptr(), w.dtype, w.shape, w.stride()) for w in (kept.weight, weight))
+        return kept if before == now else None
+
+    def _kept_parameter(self, weight: Tensor) -> Tensor | None:
+        # while a session evaluates, weights may be others without a trace
+        if self.parameter is None or self.watch is None or not self.watch.observing:
+            return None
+        parameter = self.parameter()
+        if parameter is None or parameter.is_inference() or parameter.data_ptr() != weight.data_ptr():
+            return None
+        return parameter
 
     def _observed(self, operand: Operand) -> Operand:
         return operand._replace(record=operand.record and self.watch is not None and self.watch.observing)
+
+
+class KeptWeight(NamedTuple):
+    """The codes of a weight and of its transpose."""
+
+    weight: Tensor
+    """Holds the memory, so that no other weight comes to lie there."""
+    version: int
+    recorded: bool
+    plain: Operand
+    turned: Operand
 
 
 def _layer(handle: Tensor) -> LayerFp8:
@@ -94,19 +155,41 @@ def _layer(handle: Tensor) -> LayerFp8:
 
 
 @torch.library.custom_op("efftrain::fp8_linear", mutates_args=(), tags=_TAGS)
-def fp8_linear(x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
-    """Return ``x wᵀ`` of the layer with this number, in the type of x.
+def fp8_linear(
+    x: Tensor, weight: Tensor, handle: Tensor, record: bool, saved_block: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``x wᵀ`` of the layer with this number, in the type of x, and the codes of xᵀ with their scale.
 
     Args:
         x: (tokens, in_features).
         weight: (out_features, in_features).
         handle: Names the layer: int64, no axes, on the CPU.
         record: Whether this forward is one of training.
+        saved_block: The block of the codes of xᵀ, which are bytes (in_features, tokens and zeros up to a multiple of
+            16); empty: there are none, nor a scale.
     """
     if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[0])
+        return x.new_empty(0, weight.shape[0]), *_empty_codes(x, saved_block)
+    layer = _layer(handle)
     a, b = Operand(x, "input", record), Operand(weight, "weight", record)
-    return _layer(handle).multiply("forward", a, b, x.dtype)
+    a, turned, b = layer.forward_operands(a, b, bool(saved_block))
+    y = layer.multiply("forward", a, b, x.dtype)
+    if not saved_block or turned.scaled is None:
+        return y, *_empty_codes(x, [])
+    codes, scale, block = turned.scaled
+    # the same strides on every device, which a compiled graph counts on
+    return y, codes.view(torch.uint8), outer_major(scale) if block == (1, 128) else scale
+
+
+def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
+    (tokens, columns), scale = x.shape, [0]
+    if saved_block:
+        high, wide = saved_block
+        scale = [-(-columns // high) if high else 1, -(-tokens // wide) if wide else 1]
+    codes = x.new_empty([columns, tokens + -tokens % 16] if saved_block else [0], dtype=torch.uint8)
+    if saved_block == [1, 128]:
+        return codes, x.new_empty(scale[::-1], dtype=torch.float32).t()
+    return codes, x.new_empty(scale, dtype=torch.float32)
 
 
 @torch.library.custom_op("efftrain::fp8_grad_input", mutates_args=(), tags=_TAGS)
@@ -114,33 +197,64 @@ def fp8_grad_input(gradient: Tensor, weight: Tensor, handle: Tensor, record: boo
     """Return ``g w``, the gradient of the input, in the type of g: (tokens, out_features)."""
     if gradient.shape[0] == 0:
         return gradient.new_empty(0, weight.shape[1])
-    a, b = Operand(gradient, "gradient", record), Operand(weight.t(), "weight", False)
-    return _layer(handle).multiply("grad_input", a, b, gradient.dtype)
+    layer = _layer(handle)
+    a, b = Operand(gradient, "gradient", record), _weight_turned(layer, weight)
+    return layer.multiply("grad_input", a, b, gradient.dtype)
 
 
 @torch.library.custom_op("efftrain::fp8_grad_weight", mutates_args=(), tags=_TAGS)
-def fp8_grad_weight(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, dtype: torch.dtype) -> Tensor:
-    """Return ``gᵀ x``, the gradient of the weight, in `dtype`."""
+def fp8_grad_weight(
+    gradient: Tensor, x: Tensor, scale: Tensor | None, handle: Tensor, record: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return ``gᵀ x``, the gradient of the weight, in `dtype`.
+
+    Args:
+        gradient: (tokens, out_features).
+        x: (tokens, in_features), or with a scale the codes of its transpose, see `fp8_linear`.
+        scale: That of the codes, or None.
+        handle: As there, and so is `record`.
+        record: As there.
+        dtype: Type of the result.
+    """
     if gradient.shape[0] == 0:
-        return gradient.new_zeros(gradient.shape[1], x.shape[1], dtype=dtype)
-    a, b = Operand(tokens_last(gradient), "gradient", record), Operand(tokens_last(x), "input", False)
-    return _layer(handle).multiply("grad_weight", a, b, dtype)
+        return gradient.new_zeros(gradient.shape[1], _in_features(x, scale), dtype=dtype)
+    layer = _layer(handle)
+    a, b = Operand(tokens_last(gradient), "gradient", record), _input_turned(layer, x, scale)
+    return layer.multiply("grad_weight", a, b, dtype)
 
 
 @torch.library.custom_op("efftrain::fp8_grads", mutates_args=(), tags=_TAGS)
-def fp8_grads(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+def fp8_grads(
+    gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor]:
     """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, the gradient cast for both at once."""
     if gradient.shape[0] == 0:
         return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
     layer = _layer(handle)
-    a, b = layer.both_layouts(Operand(gradient, "gradient", record))
-    grad_input = layer.multiply("grad_input", a, Operand(weight.t(), "weight", False), gradient.dtype)
-    return grad_input, layer.multiply("grad_weight", b, Operand(tokens_last(x), "input", False), weight.dtype)
+    ((a, b),) = layer.layouts(Operand(gradient, "gradient", record), both=[True])
+    grad_input = layer.multiply("grad_input", a, _weight_turned(layer, weight), gradient.dtype)
+    return grad_input, layer.multiply("grad_weight", b, _input_turned(layer, x, scale), weight.dtype)
+
+
+def _weight_turned(layer: LayerFp8, weight: Tensor) -> Operand:
+    kept = layer.kept_weight(weight, record=False)
+    return kept.turned if kept is not None else Operand(weight.t(), "weight", False)
+
+
+def _input_turned(layer: LayerFp8, x: Tensor, scale: Tensor | None) -> Operand:
+    if scale is None:
+        return Operand(tokens_last(x), "input", False)
+    high, wide = layer.arithmetic.saved_block
+    return Operand(x, "input", False, Scaled(x.view(torch.float8_e4m3fn), scale, (high, wide)))
+
+
+def _in_features(x: Tensor, scale: Tensor | None) -> int:
+    return x.shape[1 if scale is None else 0]
 
 
 @fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x: Tensor, weight: Tensor, handle: Tensor, record: bool, saved_block: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape[0], weight.shape[0]), *_empty_codes(x, saved_block)
 
 
 @fp8_grad_input.register_fake
@@ -149,32 +263,40 @@ def _(gradient: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
 
 
 @fp8_grad_weight.register_fake
-def _(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, dtype: torch.dtype) -> Tensor:
-    return gradient.new_empty(gradient.shape[1], x.shape[1], dtype=dtype)
+def _(gradient: Tensor, x: Tensor, scale: Tensor | None, handle: Tensor, record: bool, dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(gradient.shape[1], _in_features(x, scale), dtype=dtype)
 
 
 @fp8_grads.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+def _(
+    gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, handle: Tensor, record: bool
+) -> tuple[Tensor, Tensor]:
     return gradient.new_empty(gradient.shape[0], weight.shape[1]), weight.new_empty(weight.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    x, weight, handle, ctx.record = inputs
-    ctx.save_for_backward(x, weight, handle)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, handle, ctx.record, saved_block = inputs
+    _, codes, scale = output
+    ctx.mark_non_differentiable(codes, scale)
+    ctx.set_materialize_grads(False)
+    saved: tuple[Tensor | None, Tensor | None] = (None, None)
+    if ctx.needs_input_grad[1]:
+        saved = (codes, scale) if saved_block else (x, None)
+    ctx.save_for_backward(*saved, weight, handle)
     # an eager graph may outlive the model it came from; while a graph is traced there is no number to read
     ctx.layer = _LAYERS.get(int(handle)) if type(handle) is Tensor else None
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, handle = ctx.saved_tensors
+def _backward(ctx: Any, gradient: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    x, scale, weight, handle = ctx.saved_tensors
     if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-        return *fp8_grads(gradient, x, weight, handle, ctx.record), None, None
+        return *fp8_grads(gradient, x, scale, weight, handle, ctx.record), None, None, None
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_input = fp8_grad_input(gradient, weight, handle, ctx.record)
     if ctx.needs_input_grad[1]:
-        grad_weight = fp8_grad_weight(gradient, x, handle, ctx.record, weight.dtype)
-    return grad_input, grad_weight, None, None
+        grad_weight = fp8_grad_weight(gradient, x, scale, handle, ctx.record, weight.dtype)
+    return grad_input, grad_weight, None, None, None
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -199,7 +321,9 @@ class Fp8Layer(nn.Module):
         # a forward without gradients is an evaluation, a calibration, or will be recomputed with them
         record = self.training and torch.is_grad_enabled()
         weight = self._rows_of_outputs()
-        y: Tensor = fp8_linear(input.reshape(-1, weight.shape[1]), weight, self.fp8.handle, record)
+        saved_block = self.fp8.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
+        x = input.reshape(-1, weight.shape[1])
+        y: Tensor = fp8_linear(x, weight, self.fp8.handle, record, list(saved_block))[0]
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y.view(*input.shape[:-1], weight.shape[0])

@@ -28,19 +28,20 @@ _LAYOUTS = {(1, 128): outer_major, (128, 128): inner_major, _MX: swizzled_e8m0}
 _functional: Any = functional  # its scaled_mm and the types of scales are not in every version
 
 
-def native_mm(a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype) -> Tensor:
+def native_mm(a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return what `eff_kernels.fp8.emulated_mm` returns, by the scaled matmul that torch has for the blocks.
 
     Args:
         a: (M, K).
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
+        fast: As in `eff_kernels.fp8.scaled_mm`; smaller blocks are always summed in float32.
 
     Raises:
         Exception: Whatever torch raises for a device, a version or a shape that it cannot do.
     """
     if a.block in (_TENSOR, _ROW):
-        return kernels.scaled_mm(a, b, out_dtype)
+        return kernels.scaled_mm(a, b, out_dtype, fast)
     left, right = (whole_blocks(matrix, a.block[1]) for matrix in (a, b))
     swizzle = _functional.SwizzleType.SWIZZLE_32_4_4 if a.block == _MX else None
     product: Tensor = _functional.scaled_mm(
@@ -65,8 +66,9 @@ def _kind(block: kernels.Block) -> Any:
 # multiples of 16 but not of a block, five and a bit blocks of 128 along K: every kind of padding is needed
 _M, _N, _K = 144, 272, 656
 _OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-# FP8 tensor cores keep about 14 bits of a sum between two additions in float32 (arXiv:2412.19437, section 3.3.2) ...
-_ACCUMULATION = 2.0**-9
+# FP8 tensor cores keep about 14 bits of a sum between two additions in float32 (arXiv:2412.19437, section 3.3.2), or,
+# in the forward product, which torchao too sums the fast way, of all of it ...
+_ACCUMULATION, _FAST_ACCUMULATION = 2.0**-9, 2.0**-7
 # ... and a result may be rounded to bfloat16, a float32 one with a scale a row too; the last of float16 is 2^-24
 _ROUNDING, _SMALLEST = 2.0**-8, 2.0**-24
 _LONGEST = 160
@@ -119,10 +121,11 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
         # on the CPU in float64, where no setting of this device's own products reaches
         values, others = (kernels.dequantize(_on_cpu(matrix)).double() for matrix in (a, b))
         wanted, sizes = values @ others.t(), values.abs() @ others.abs().t()
-        allowed = _ACCUMULATION * sizes + _ROUNDING * wanted.abs() + _SMALLEST
+        fast = product == "forward"
+        allowed = (_FAST_ACCUMULATION if fast else _ACCUMULATION) * sizes + _ROUNDING * wanted.abs() + _SMALLEST
         for dtype in _OUTPUTS:
             try:
-                found = native_mm(a, b, dtype)
+                found = native_mm(a, b, dtype, fast)
                 apart = (found.double().cpu() - wanted).abs()
             except torch.OutOfMemoryError:
                 raise

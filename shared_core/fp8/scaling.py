@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.fp8 import Scaled
+from eff_kernels.fp8 import Scaled, note_
 from torch import Tensor
 
 from shared_core.distributed.collectives import all_reduce_
@@ -52,11 +52,15 @@ def whole_blocks(matrix: Scaled, multiple: int) -> Scaled:
 def outer_major(scale: Tensor) -> Tensor:
     """Return scales of 1x128 blocks, (R, L), with rows next to each other in memory: strides (1, R).
 
+    Nothing is copied of those that lie so, as casts by Triton leave them.
+
     Example:
         >>> outer_major(torch.ones(3, 2)).stride()
         (1, 3)
     """
     rows, along = scale.shape
+    if scale.stride() == (1, rows):
+        return scale
     # a new tensor: of one block along K, contiguous() would keep whatever stride there is
     return scale.new_empty(along, rows).copy_(scale.t()).t()
 
@@ -64,7 +68,8 @@ def outer_major(scale: Tensor) -> Tensor:
 def inner_major(scale: Tensor) -> Tensor:
     """Return scales of 128x128 blocks, (T, L), as (L4, T) of strides (1, L4), L4 = L rounded up to a multiple of 4.
 
-    Without the padding cuBLAS reads wrong scales and says nothing.
+    Without the padding cuBLAS reads wrong scales and says nothing. Nothing is copied of those that have it in memory,
+    as casts by Triton leave them.
 
     Example:
         >>> at = inner_major(torch.ones(3, 5))
@@ -72,7 +77,10 @@ def inner_major(scale: Tensor) -> Tensor:
         (torch.Size([8, 3]), (1, 8))
     """
     tiles, along = scale.shape
-    padded = scale.new_ones(tiles, along + -along % _ALIGNED)
+    wide = along + -along % _ALIGNED
+    if scale.stride() == (wide, 1):
+        return scale.as_strided((wide, tiles), (1, wide))
+    padded = scale.new_ones(tiles, wide)
     padded[:, :along] = scale
     return padded.t()
 
@@ -126,8 +134,8 @@ class NonFiniteWatch:
             self.flag = self.flag.to(device)
 
     def see(self, amax: Tensor) -> None:
-        """Raise the flag if a magnitude is not finite; no host read."""
-        self.flag.copy_(torch.maximum(self.flag, (~torch.isfinite(amax.detach()).all()).to(self.flag)))
+        """Raise the flag if a value is not finite; no host read."""
+        note_(self.flag, amax)
 
     def take(self) -> bool:
         """Return the flag of all ranks and lower it; one collective and one host read."""
@@ -153,7 +161,7 @@ class AmaxBank:
     Example:
         >>> bank = AmaxBank(1, 2)
         >>> for amax in (4.0, 1.0, 2.0):
-        ...     bank.widen(0, "input", torch.tensor(amax))
+        ...     note_(bank.seen(0, "input"), torch.tensor(amax))
         ...     bank.commit(bank.take_window())
         >>> bank.past(0, "input", torch.device("cpu")).item()
         2.0
@@ -173,10 +181,9 @@ class AmaxBank:
             for name in ("window", "history", "largest"):
                 setattr(self, name, getattr(self, name).to(device))
 
-    def widen(self, layer: int, role: str, amax: Tensor) -> None:
-        """Take a largest magnitude into the open window; NaN stays NaN."""
-        row = self.window[layer * len(ROLES) + ROLES.index(role)]
-        row.copy_(torch.maximum(row, amax.detach().reshape(()).to(row)))
+    def seen(self, layer: int, role: str) -> Tensor:
+        """Return the largest magnitude of the open window, for `eff_kernels.fp8.note_` to widen in place."""
+        return self.window[layer * len(ROLES) + ROLES.index(role)]
 
     def past(self, layer: int, role: str, device: torch.device) -> Tensor:
         """Return the largest magnitude of the remembered steps, 0 if there is none."""

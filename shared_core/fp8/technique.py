@@ -122,6 +122,8 @@ class Fp8(Technique):
         self._watch.move_(device)
         if self._bank is not None:
             self._bank.move_(device)
+        for name, state in self.states.items():
+            state.keep_codes_of(weight_of(self.layers[name]))
         self._observe(True)
         if self.config.recipe == "hfp8":
             round_weights_([local_part(weight_of(module).detach()) for module in self.layers.values()])
@@ -146,6 +148,7 @@ class Fp8(Technique):
         Raises:
             TrainingError: After `max_skips` such steps in a row.
         """
+        self._forget_codes()
         if self._bank is not None:
             self._pending = self._bank.take_window()
         if self._met_non_finite():
@@ -174,6 +177,7 @@ class Fp8(Technique):
     def after_optimizer_step(self, context: Context) -> None:
         """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
         self._in_a_row = 0
+        self._forget_codes()
         if self._bank is not None and self._pending is not None:
             self._bank.commit(self._pending)
             self._pending = None
@@ -196,7 +200,13 @@ class Fp8(Technique):
         finally:
             self._observe(True)
 
+    def _forget_codes(self) -> None:
+        """Have weights cast anew: they may have changed in ways that leave no trace, or their scale has."""
+        for state in self.states.values():
+            state.forget_codes()
+
     def _observe(self, observing: bool) -> None:
+        self._forget_codes()
         self._watch.observing = observing
         if self._bank is not None:
             self._bank.observing = observing
@@ -209,6 +219,7 @@ class Fp8(Technique):
 
     def weights_replaced(self, context: Context) -> None:
         """Forget the histories: those of other weights do not fit; the next scales are of current magnitudes."""
+        self._forget_codes()
         if self._bank is not None:
             self._bank.forget()
 
@@ -233,6 +244,7 @@ class Fp8(Technique):
         Raises:
             CheckpointError: If the state is of other layers, of another length, or damaged.
         """
+        self._forget_codes()
         try:
             self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
             self._watch.flag.copy_(state["flag"])

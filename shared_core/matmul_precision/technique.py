@@ -110,8 +110,10 @@ class MatmulPrecision(Technique):
             return f"products on {device.type} are still rounded to {self._format}"
         still = f"float32 products on {device.type} stay float32, because"
         if device.type == "cuda":
+            if matmul_hardware(device)["tf32"]:
+                return f"{still} TF32, which this GPU has, is switched off outside torch (NVIDIA_TF32_OVERRIDE=0, say)"
             major, minor = torch.cuda.get_device_capability(device)
-            return f"{still} compute capability {major}.{minor} has no TF32 (8.0 and later have)"
+            return f"{still} compute capability {major}.{minor} has no TF32 (NVIDIA's of 8.0 and later have)"
         if device.type != "cpu":
             return f"{still} this device has no such switch"
         if asked == "high":

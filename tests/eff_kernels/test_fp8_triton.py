@@ -34,13 +34,15 @@ def check(quantize_, x, dtype, block, rounding, past=None, layouts=(False, True)
     from eff_kernels.fp8 import quantize
 
     for both in layouts:
-        ours = quantize_(x, dtype, block, rounding, past, both)
-        theirs = quantize(x.cpu(), dtype, block, rounding, None if past is None else past.cpu(), both)
-        same(ours.matrix, theirs.matrix)
-        if both:
-            same(ours.transposed, theirs.transposed)
-        if past is not None:
-            assert torch.equal(ours.amax.cpu().nan_to_num(-1.0), theirs.amax.nan_to_num(-1.0))
+        start = (torch.tensor(0, dtype=torch.int32), *([torch.tensor(-1.0)] if block == (0, 0) else []))
+        for before in start:
+            seen, wanted = before.to(x.device, copy=True), before.clone()
+            ours = quantize_(x, dtype, block, rounding, past, both, seen)
+            theirs = quantize(x.cpu(), dtype, block, rounding, None if past is None else past.cpu(), both, wanted)
+            same(ours.matrix, theirs.matrix)
+            if both:
+                same(ours.transposed, theirs.transposed)
+            assert torch.equal(seen.cpu().nan_to_num(-2.0), wanted.nan_to_num(-2.0))
 
 
 @pytest.fixture
@@ -108,29 +110,94 @@ def test_rows_too_long_for_registers(quantize_in_triton, monkeypatch):
     check(quantize_in_triton, values(3, 4100, torch.float32), E4M3, (1, 0), "power_of_two", layouts=(False,))
 
 
-def test_the_operator_is_what_it_says():
-    from eff_kernels.fp8 import fp8_quantize
+@pytest.mark.parametrize("programs", [2, 1024])
+def test_two_matrices_share_their_sweeps(programs, monkeypatch):
+    from eff_kernels import fp8
+    from eff_kernels._triton import fp8 as fp8_triton
 
-    x = values(20, 48, torch.float32)
-    for block, rounding in RECIPES[1:4]:
-        torch.library.opcheck(fp8_quantize, (x, None, E4M3, list(block), rounding, True), test_utils="test_faketensor")
-    torch.library.opcheck(fp8_quantize, (x, torch.tensor(1.0), E5M2, [0, 0], "exact", False))
+    monkeypatch.setattr(fp8_triton, "_PROGRAMS", programs)
+    x, w = values(300, 270, torch.bfloat16), values(41, 401, torch.float32).t()
+    for past, worst in itertools.product((None, 0.0, 3.0), (1.0, torch.inf)):
+        x[7, 5] = worst
+        runs = []
+        for taken in (False, True):
+            monkeypatch.setattr(fp8, "on_eager_cuda", lambda x, taken=taken: taken)
+            seen = torch.full((2,), -1.0)
+            at = None if past is None else torch.tensor(past)
+            sources = [fp8.Source(x, at, False, seen[0]), fp8.Source(w, at, True, seen[1])]
+            runs.append((fp8.quantize_all(sources, E4M3, (0, 0), "exact"), seen))
+        (theirs, wanted), (ours, seen) = runs
+        assert torch.equal(seen, wanted)
+        for one, other in zip(ours, theirs, strict=True):
+            same(one.matrix, other.matrix)
+        assert ours[0].transposed is None
+        same(ours[1].transposed, theirs[1].transposed)
+
+
+SHAPES = [((5, 401), (None, 0, 1, -1)), ((3, 4, 5, 2), (None, 0, 1, 3)), ((70,), (None, 0)), ((), (None,))]
+
+
+def check_fake_quantize(device, switch, shapes=SHAPES):
+    from eff_kernels.quantization.group import fake_quantize_fp8
+
+    for (shape, axes), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+        bad = x.clone()
+        bad.view(-1)[-1] = torch.inf
+        for values, kind, axis in itertools.product((x, bad, x * 0), (E4M3, E5M2), axes):
+            runs = []
+            for taken, where in ((False, "cpu"), (True, device)):
+                switch(taken)
+                leaf = values.to(where, copy=True).requires_grad_()
+                y = fake_quantize_fp8(leaf, kind, axis)
+                y.backward(torch.ones_like(y))
+                runs.append((y.detach().cpu(), leaf.grad.cpu()))
+            (wanted, _), (found, gradient) = runs
+            assert found.dtype == dtype
+            assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0)), (shape, dtype, kind, axis)
+            assert torch.equal(gradient, torch.ones_like(values))
+
+
+def test_fake_quantisation(monkeypatch):
+    from eff_kernels.quantization import group
+
+    asked = []
+    check_fake_quantize("cpu", lambda on: monkeypatch.setattr(group, "on_eager_cuda", lambda x: asked.append(on) or on))
+    assert set(asked) == {False, True}
 
 
 def kernels():
     from eff_kernels._triton.fp8 import block_codes, row_codes, tensor_codes
 
-    sizes = {"rows", "columns", "row_stride", "column_stride", "codes_width", "turned_width"}
-    sizes |= {"scale_height", "scale_width", "turned_scale_height", "turned_scale_width"}
-    out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "amax": "*i32", "past": "*fp32"}
+    sizes = {"rows", "columns", "row_stride", "column_stride", "turned_width", "programs"}
+    sizes |= {f"y_{name}" for name in sizes} | {"scale_height", "scale_width", "turned_scale_height"}
+    sizes |= {"scale_row_stride", "scale_column_stride", "turned_row_stride", "turned_column_stride"}
+    out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "seen": "*i32", "past": "*fp32"}
+    types = {"x": "*bf16", "maxima": "*i32"} | dict.fromkeys((*sizes, "turned_scale_width"), "i32") | out
+    types |= {f"y_{name}": kind for name, kind in out.items()} | {"y": "*fp32"}
     constants = {"mantissa": 3, "rounding": "exact", "native": True, "height": 128, "width": 128}
+    constants |= {"seen_as": "flag"}
     old = {"native": False, "mantissa": 2, "rounding": "power_of_two"}
-    types = {"x": "*bf16"} | dict.fromkeys(sizes, "i32") | out
-    yield tensor_codes, types, constants | {"measure": True, "cast": True, "delayed": True, "both": True}, 8
-    yield row_codes, types, constants | {"in_registers": True, "height": 1, "width": 16384}, 8
-    yield row_codes, types, constants | old | {"in_registers": False, "height": 64, "width": 64}, 8
-    yield block_codes, types, constants | old | {"high": 128, "wide": 128, "both": False}, 8
-    yield block_codes, types, constants | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 8
+    alone = {"values": False, "pair": False, "both": True, "y_both": True, "delayed": False, "most": 1024}
+    pair = alone | {"pair": True, "delayed": True, "seen_as": "largest"}
+    rows = {"values": False, "both": True, "height": 1, "width": 16384, "in_registers": True}
+    rows |= {"turned_in_registers": False, "turned_height": 64, "turned_wide": 64}
+    for last in (False, True):
+        yield tensor_codes, types, constants | alone | {"last": last}, 8
+        yield tensor_codes, types, constants | old | pair | {"last": last}, 16
+    numbers = {"values": True, "seen_as": "nothing", "both": False}
+    yield tensor_codes, types | {"codes": "*bf16"}, constants | alone | numbers | {"last": True}, 8
+    yield row_codes, types, constants | rows, 8
+    yield row_codes, types | {"codes": "*bf16"}, constants | rows | numbers, 8
+    yield row_codes, types, constants | old | rows | {"in_registers": False, "height": 64, "width": 64}, 8
+    blocks = {"high": 128, "wide": 128, "both": False}
+    yield block_codes, types, constants | old | blocks, 8
+    yield block_codes, types, constants | blocks | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 16
+
+
+@pytest.mark.gpu
+def test_fake_quantisation_on_a_gpu():
+    check_fake_quantize("cuda", lambda on: None, [*SHAPES, ((2049, 4100), (None, 0, 1))])
 
 
 @pytest.mark.gpu

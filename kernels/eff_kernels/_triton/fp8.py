@@ -1,28 +1,33 @@
 """`eff_kernels.fp8.quantize` in Triton: amax, scale and codes in as few sweeps as the blocks allow.
 
-One sweep for blocks and for rows that fit in registers, and for a scale of past steps; two for a scale of the whole
-tensor and for long rows. Matrices are read where they lie, transposed ones too.
+One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two. What
+is not finite, or the largest magnitude, is noted by the same launches. Matrices are read where they lie, transposed
+ones too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
 from eff_kernels._triton.launch import has_triton
+from eff_kernels.fp8 import Block, Source
 
 if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import divided, fp8_code, magnitude, scale_of
+    from eff_kernels._triton.encoding import clamped, divided, fp8_code, magnitude, narrowed, nearest, scale_of
 
 _WARPS = 8
 _IN_REGISTERS = 16384
 _MULTIPLE = 16
+# of a sweep: enough to fill a GPU, and few enough for each to look at the maxima of all
+_PROGRAMS, _TILE = 1024, 16384
 
 
 def _loaded(
@@ -40,10 +45,37 @@ def _loaded(
     )
 
 
-def _tensor_codes(
+def _converted(
+    tile: tl.tensor,
+    s: tl.tensor,
+    out: tl.tensor,
+    values: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+) -> tl.tensor:
+    """Return the codes of a tile under a scale, or with `values` what they stand for, in the type of `out`."""
+    quotient = divided(tile, s, rounding)
+    if values:
+        bias: tl.constexpr = 7 if mantissa == 3 else 15
+        largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
+        y = narrowed(nearest(clamped(quotient, largest), mantissa, bias) * s, out.dtype.element_ty, native)
+    else:
+        y = fp8_code(quotient, mantissa, native)
+    return y
+
+
+def _noted(seen: tl.tensor, amax: tl.tensor, here: tl.tensor, seen_as: tl.constexpr) -> None:
+    if seen_as == "flag":
+        tl.store(seen, 1, mask=here & (amax >= 0x7F800000))
+    elif seen_as == "largest":
+        tl.atomic_max(seen, amax, mask=here)
+
+
+def _swept(
     x: tl.tensor,
-    amax: tl.tensor,
     past: tl.tensor,
+    seen: tl.tensor,
     scale: tl.tensor,
     codes: tl.tensor,
     turned: tl.tensor,
@@ -52,47 +84,126 @@ def _tensor_codes(
     row_stride: tl.tensor,
     column_stride: tl.tensor,
     turned_width: tl.tensor,
-    measure: tl.constexpr,
-    cast: tl.constexpr,
-    delayed: tl.constexpr,
+    maxima: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
     both: tl.constexpr,
+    last: tl.constexpr,
+    delayed: tl.constexpr,
+    seen_as: tl.constexpr,
+    values: tl.constexpr,
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
     native: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
+    most: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
-    j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
-    due = tl.full((), 1, tl.int32) > 0
-    if cast:
+    """Go over this program's tiles of a matrix with one scale: once to measure, the last time to cast.
+
+    With a scale of past steps the first sweep casts too, and the last one only where that was in vain: without a past,
+    or where something is not finite.
+    """
+    across = (columns + width - 1) // width
+    tiles = (rows + height - 1) // height * across
+    largest = tl.full((), 0, tl.int32)
+    if last:
+        at = tl.arange(0, most)
+        amax = tl.max(tl.load(maxima + at, mask=at < programs, other=0), 0)
+        source = amax
         if delayed:
             source = tl.load(past).to(tl.int32, bitcast=True)
-            if not measure:
-                # the sweep before has done it, unless there was no past or something is not finite
-                found = tl.load(amax)
-                due = (source <= 0) | (found >= 0x7F800000)
-                source = tl.where(due, found, source)
-        else:
-            source = tl.load(amax)
+            due = (source <= 0) | (amax >= 0x7F800000)
+            source = tl.where(due, amax, source)
+            tiles = tl.where(due, tiles, 0)
         s = scale_of(source, mantissa, rounding)
-        if not measure:
-            tl.store(scale, s, mask=tl.program_id(0) + tl.program_id(1) == 0)
-    if due:
+        tl.store(scale, s, mask=program == 0)
+        tl.store(scale + 1, amax.to(tl.float32, bitcast=True), mask=program == 0)
+        noted(seen, amax, program == 0, seen_as)
+    elif delayed:
+        s = scale_of(tl.load(past).to(tl.int32, bitcast=True), mantissa, rounding)
+    for t in range(program, tiles, programs):
+        i = t // across * height + tl.arange(0, height)[:, None]
+        j = t % across * width + tl.arange(0, width)[None, :]
         tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
-        if measure:
-            tl.atomic_max(amax, tl.max(tl.max(magnitude(tile), 1), 0))
-        if cast:
-            code = fp8_code(divided(tile, s, rounding), mantissa, native)
+        if not last:
+            largest = tl.maximum(largest, tl.max(tl.max(magnitude(tile), 1), 0))
+        if last or delayed:
+            code = converted(tile, s, codes, values, mantissa, rounding, native)
             tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
             if both:
                 # under a scale of NaN the code of zero is not that of what fills up
                 code = tl.where(i < rows, code, 0)
                 tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
+    if not last:
+        tl.store(maxima + program, largest)
 
 
-def _row_codes(
+def _tensor_codes(
     x: tl.tensor,
+    past: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    programs: tl.tensor,
+    y: tl.tensor,
+    y_past: tl.tensor,
+    y_seen: tl.tensor,
+    y_scale: tl.tensor,
+    y_codes: tl.tensor,
+    y_turned: tl.tensor,
+    y_rows: tl.tensor,
+    y_columns: tl.tensor,
+    y_row_stride: tl.tensor,
+    y_column_stride: tl.tensor,
+    y_turned_width: tl.tensor,
+    y_programs: tl.tensor,
+    maxima: tl.tensor,
+    pair: tl.constexpr,
+    both: tl.constexpr,
+    y_both: tl.constexpr,
+    last: tl.constexpr,
+    delayed: tl.constexpr,
+    seen_as: tl.constexpr,
+    values: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    most: tl.constexpr,
+) -> None:
+    """One sweep over a matrix, or over two: the first programs take the first one."""
+    program = tl.program_id(0)
+    if pair:
+        if program < programs:
+            swept(
+                x, past, seen, scale, codes, turned, rows, columns, row_stride, column_stride, turned_width, maxima,
+                program, programs, both, last, delayed, seen_as, values, mantissa, rounding, native, height, width,
+                most,
+            )  # fmt: skip
+        else:
+            swept(
+                y, y_past, y_seen, y_scale, y_codes, y_turned, y_rows, y_columns, y_row_stride, y_column_stride,
+                y_turned_width, maxima + programs, program - programs, y_programs, y_both, last, delayed, seen_as,
+                values, mantissa, rounding, native, height, width, most,
+            )  # fmt: skip
+    else:
+        swept(
+            x, past, seen, scale, codes, turned, rows, columns, row_stride, column_stride, turned_width, maxima,
+            program, programs, both, last, delayed, seen_as, values, mantissa, rounding, native, height, width, most,
+        )  # fmt: skip
+
+
+def _coded_rows(
+    x: tl.tensor,
+    seen: tl.tensor,
     scale: tl.tensor,
     codes: tl.tensor,
     rows: tl.tensor,
@@ -100,19 +211,23 @@ def _row_codes(
     row_stride: tl.tensor,
     column_stride: tl.tensor,
     codes_width: tl.tensor,
+    program: tl.tensor,
     in_registers: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    seen_as: tl.constexpr,
+    values: tl.constexpr,
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
     native: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
+    i = program * height + tl.arange(0, height)[:, None]
     j = tl.arange(0, width)[None, :]
     if in_registers:
         tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
-        s = scale_of(tl.max(magnitude(tile), 1), mantissa, rounding)
-        code = fp8_code(divided(tile, s[:, None], rounding), mantissa, native)
+        amax = tl.max(magnitude(tile), 1)
+        s = scale_of(amax, mantissa, rounding)
+        code = converted(tile, s[:, None], codes, values, mantissa, rounding, native)
         tl.store(codes + i.to(tl.int64) * codes_width + j, code, mask=(i < rows) & (j < codes_width))
     else:
         amax = tl.zeros((height,), tl.int32)
@@ -123,10 +238,59 @@ def _row_codes(
         for start in range(0, codes_width, width):
             at = start + j
             tile = loaded(x, i, at, rows, columns, row_stride, column_stride)
-            code = fp8_code(divided(tile, s[:, None], rounding), mantissa, native)
+            code = converted(tile, s[:, None], codes, values, mantissa, rounding, native)
             tl.store(codes + i.to(tl.int64) * codes_width + at, code, mask=(i < rows) & (at < codes_width))
-    row = tl.program_id(0) * height + tl.arange(0, height)
-    tl.store(scale + row, s, mask=row < rows)
+    row = program * height + tl.arange(0, height)
+    if not values:
+        tl.store(scale + row, s, mask=row < rows)
+    noted(seen + row * 0, amax, row < rows, seen_as)
+
+
+def _row_codes(
+    x: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned_scale: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    programs: tl.tensor,
+    both: tl.constexpr,
+    in_registers: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    turned_in_registers: tl.constexpr,
+    turned_height: tl.constexpr,
+    turned_wide: tl.constexpr,
+    seen_as: tl.constexpr,
+    values: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+) -> None:
+    """Rows by the first programs, and the rows of the transpose by the others."""
+    program = tl.program_id(0)
+    if both:
+        if program < programs:
+            coded_rows(
+                x, seen, scale, codes, rows, columns, row_stride, column_stride, columns, program, in_registers, height,
+                width, seen_as, values, mantissa, rounding, native,
+            )  # fmt: skip
+        else:
+            coded_rows(
+                x, seen, turned_scale, turned, columns, rows, column_stride, row_stride, turned_width,
+                program - programs, turned_in_registers, turned_height, turned_wide, "nothing", values, mantissa,
+                rounding, native,
+            )  # fmt: skip
+    else:
+        coded_rows(
+            x, seen, scale, codes, rows, columns, row_stride, column_stride, columns, program, in_registers, height,
+            width, seen_as, values, mantissa, rounding, native,
+        )  # fmt: skip
 
 
 def _quantized_tile(
@@ -136,17 +300,19 @@ def _quantized_tile(
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
     native: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     down: tl.constexpr = tile.shape[0] // high
     along: tl.constexpr = tile.shape[1] // wide
     blocks = tl.reshape(tile, (down, high, along, wide))
-    s = scale_of(tl.max(tl.max(magnitude(blocks), 3), 1), mantissa, rounding)
+    amax = tl.max(tl.max(magnitude(blocks), 3), 1)
+    s = scale_of(amax, mantissa, rounding)
     code = fp8_code(divided(blocks, s[:, None, :, None], rounding), mantissa, native)
-    return tl.reshape(code, tile.shape), s
+    return tl.reshape(code, tile.shape), s, amax
 
 
 def _block_codes(
     x: tl.tensor,
+    seen: tl.tensor,
     scale: tl.tensor,
     codes: tl.tensor,
     turned_scale: tl.tensor,
@@ -157,12 +323,17 @@ def _block_codes(
     column_stride: tl.tensor,
     scale_height: tl.tensor,
     scale_width: tl.tensor,
+    scale_row_stride: tl.tensor,
+    scale_column_stride: tl.tensor,
     turned_width: tl.tensor,
     turned_scale_height: tl.tensor,
     turned_scale_width: tl.tensor,
+    turned_row_stride: tl.tensor,
+    turned_column_stride: tl.tensor,
     high: tl.constexpr,
     wide: tl.constexpr,
     both: tl.constexpr,
+    seen_as: tl.constexpr,
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
     native: tl.constexpr,
@@ -172,107 +343,208 @@ def _block_codes(
     i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
     j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
     tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
-    code, s = quantized_tile(tile, high, wide, mantissa, rounding, native)
+    code, s, amax = quantized_tile(tile, high, wide, mantissa, rounding, native)
     tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
     k = tl.program_id(0) * (height // high) + tl.arange(0, height // high)[:, None]
     m = tl.program_id(1) * (width // wide) + tl.arange(0, width // wide)[None, :]
-    tl.store(scale + k * scale_width + m, s, mask=(k < scale_height) & (m < scale_width))
+    inside = (k < scale_height) & (m < scale_width)
+    tl.store(scale + k * scale_row_stride + m * scale_column_stride, s, mask=inside)
+    noted(seen + k * 0 + m * 0, amax, inside, seen_as)
+    if high == wide:
+        beyond = scale_width + tl.arange(0, 4)[None, :]
+        padding = (k < scale_height) & (beyond < scale_row_stride)
+        tl.store(scale + k * scale_row_stride + beyond, 1.0, mask=padding)
     if both:
-        code, s = quantized_tile(tile, wide, high, mantissa, rounding, native)
+        code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native)
         tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
         k = tl.program_id(0) * (height // wide) + tl.arange(0, height // wide)[:, None]
         m = tl.program_id(1) * (width // high) + tl.arange(0, width // high)[None, :]
         inside = (k < turned_scale_width) & (m < turned_scale_height)
-        tl.store(turned_scale + m * turned_scale_width + k, s, mask=inside)
+        tl.store(turned_scale + m * turned_row_stride + k * turned_column_stride, s, mask=inside)
+        if high == wide:
+            beyond = turned_scale_width + tl.arange(0, 4)[:, None]
+            padding = (beyond < turned_row_stride) & (m < turned_scale_height)
+            tl.store(turned_scale + m * turned_row_stride + beyond, 1.0, mask=padding)
 
 
 if has_triton():
     loaded = triton.jit(_loaded)
+    converted = triton.jit(_converted)
+    noted = triton.jit(_noted)
+    swept = triton.jit(_swept)
+    coded_rows = triton.jit(_coded_rows)
     quantized_tile = triton.jit(_quantized_tile)
     tensor_codes = triton.jit(_tensor_codes)
     row_codes = triton.jit(_row_codes)
     block_codes = triton.jit(_block_codes)
 
 
-def quantize_triton(
-    x: Tensor, past: Tensor | None, dtype: torch.dtype, block: tuple[int, int], rounding: str, both: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `eff_kernels.fp8.fp8_quantize` does; the arguments are the same.
+class Cast(NamedTuple):
+    """What a cast of one matrix writes: codes, a scale a block, the transpose's, and the largest magnitude or None."""
+
+    codes: Tensor
+    scale: Tensor
+    turned: Tensor
+    turned_scale: Tensor
+    amax: Tensor | None
+
+
+def quantize_triton(sources: Sequence[Source], dtype: torch.dtype, block: Block, rounding: str) -> list[Cast]:
+    """Return what `eff_kernels.fp8.quantize_all` does; of one scale a tensor, two matrices share each launch.
 
     Args:
-        x: (R, K) in float32, bfloat16 or float16, of any strides, not empty.
-        past: As there, float32 of one value; only with one scale a tensor.
+        sources: Matrices (R, K) in float32, bfloat16 or float16 on one device, of any strides, not empty.
         dtype: As there.
         block: As there; finite sides are powers of two up to 128.
         rounding: As there.
-        both: As there.
     """
-    rows, columns = x.shape
-    turned_rows = rows + -rows % _MULTIPLE
-    codes = x.new_empty(rows, columns, dtype=torch.uint8)
-    turned = codes.new_empty((columns, turned_rows) if both else 0)
-    constants = {
-        "mantissa": 3 if dtype == torch.float8_e4m3fn else 2,
-        "rounding": rounding,
-        "native": has_native_fp8(x),
-        # two casts of a tile take twice the registers
-        "num_warps": 2 * _WARPS if both and block[1] else _WARPS,
-        "enable_fp_fusion": False,
-    }
-    amax = x.new_zeros((1, 1) if block == (0, 0) else 0, dtype=torch.int32)
-    turned_scale = x.new_empty(0, dtype=torch.float32)
-    with device_of(x):
+    constants = _constants(sources[0].x, dtype, rounding)
+    with device_of(sources[0].x):
         if block == (0, 0):
-            scale = x.new_empty(1, 1, dtype=torch.float32)
-            height, width = (128, 128) if both or x.stride(1) != 1 else (64, 256)
-            # a scale of past steps: cast and measured at once, and cast again only where that was in vain
-            for measure, cast in ((True, past is not None), (False, True)):
-                tensor_codes[(triton.cdiv(rows, height), triton.cdiv(columns, width))](
-                    x, amax, amax if past is None else past, scale, codes, turned, rows, columns, *x.stride(),
-                    turned_rows, measure=measure, cast=cast, delayed=past is not None, both=both, height=height,
-                    width=width, **constants,
-                )  # fmt: skip
-        elif block == (1, 0):
-            scale = _rows(x, codes, constants)
-            if both:
-                turned_scale = _rows(x.t(), turned, constants)
+            pairs = (sources[start : start + 2] for start in range(0, len(sources), 2))
+            return [made for pair in pairs for made in _one_scale(pair, dtype, constants)]
+        cast = _rows if block == (1, 0) else _blocks
+        return [cast(source, dtype, block, constants) for source in sources]
+
+
+def fake_quantize_triton(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
+    """Return a matrix, not empty, rounded to FP8 under an exact scale for all or for each row, in its own type."""
+    y, source = torch.empty_like(x), Source(x)
+    constants = _constants(x, dtype, "exact")
+    with device_of(x):
+        if by_row:
+            _launch_rows(source, y, y, y, y, constants | {"values": True})
         else:
-            high, wide = block
-            height, width = (128, 128) if both or high > 1 or x.stride(1) != 1 else (32, 256)
-            scale = x.new_empty(triton.cdiv(rows, high), triton.cdiv(columns, wide), dtype=torch.float32)
-            if both:
-                turned_scale = scale.new_empty(triton.cdiv(columns, high), triton.cdiv(rows, wide))
-            sizes = turned_scale.shape if both else (0, 0)
-            block_codes[(triton.cdiv(rows, height), triton.cdiv(columns, width))](
-                x, scale, codes, turned_scale, turned, rows, columns, *x.stride(), *scale.shape, turned_rows, *sizes,
-                high=high, wide=wide, both=both, height=height, width=width, **constants,
-            )  # fmt: skip
-    return codes.view(dtype), scale, amax.view(torch.float32), turned.view(dtype), turned_scale
+            numbers = x.new_empty(2, 1, dtype=torch.float32)
+            _sweep([source], [Cast(y, numbers, y, y, None)], constants | {"values": True})
+    return y
 
 
 def measure_amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of a matrix, not empty, as float32 (1, 1); NaN where there is one."""
-    rows, columns = x.shape
-    amax = x.new_zeros(1, 1, dtype=torch.int32)
     with device_of(x):
-        tensor_codes[(triton.cdiv(rows, 64), triton.cdiv(columns, 256))](
-            x, amax, amax, amax, amax, amax, rows, columns, *x.stride(), 0, measure=True, cast=False, delayed=False,
-            both=False, mantissa=3, rounding="exact", native=False, height=64, width=256, num_warps=_WARPS,
+        maxima = _sweep([Source(x)], [Cast(x, x, x, x, None)], _constants(x, torch.float8_e4m3fn, "exact"), cast=False)
+    return maxima.amax().view(torch.float32).view(1, 1)
+
+
+def _constants(x: Tensor, dtype: torch.dtype, rounding: str) -> dict[str, Any]:
+    return {
+        "mantissa": 3 if dtype == torch.float8_e4m3fn else 2,
+        "rounding": rounding,
+        "native": has_native_fp8(x),
+        "num_warps": _WARPS,
+        "enable_fp_fusion": False,
+    }
+
+
+def _seen(sources: Sequence[Source]) -> dict[str, Any]:
+    seen = sources[0].seen
+    return {"seen_as": "nothing" if seen is None else "largest" if seen.is_floating_point() else "flag"}
+
+
+def _turned(source: Source, dtype: torch.dtype) -> Tensor:
+    rows, columns = source.x.shape
+    return source.x.new_empty((columns, rows + -rows % _MULTIPLE) if source.both else 0, dtype=dtype)
+
+
+def _one_scale(sources: Sequence[Source], dtype: torch.dtype, constants: dict[str, Any]) -> list[Cast]:
+    made = []
+    for source in sources:
+        codes = source.x.new_empty(source.x.shape, dtype=dtype)
+        scale, amax = source.x.new_empty(2, 1, 1, dtype=torch.float32)
+        made.append(Cast(codes, scale, _turned(source, dtype), scale, amax))
+    _sweep(sources, made, constants | {"values": False})
+    return made
+
+
+def _sweep(sources: Sequence[Source], made: Sequence[Cast], constants: dict[str, Any], cast: bool = True) -> Tensor:
+    """Sweep twice over one or two matrices, or once if nothing is cast; return the maxima of the programs."""
+    first = sources[0]
+    turning = any(source.both or source.x.stride(1) != 1 for source in sources)
+    # of a few long rows wide tiles
+    height = 128 if turning else min(64, triton.next_power_of_2(max(source.x.shape[0] for source in sources)))
+    width = _TILE // height
+    counts = [
+        min(_PROGRAMS, triton.cdiv(source.x.shape[0], height) * triton.cdiv(source.x.shape[1], width))
+        for source in sources
+    ]
+    maxima = first.x.new_empty(sum(counts), dtype=torch.int32)
+    given: list[Any] = []
+    for source, out, count in zip(sources, made, counts, strict=True):
+        x = source.x
+        past = maxima if source.past is None else source.past
+        seen = maxima if source.seen is None else source.seen.view(torch.int32)
+        codes, turned = (part.view(torch.uint8) if part.itemsize == 1 else part for part in (out.codes, out.turned))
+        given += [x, past, seen, out.scale, codes, turned, *x.shape, *x.stride(), x.shape[0] + -x.shape[0] % _MULTIPLE]
+        given.append(count)
+    if len(sources) == 2:
+        constants = constants | {"num_warps": 2 * _WARPS}  # a tile of either in the registers of one program
+    for last in (False, True) if cast else (False,):
+        tensor_codes[(sum(counts),)](
+            *given, *(given if len(sources) == 1 else ()), maxima, pair=len(sources) == 2, both=first.both,
+            y_both=sources[-1].both, last=last, delayed=first.past is not None, height=height, width=width,
+            most=_PROGRAMS, **_seen(sources), **{"values": False} | constants,
         )  # fmt: skip
-    return amax.view(torch.float32)
+    return maxima
 
 
-def _rows(x: Tensor, codes: Tensor, constants: Mapping[str, object]) -> Tensor:
-    rows, columns = x.shape
-    scale = x.new_empty(rows, 1, dtype=torch.float32)
-    in_registers = columns <= _IN_REGISTERS and x.stride(1) == 1
-    if in_registers:
-        width = triton.next_power_of_2(codes.shape[1])
-        height = max(1, min(triton.next_power_of_2(rows), 4096 // width))
-    else:
-        height, width = (1, 4096) if x.stride(1) == 1 else (64, 64)
-    row_codes[(triton.cdiv(rows, height),)](
-        x, scale, codes, rows, columns, *x.stride(), codes.shape[1], in_registers=in_registers, height=height,
-        width=width, **constants,
+def _rows(source: Source, dtype: torch.dtype, block: Block, constants: dict[str, Any]) -> Cast:
+    x, turned = source.x, _turned(source, dtype)
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    turned_scale = x.new_empty((x.shape[1], 1) if source.both else 0, dtype=torch.float32)
+    out, other = codes.view(torch.uint8), turned.view(torch.uint8)
+    _launch_rows(source, scale, out, turned_scale, other, constants | {"values": False})
+    return Cast(codes, scale, turned, turned_scale, None)
+
+
+def _launch_rows(
+    source: Source, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor, constants: dict[str, Any]
+) -> None:
+    x = source.x
+    (rows, columns), turned_width = x.shape, x.shape[0] + -x.shape[0] % _MULTIPLE
+    in_registers, height, width = _row_tile(rows, columns, x.stride(1))
+    turned_in_registers, turned_height, turned_wide = _row_tile(columns, turned_width, x.stride(0))
+    programs = triton.cdiv(rows, height)
+    row_codes[(programs + (triton.cdiv(columns, turned_height) if source.both else 0),)](
+        x, x if source.seen is None else source.seen, scale, codes, turned_scale, turned, rows, columns, *x.stride(),
+        turned_width, programs, both=source.both, in_registers=in_registers, height=height, width=width,
+        turned_in_registers=turned_in_registers, turned_height=turned_height, turned_wide=turned_wide,
+        **_seen([source]), **constants,
     )  # fmt: skip
-    return scale
+
+
+def _row_tile(rows: int, width: int, stride: int) -> tuple[bool, int, int]:
+    if stride != 1:
+        return False, 64, 64
+    if width > _IN_REGISTERS:
+        return False, 1, 4096
+    width = triton.next_power_of_2(width)
+    return True, max(1, min(triton.next_power_of_2(rows), 4096 // width)), width
+
+
+def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[str, Any]) -> Cast:
+    x, both, turned, (high, wide) = source.x, source.both, _turned(source, dtype), block
+    rows, columns = x.shape
+    height, width = (128, 128) if both or high > 1 or x.stride(1) != 1 else (32, 256)
+    codes = x.new_empty(x.shape, dtype=dtype)
+    scale = _block_scale(x, rows, columns, block)
+    turned_scale = _block_scale(x, columns, rows, block) if both else scale
+    # two casts of a tile take twice the registers
+    constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
+    block_codes[(triton.cdiv(rows, height), triton.cdiv(columns, width))](
+        x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
+        turned.view(torch.uint8), rows, columns, *x.stride(), *scale.shape, *scale.stride(),
+        rows + -rows % _MULTIPLE, *turned_scale.shape, *turned_scale.stride(), high=high, wide=wide, both=both,
+        height=height, width=width, **_seen([source]), **constants,
+    )  # fmt: skip
+    return Cast(codes, scale, turned, turned_scale, None)
+
+
+def _block_scale(x: Tensor, rows: int, columns: int, block: Block) -> Tensor:
+    """Return an empty scale of blocks, laid out as cuBLAS reads it where it has a layout of its own for float32."""
+    down, along = triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])
+    if block == (1, 128):
+        return x.new_empty(along, down, dtype=torch.float32).t()
+    wide = along + -along % 4 if block == (128, 128) else along
+    return x.new_empty(down, wide, dtype=torch.float32)[:, :along]

@@ -125,11 +125,23 @@ def fake_quantize_groups(
     return y
 
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 class _FakeQuantizeFp8(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype, axis: int | None) -> Tensor:
+        if dtype in _FP8 and on_eager_cuda(x):
+            from eff_kernels._triton.fp8 import fake_quantize_triton
+
+            if axis is None:
+                matrix = x.contiguous().view(-1, x.shape[-1] if x.dim() else 1)
+                return fake_quantize_triton(matrix, dtype, by_row=False).view(x.shape)
+            rows = x.movedim(axis, 0).contiguous()
+            y = fake_quantize_triton(rows.view(rows.shape[0], -1), dtype, by_row=True)
+            return y.view(rows.shape).movedim(0, axis)
         dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
         amax = x.abs().amax(dims, keepdim=True).float() if dims else x.abs().float()
         scale = block_scale(amax, dtype, "exact")

@@ -150,18 +150,21 @@ def test_recomputation_inside_a_compiled_graph():
         assert torch.equal(a, b)
 
 
-def test_operators_keep_torchs_rules():
-    layer = convert_to_fp8(nn.Linear(32, 48, bias=False), Fp8Config(recipe="rowwise", include=["first"]))
+@pytest.mark.parametrize(("recipe", "block"), [("rowwise", [1, 0]), ("blockwise", [1, 128]), ("tensorwise", [0, 0])])
+def test_operators_keep_torchs_rules(recipe, block):
+    layer = convert_to_fp8(nn.Linear(32, 48, bias=False), Fp8Config(recipe=recipe, include=["first"]))
     handle = layer.fp8.handle
     for dtype in (torch.float32, torch.bfloat16):
         x, g = torch.randn(5, 32, dtype=dtype), torch.randn(5, 48, dtype=dtype)
         weight = layer.weight.detach()
-        torch.library.opcheck(
-            fp8_linear, (x.requires_grad_(), weight.clone().requires_grad_(), handle, True), atol=0, rtol=0
-        )
+        for saved_block in ([], block):
+            given = x.clone().requires_grad_(), weight.clone().requires_grad_(), handle, True, saved_block
+            torch.library.opcheck(fp8_linear, given, atol=0, rtol=0)
         torch.library.opcheck(fp8_grad_input, (g, weight, handle, True))
-        torch.library.opcheck(fp8_grads, (g, x.detach(), weight, handle, True))
-        torch.library.opcheck(fp8_grad_weight, (g, x.detach(), handle, True, torch.float32))
+        _, *codes = fp8_linear(x, weight, handle, True, block)
+        for saved in ((x, None), codes):
+            torch.library.opcheck(fp8_grads, (g, *saved, weight, handle, True))
+            torch.library.opcheck(fp8_grad_weight, (g, *saved, handle, True, torch.float32))
 
 
 def test_second_derivatives_are_refused():
@@ -189,4 +192,4 @@ def test_a_graph_may_outlive_its_model_and_a_number_of_no_layer_is_refused():
     convert_to_fp8(nn.Linear(16, 16), Fp8Config(recipe="rowwise", include=["first"]))(x).sum().backward()
     assert torch.isfinite(x.grad).all()
     with pytest.raises(TrainingError, match="must still multiply in FP8"):
-        fp8_linear(x, torch.randn(16, 16), torch.tensor(10**9), False)
+        fp8_linear(x, torch.randn(16, 16), torch.tensor(10**9), False, [])

@@ -16,7 +16,7 @@ from shared_core.fp8 import Fp8Config
 from shared_core.fp8 import native as probe
 from shared_core.fp8.layers import convert_layer
 from shared_core.fp8.native import BLOCKS
-from shared_core.fp8.scaling import AmaxBank
+from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,10 @@ def layer_of(recipe, backend, device, sizes):
     bank = AmaxBank(1, 16) if recipe == "delayed" else None
     if bank is not None:
         bank.move_(device)
-    convert_layer(layer, Fp8Config(recipe=recipe, backend=backend), index=0, bank=bank)
+    watch = NonFiniteWatch()
+    watch.move_(device)
+    watch.observing = True
+    convert_layer(layer, Fp8Config(recipe=recipe, backend=backend), index=0, bank=bank, watch=watch)
     return layer
 
 

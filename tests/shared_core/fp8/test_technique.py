@@ -234,6 +234,65 @@ def test_scaled_matmul_on_a_cpu_is_counted_but_not_called_native():
     assert not entry["native"]
 
 
+def written(model, session, optimizer):
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+
+
+def replaced(model, session, optimizer):
+    model[2].weight = nn.Parameter(2 * model[2].weight.detach())
+
+
+def moved(model, session, optimizer):
+    model[2].weight.data = 2 * model[2].weight.detach()
+
+
+def loaded(model, session, optimizer):
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+
+
+def stepped(model, session, optimizer):
+    plain_step(session, optimizer)
+
+
+def replaced_unseen(model, session, optimizer):
+    model[2].weight.data.mul_(2)
+    session.context.weights_replaced()
+
+
+def evaluated_with_others(model, session, optimizer):
+    with session.evaluating():
+        model[2].weight.data.mul_(2)
+        model(data()[0])
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize("change", [written, replaced, moved, loaded, stepped, replaced_unseen, evaluated_with_others])
+def test_codes_of_a_weight_are_kept_for_a_window_and_never_outlive_a_change(recipe, change, compiled):
+    torch._dynamo.reset()
+    x, model = data()[0], net()
+    session, optimizer = start(model, recipe=recipe)
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    layer = model[2].fp8
+    forward(x).square().mean().backward()
+    kept = layer.kept
+    forward(x).square().mean().backward()
+    assert layer.kept is kept is not None
+    change(model, session, optimizer)
+    after = model[2].weight.detach().clone()
+    runs = []
+    for _ in range(2):  # as it is, and with no codes at hand
+        given = x.clone().requires_grad_()
+        y = forward(given)
+        runs.append([y.detach(), *torch.autograd.grad(y.square().mean(), (given, *model.parameters()))])
+        layer.forget_codes()
+    assert torch.equal(model[2].weight, after)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    torch._dynamo.reset()
+
+
 def test_stock_layers_with_the_same_parameters_come_back():
     model = net()
     parameters, keys = list(model.parameters()), list(model.state_dict())
@@ -243,6 +302,7 @@ def test_stock_layers_with_the_same_parameters_come_back():
     assert list(model.state_dict()) == keys
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for other in copies:
+        assert other[2].fp8.kept is None
         assert torch.equal(other(data()[0]), model(data()[0]))
     step(session, optimizer, model, [data()[0]])
     before = session.bake(model.state_dict())

@@ -122,6 +122,17 @@ def test_the_reason_on_a_cpu(monkeypatch):
     assert "oneDNN is not there" in run("medium")[1].services.lines[0]
 
 
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((9, 0), "TF32, which this GPU has, is switched off"), ((7, 5), "7.5 has no TF32")]
+)
+def test_the_reason_on_a_gpu(capability, reason, monkeypatch):
+    technique, _ = run("high")
+    technique._device, technique._format = torch.device("cuda"), "float32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert reason in technique.report()["reason"]
+
+
 @pytest.mark.parametrize("bits", [23, 10, 7])
 def test_the_measurement_sees_rounded_factors(bits, monkeypatch):
     exact = torch.Tensor.__matmul__
