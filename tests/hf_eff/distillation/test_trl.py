@@ -1,8 +1,12 @@
 """Distillation in TRL's SFTTrainer, which fuses its head: against the formula in float64, and against logits."""
 
+import functools
+
 import pytest
 import torch
+from datasets import Dataset
 from hf_gradients import ALPHA, Gradients, T, distance, reference
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -15,6 +19,7 @@ from transformers import (
 from trl_trainers import rows_of, sft
 
 from hf_eff import attach
+from shared_core.errors import CompatibilityError, ConfigError
 
 
 def uneven(make):
@@ -131,3 +136,61 @@ def test_one_pass_through_the_head_gives_both_gradients(make, tmp_path):
     with Products() as products:
         gradients(trainer, make.language_model(seed=5, hidden_size=32))
     assert products.count == 4  # the first is TRL's, for the value and its own figures
+
+
+def test_prompts_and_what_no_assistant_said_do_not_count(make, tmp_path):
+    data = Dataset.from_dict({"prompt": ["1 2 3 ", "4 5 "], "completion": ["6 7", "8 9 10"]})
+    trainer = step(make, tmp_path, 2, 1, data=data)
+    texts = [{name: torch.tensor(row[name]) for name in ("input_ids", "labels")} for row in trainer.train_dataset]
+    assert [text["labels"].tolist().count(-100) for text in texts] == [3, 2]
+    found = gradients(trainer, make.language_model(seed=5, hidden_size=32))
+    assert distance(reference(make, texts=texts), found) < 1e-6
+
+
+@pytest.mark.parametrize("teacher", ["ema", "model"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_runs_as_the_stock_trainer_does_from_logits(make, tmp_path, teacher, adapters):
+    """Also where the model is copied, wrapped, and under autocast."""
+    texts = make.texts(8)
+    settings = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True,
+                "optim": "sgd", "learning_rate": 0.5}  # fmt: skip
+    told = {"teacher": "ema", "ema_decay": 0.5} if teacher == "ema" else {"teacher": make.language_model(seed=5)}
+
+    def trained(build, data):
+        model = make.language_model()
+        if adapters:
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False))
+        trainer = build(tmp_path, model=model, data=data, **settings)
+        attach(trainer, {"distill": {"temperature": T, "alpha": ALPHA, **told}})
+        trainer.train()
+        return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
+
+    stock, fused = trained(make.trainer, texts), trained(functools.partial(sft, make), rows_of(texts))
+    assert distance(stock, fused) < 5e-3  # the stock trainer's logits are bf16's
+
+
+def test_resumes_exactly(make, tmp_path):
+    def run(folder, resume=None, **settings):
+        trainer = sft(
+            make, folder, max_steps=4, save_strategy="steps", save_steps=2, per_device_train_batch_size=1,
+            packing=True, max_length=16, gradient_accumulation_steps=2, **settings,
+        )  # fmt: skip
+        attach(trainer, {"distill": {"teacher": teacher}})
+        trainer.train(resume_from_checkpoint=resume)
+        return [weight.clone() for weight in trainer.model.parameters()]
+
+    teacher = make.language_model(seed=5)
+    whole = run(tmp_path)
+    assert all(map(torch.equal, whole, run(tmp_path, str(tmp_path / "checkpoint-2"))))
+
+
+def test_what_cannot_be_is_refused_at_start(make, tmp_path):
+    def build(options, **settings):
+        attach(sft(make, tmp_path, **settings), {"distill": {"teacher": make.language_model(seed=5), **options}})
+
+    with pytest.raises(CompatibilityError, match="teacher must not be mutual with TRL's SFTTrainer"):
+        build({"teacher": "mutual"})
+    with pytest.raises(CompatibilityError, match=r"torch_compile must be False .* TRL's SFTTrainer, got True"):
+        build({}, torch_compile=True)
+    with pytest.raises(ConfigError, match="divergence must be one of .* with chunked"):
+        build({"divergence": "hard_label", "chunked": True})
