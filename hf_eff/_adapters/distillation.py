@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters.trl import fuses_head, loss_of_trl
 from hf_eff._environment import is_peft
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
@@ -121,7 +119,7 @@ class Distillation(Adapter):
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether a batch has no labels, where the model would take them."""
-        pairs = _loss_of_trl(self._trainer) == "RewardTrainer"  # it needs none
+        pairs = loss_of_trl(self._trainer) == "RewardTrainer"  # it needs none
         return not pairs and "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
@@ -186,7 +184,7 @@ class Distillation(Adapter):
 
     def _check_trl(self) -> None:
         """Refuse a trainer of TRL whose loss no soft term can join, and find out whether it fuses its head."""
-        trainer, owner = self._trainer, _loss_of_trl(self._trainer)
+        trainer, owner = self._trainer, loss_of_trl(self._trainer)
         if owner not in (None, "SFTTrainer", "RewardTrainer"):
             own = hasattr(trainer, "teacher_model")
             raise CompatibilityError(
@@ -201,7 +199,7 @@ class Distillation(Adapter):
                 "distill",
                 f"divergence must be logit_mse with TRL's RewardTrainer, which trains one score, got {divergence}",
             )
-        self.technique.fuses_head = fuses = _fuses_head(trainer)
+        self.technique.fuses_head = fuses = fuses_head(trainer)
         if not fuses:
             return
         if self.technique.config.mutual:
@@ -217,22 +215,3 @@ class Distillation(Adapter):
                 f"{'FSDP' if trainer.is_fsdp_enabled else 'DeepSpeed'}",
                 "use DDP",
             )
-
-
-def _loss_of_trl(trainer: Trainer) -> str | None:
-    """Return the class of TRL that computes the loss of a trainer, None if none does."""
-    kinds = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
-    return next((cls.__name__ for cls in kinds if cls.__module__.startswith("trl.")), None)
-
-
-def _fuses_head(trainer: Trainer) -> bool:
-    """Return whether the trainer calls the model for log-probabilities: TRL replaces its instance's forward."""
-    model: Any = trainer.model.get_base_model() if is_peft(trainer.model) else trainer.model  # type: ignore[operator, union-attr]
-    forward = getattr(model, "forward", None)
-    while forward is not None:  # accelerate wraps it
-        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if code is not None and "fused_lm_head" in code.co_varnames:
-            smooths = trainer.label_smoother is not None and getattr(trainer.args, "loss_type", "nll") == "nll"
-            return not smooths and trainer.compute_loss_func is None
-        forward = getattr(forward, "__wrapped__", None)
-    return False

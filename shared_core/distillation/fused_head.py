@@ -35,7 +35,10 @@ class FusedHead:
         self._kept: Any = None
         self._cuts: list[tuple[Tensor, Tensor]] = []
         backbone = cast(nn.Module, self._model.base_model)
-        self._handles = [backbone.register_forward_hook(self._keep), student.register_forward_hook(self._cut)]
+        self._handles = [
+            backbone.register_forward_hook(self._keep, prepend=True),
+            student.register_forward_hook(self._cut),
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"active": False, "_kept": None, "_cuts": []}

@@ -89,9 +89,9 @@ class Distillation(Technique):
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         config, student = self.config, self._find_student(model)
-        chosen = replace(config, chunked=True) if self.fuses_head and config.why_not_chunked is None else config
-        self._student, self._comparison = student, open_comparison(chosen, model, student, context, self._peers)
-        self._told, teachers = self._comparison.told, self._comparison.teachers.modules
+        comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
+        self._student, self._comparison = student, comparison
+        self._told, teachers = comparison.told, comparison.teachers.modules
         if self.fuses_head and config.teacher == EMA:
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal

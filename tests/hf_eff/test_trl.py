@@ -1,12 +1,13 @@
 """TRL's trainers with the techniques, unchanged; and which of them can be distilled."""
 
+import functools
 import json
 
 import pytest
 import torch
 from hf_gradients import Gradients, distance
 from safetensors.torch import load_file
-from trl_trainers import BUILDERS, scorer, sft, trainer_of
+from trl_trainers import BUILDERS, rows_of, scorer, sft, trainer_of
 
 from hf_eff import attach
 from shared_core.errors import CompatibilityError, ConfigError
@@ -49,6 +50,37 @@ def test_techniques_attach_unchanged(make, tmp_path, name, recipe):
         assert sum(int((value == 0).sum()) for value in weights) >= 0.3 * sum(value.numel() for value in weights)
 
 
+@pytest.mark.parametrize("beside", [{}, {"distill": {"temperature": 3.0}}])
+def test_the_output_layer_trains_quantised_as_in_the_stock_trainer(make, tmp_path, beside):
+    recipe = {"qat": {"scheme": "int8"}, **beside}
+    if beside:
+        recipe["distill"]["teacher"] = make.language_model(seed=5)
+
+    def trained(build, data, **settings):
+        model = make.language_model()
+        trainer = build(tmp_path, model=model, data=data, max_steps=3, optim="sgd", learning_rate=0.5, **settings)
+        attach(trainer, recipe)
+        trainer.train()
+        told = json.loads((tmp_path / "eff_receipt.json").read_text())["techniques"]["qat"]
+        assert not told["without_range"]
+        return {layer["name"]: torch.tensor([layer.get("scale", 0.0)]) for layer in told["per_layer"]}, {
+            name: weight.detach().clone() for name, weight in model.named_parameters()
+        }
+
+    stock = trained(make.trainer, make.texts(8))
+    fused = trained(functools.partial(sft, make), rows_of(make.texts(8)))
+    assert all(distance(*pair) < 1e-5 for pair in zip(stock, fused, strict=True))
+
+
+@pytest.mark.parametrize("key", ["fp8", "lora"])
+def test_what_an_output_layer_would_do_in_vain_is_refused(make, tmp_path, key):
+    options = {"recipe": "tensorwise"} if key == "fp8" else {"rank": 2, "base": "none"}
+    trainer = sft(make, tmp_path, model=make.language_model(vocab_size=32))
+    attach(trainer, {key: {**options, "include": ["lm_head", "*_proj"]}})
+    with pytest.raises(CompatibilityError, match="leave the output layer out with TRL's SFTTrainer"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [("DPO", "scores whole"), ("KTO", "scores whole"), ("GRPO", "scores whole"), ("GKD", "teacher of its own"),
@@ -85,5 +117,5 @@ def test_a_reward_model_learns_its_teachers_scores(make, tmp_path):
     (mine - its.detach()).square().mean().backward()
     expected = {name: weight.grad.float() for name, weight in student.named_parameters() if weight.grad is not None}
     assert distance(expected, soft) < 1e-5
-    with pytest.raises(ConfigError, match="divergence must be logit_mse with TRL's RewardTrainer.*got forward_kl"):
+    with pytest.raises(ConfigError, match=r"divergence must be logit_mse with TRL's RewardTrainer.*got forward_kl"):
         attach(trainer_of("Reward", make, tmp_path), {"distill": {"teacher": teacher}})
