@@ -119,8 +119,7 @@ class Distillation(Adapter):
 
     def lacks_labels(self, batch: Mapping[str, Any]) -> bool:
         """Return whether a batch has no labels, where the model would take them."""
-        pairs = loss_of_trl(self._trainer) == "RewardTrainer"  # it needs none
-        return not pairs and "labels" in self._trainer.label_names and batch.get("labels") is None
+        return "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
         trainer, distillation = self._trainer, self.technique
