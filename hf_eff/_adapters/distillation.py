@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_eff._adapters.adapter import Adapter
+from hf_eff._adapters.trl import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
@@ -159,20 +157,7 @@ class Distillation(Adapter):
             CompatibilityError: Naming what to change.
         """
         trainer, chunked = self._trainer, self._window.lacks_logits
-        if _hides_logits(trainer):
-            way_out = "train with TRL's SFTTrainer or transformers' own Trainer"
-            if _is_sft(trainer):
-                way_out = (
-                    "train with transformers' own Trainer, or without chunked and with a label_smoothing_factor"
-                    if chunked
-                    else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
-                )
-            raise CompatibilityError(
-                "distill",
-                f"trainer must compute logits, but TRL's {type(trainer).__name__} fuses its loss into the head and "
-                "returns none",
-                way_out,
-            )
+        self._check_trl()
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
         if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
             raise CompatibilityError(
@@ -188,23 +173,44 @@ class Distillation(Adapter):
                 "trainer smooths the log-probabilities of all classes, which do not exist",
                 "drop one of the two",
             )
-        if chunked and trainer.args.torch_compile:
+        if (chunked or self.technique.fuses_head) and trainer.args.torch_compile:
             raise CompatibilityError(
                 "distill",
-                "torch_compile must be False with chunked, got True: a compiled head computes logits",
+                "torch_compile must be False with chunked and TRL's SFTTrainer, got True: a compiled head computes "
+                "logits",
                 "drop one of the two",
             )
 
-
-def _hides_logits(trainer: Trainer) -> bool:
-    # TRL replaces the forward of the model's instance by one that takes `fused_lm_head`
-    model: Any = trainer.model.get_base_model() if is_peft(trainer.model) else trainer.model  # type: ignore[operator, union-attr]
-    forward = getattr(model.forward, "__func__", model.forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "fused_lm_head" not in code.co_varnames:
-        return False
-    return not _is_sft(trainer) or (trainer.label_smoother is None and trainer.compute_loss_func is None)
-
-
-def _is_sft(trainer: Trainer) -> bool:
-    return any(cls.__name__ == "SFTTrainer" for cls in type(trainer).__mro__)
+    def _check_trl(self) -> None:
+        """Refuse a trainer of TRL whose loss no soft term can join, and find out whether it fuses its head."""
+        trainer, owner = self._trainer, loss_of_trl(self._trainer)
+        if owner not in (None, "SFTTrainer", "RewardTrainer"):
+            own = hasattr(trainer, "teacher_model")
+            raise CompatibilityError(
+                "distill",
+                f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
+                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
+                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
+            )
+        divergence = self.technique.config.divergence
+        if owner == "RewardTrainer" and divergence != "logit_mse":
+            raise ConfigError(
+                "distill",
+                f"divergence must be logit_mse with TRL's RewardTrainer, which trains one score, got {divergence}",
+            )
+        self.technique.fuses_head = fuses = fuses_head(trainer)
+        if not fuses:
+            return
+        if self.technique.config.mutual:
+            raise CompatibilityError(
+                "distill",
+                "teacher must not be mutual with TRL's SFTTrainer, which prepares the loss of one model, got mutual",
+                "give a trained teacher, or train with transformers' own Trainer",
+            )
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise CompatibilityError(
+                "distill",
+                "TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got "
+                f"{'FSDP' if trainer.is_fsdp_enabled else 'DeepSpeed'}",
+                "use DDP",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -48,6 +48,9 @@ class StudentBatch:
     temperature: float
     unlabelled: Tensor | None = None
     """Which examples are unlabelled, where that is told; all of their positions count."""
+    task_share: Callable[[Tensor], float] | None = None
+    """The share of the summed cross-entropy in a mixture with the summed divergence, by the number of positions;
+    0 where the task loss is no such sum. None: the task loss has its own gradient."""
 
     def parts(self, outputs: Outputs, *, of_classes: bool) -> tuple[Tensor, ...]:
         """Return what is compared of the student's or a teacher's outputs, a row for each term of the loss."""
@@ -79,6 +82,8 @@ class Compared:
     total: Tensor
     count: Tensor
     mask: Tensor | None
+    with_task: bool = False
+    """Whether the gradient of the total is that of the task loss, too."""
 
 
 class Comparison:

@@ -244,18 +244,23 @@ class DistillConfig(TechniqueConfig):
         return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
 
     def _validate_chunked(self) -> None:
-        if not self.chunked:
-            if self.budget_mib is not None:
-                raise self._error("budget_mib", "must be none without chunked")
-            return
-        if len(self.teachers) > 1 or self.cache is not None:
-            raise self._error("teacher", "must be one model with chunked, whose head is multiplied chunk by chunk")
+        if not self.chunked and self.budget_mib is not None:
+            raise self._error("budget_mib", "must be none without chunked")
+        if self.chunked and (why_not := self.why_not_chunked) is not None:
+            raise self._error(*why_not)
+
+    @property
+    def why_not_chunked(self) -> tuple[str, str] | None:
+        """The option that rules out the loss in chunks, and what it must be; None if none does."""
+        if len(self.teachers) > 1 or self.cache is not None or self.mutual:
+            return "teacher", "must be one model with chunked, whose head is multiplied chunk by chunk"
         from eff_kernels.distillation import DIVERGENCES  # registering its operator with torch takes time
 
         if self.divergence not in DIVERGENCES:
-            raise self._error("divergence", f"must be one of {', '.join(DIVERGENCES)} with chunked")
+            return "divergence", f"must be one of {', '.join(DIVERGENCES)} with chunked"
         if self.confidence:
-            raise self._error("confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand")
+            return "confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand"
+        return None
 
     @property
     def cache(self) -> str | None:

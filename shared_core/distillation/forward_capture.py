@@ -17,7 +17,7 @@ from shared_core.distillation.unlabelled import rows_that_count
 from shared_core.errors import ConfigError, TrainingError
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
-_FOR_THE_LOSS = ("labels", "num_items_in_batch")
+FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # By function, weakly: a model that is deleted takes its entry along.
 _NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
@@ -87,14 +87,14 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     names = _positional_names(student)
     args = tuple(
         # Labels stay as None in their position, so that arguments after them keep theirs.
-        None if name in _FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
+        None if name in FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
     accepted = _keywords(teacher)
     kwargs = {
         name: _on(value, like)
         for name, value in forward.kwargs.items()
-        if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
+        if name not in FOR_THE_LOSS and (accepted is None or name in accepted)
     }
     # Encoder-decoder students make their decoder's input of labels, which the teacher does not get: make it here.
     shift = _decoder_inputs_of(student)
@@ -224,8 +224,8 @@ def _keywords(module: nn.Module) -> set[str] | None:
 
 
 def _without_labels(value: Any) -> Any:
-    if isinstance(value, Mapping) and any(name in value for name in _FOR_THE_LOSS):
-        return {name: item for name, item in value.items() if name not in _FOR_THE_LOSS}
+    if isinstance(value, Mapping) and any(name in value for name in FOR_THE_LOSS):
+        return {name: item for name, item in value.items() if name not in FOR_THE_LOSS}
     return value
 
 

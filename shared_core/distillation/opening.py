@@ -15,10 +15,17 @@ from shared_core.distillation.outputs import check_heads
 from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
 from shared_core.distillation.vocabularies import common_vocabulary
 from shared_core.engine.technique import Context
+from shared_core.errors import ConfigError
 
 
 def open_comparison(
-    config: DistillConfig, model: nn.Module, student: nn.Module, context: Context, peers: Peers | None
+    config: DistillConfig,
+    model: nn.Module,
+    student: nn.Module,
+    context: Context,
+    peers: Peers | None,
+    *,
+    fuses_head: bool = False,
 ) -> Comparison:
     """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student.
 
@@ -28,6 +35,7 @@ def open_comparison(
         student: `model`, or the submodule whose forward is distilled.
         context: Loads teachers by name and tells warnings.
         peers: The other students of mutual learning.
+        fuses_head: Whether the trainer computes its loss without logits: then in chunks where options and heads allow.
 
     Raises:
         ConfigError: If a teacher cannot teach this student.
@@ -40,7 +48,7 @@ def open_comparison(
         return CachedComparison(config, student)
     if config.teacher == EMA:
         average = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
-        return _open(config, StudentAverage(student, config.ema_decay), average, student)
+        return _open(config, StudentAverage(student, config.ema_decay), average, student, fuses_head)
     modules = [
         load_named(teacher, student, context, trust_remote_code=config.trust_remote_code) for teacher in config.teachers
     ]
@@ -54,7 +62,7 @@ def open_comparison(
         told["vocab_size"] = config.vocab_size
     for module in modules:
         change_dtype_(module, config.teacher_dtype)
-    return _open(config, Teachers(modules, config.teacher_weights), told, student)
+    return _open(config, Teachers(modules, config.teacher_weights), told, student, fuses_head)
 
 
 def _with_common_vocabulary(
@@ -74,12 +82,19 @@ def _with_common_vocabulary(
     return dataclasses.replace(config, vocab_size=common)
 
 
-def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:
-    if not config.chunked:
-        return Comparison(config, teachers, told)
-    from shared_core.distillation.chunked.comparison import ChunkedComparison
+def _open(
+    config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module, fuses_head: bool
+) -> Comparison:
+    if config.chunked or (fuses_head and config.why_not_chunked is None):
+        from shared_core.distillation.chunked.comparison import ChunkedComparison
 
-    return ChunkedComparison(config, teachers, told, student)
+        try:
+            return ChunkedComparison(config, teachers, told, student)
+        except ConfigError as error:
+            if config.chunked:
+                raise
+            told = {**told, "logits": f"of all positions: {error.rule}"}
+    return Comparison(config, teachers, told)
 
 
 def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:

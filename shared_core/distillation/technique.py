@@ -7,8 +7,10 @@ chunks, or of students with each other), and `WatchedPairs` of features, if any.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix
-from shared_core.distillation.config import DistillConfig
+from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.feature_pairs import WatchedPairs, open_pairs
 from shared_core.distillation.forward_capture import ForwardHook, is_causal, named_inputs
+from shared_core.distillation.fused_head import FusedHead, Task, with_own_forward
 from shared_core.distillation.layer_init import copy_layers_
 from shared_core.distillation.mutual import Peers, make_peers
 from shared_core.distillation.opening import open_comparison
@@ -54,6 +57,8 @@ class Distillation(Technique):
         super().__init__(config)
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
+        self.fuses_head = False
+        """Whether the trainer calls the student for log-probabilities of labels, not logits; set before `attach`."""
         self.is_causal = False
         """Whether the student's labels are one position ahead; known from `attach` on."""
         self._examples = Examples(config.unlabelled_field)
@@ -63,6 +68,7 @@ class Distillation(Technique):
         self._peers: Peers | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
+        self._fused: FusedHead | None = None
         self._handle: RemovableHandle | None = None
         self._batches = 0
         self._positions: Tensor | int = 0
@@ -85,8 +91,11 @@ class Distillation(Technique):
         config, student = self.config, self._find_student(model)
         if context.is_preview:
             return
-        self._student, self._comparison = student, open_comparison(config, model, student, context, self._peers)
-        self._told, teachers = self._comparison.told, self._comparison.teachers.modules
+        comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
+        self._student, self._comparison = student, comparison
+        self._told, teachers = comparison.told, comparison.teachers.modules
+        if self.fuses_head and config.teacher == EMA:
+            with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
         self._examples.check(student)
         if config.init_layers is not None:
@@ -96,6 +105,7 @@ class Distillation(Technique):
         self._pairs = open_pairs(config, student, teachers, context.generator)
         for name, pairs in self._pairs.items():
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
+        self._fused = FusedHead(student) if self.fuses_head else None  # its hook makes what the next one keeps
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
 
     def detach(self, model: nn.Module) -> None:
@@ -113,7 +123,9 @@ class Distillation(Technique):
             # Gathering a sharded average is a collective; `detach` may run on one rank alone, after an exception.
             self._saved_teachers = teachers.state_dict() if teachers.is_readable else {}
             self._comparison.detach()
-        self._handle = self._student = self._comparison = None
+        if self._fused is not None:
+            self._fused.detach()
+        self._handle = self._student = self._comparison = self._fused = None
         self._hook.active = False
         self._forget_batch()
 
@@ -175,9 +187,16 @@ class Distillation(Technique):
         self._examples.check_told(unlabelled)
         alpha, temperature = self._schedule.options(context)
         batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
+        task = None
+        if self._fused is not None:
+            task = self._fused.take(task_loss)
+            share = functools.partial(_task_share, task, alpha, context)
+            batch = replace(batch, forward=self._fused.with_logits(forward), task_share=share)
         # With alpha 1 the soft term is a figure only: no graph is kept for it.
         with torch.set_grad_enabled(alpha != 1 or comparison.trains_others):
             compared = comparison.compare(batch)
+        if task is not None and not compared.with_task:
+            task_loss = task.rejoined()
         self._note(batch, compared, task_loss, self._schedule.figures(alpha, temperature))
         # `normalise` divides sum by count as this trainer does: over the micro-batch, or over its whole window.
         mixed = mix(task_loss, context.normalise(compared.total, compared.count), alpha)
@@ -199,6 +218,8 @@ class Distillation(Technique):
 
     def _switch(self, context: Context) -> None:
         self._hook.active = active = self._schedule.is_active(context)
+        if self._fused is not None:
+            self._fused.active = active
         if self._comparison is not None:
             self._comparison.activate(active)
         for pairs in self._pairs.values():
@@ -208,6 +229,8 @@ class Distillation(Technique):
         self._hook.take()
         self._examples.take()
         self.labels = None
+        if self._fused is not None:
+            self._fused.forget()
 
     # -- examples without a label
 
@@ -357,3 +380,10 @@ class Distillation(Technique):
     def timeline(self, context: Context) -> list[Event]:
         """Return when the soft term joins the loss, and when it leaves."""
         return Schedule.resolved(self.config, context).events()
+
+
+def _task_share(task: Task, alpha: float, context: Context, count: Tensor) -> float:
+    """Return the share of a task loss in one pass for both terms: the sums that it mixes have unlike divisors."""
+    hard = alpha * task.weight
+    soft = (1 - alpha) * float(context.normalise(torch.ones((), device=count.device), count))
+    return hard / (hard + soft) if hard > 0 < soft else 0.0

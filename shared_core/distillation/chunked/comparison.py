@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.distillation.chunked.autograd import rows_in_budget
@@ -12,8 +13,10 @@ from shared_core.distillation.chunked.deferred_logits import DeferredLogits, mak
 from shared_core.distillation.chunked.loss import chunked_kd_sum
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch
 from shared_core.distillation.config import DistillConfig
+from shared_core.distillation.fused_head import routed
 from shared_core.distillation.outputs import LOGITS, Outputs, find_logits
 from shared_core.distillation.teachers import Teachers
+from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import TrainingError
 
 
@@ -63,18 +66,29 @@ class ChunkedComparison(Comparison):
         # `rows_in_budget` counts two buffers of one dtype; student and teacher may differ under autocast.
         wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
+        share = self._task_share(batch, mask, logits.shape[-1])
         # Two heads of one tokenizer may be padded differently: vocab_size cuts both to the classes that they share.
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
             divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
-            vocab_size=config.vocab_size, chunk_rows=rows,
+            vocab_size=config.vocab_size, chunk_rows=rows, alpha=share,
+            labels=F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED) if share else None,
         )  # fmt: skip
         self.told |= {
             "logits": f"of at most {2 * rows} positions at a time, student's and teacher's together, never of all",
             "chunk_rows": rows,
             "logits_mib": round(2 * rows * logits.shape[-1] * wider.itemsize / 2**20, 1),
         }
-        return Compared(sums.total, sums.rows, mask)
+        if not share:
+            return Compared(sums.total, sums.rows, mask)
+        return Compared(routed(sums.soft, sums.total, 1 / (1 - share)), sums.rows, mask, with_task=True)
+
+    def _task_share(self, batch: StudentBatch, mask: Tensor | None, classes: int) -> float:
+        """Return the share of the task's cross-entropy in one pass for both terms, 0 where they need one each."""
+        same_rows = mask is not None and batch.causal and batch.unlabelled is None
+        if batch.task_share is None or not same_rows or self.config.vocab_size not in (None, classes):
+            return 0.0
+        return batch.task_share(cast(Tensor, mask).sum())
 
     def detach(self) -> None:
         """Give both heads their class back."""

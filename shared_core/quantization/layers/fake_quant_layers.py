@@ -30,8 +30,12 @@ class _FakeQuant(PlainState):
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
         """Return what the stock layer computes of the fake-quantised input with the fake-quantised weight."""
-        x = self.quantizer.input(self, input)
-        return compute(self, x, self.quantizer.weight(self, self.weight), self.bias, *args)
+        x, weight = self.operands(input)
+        return compute(self, x, weight, self.bias, *args)
+
+    def operands(self: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fake-quantised input and weight."""
+        return self.quantizer.input(self, input), self.quantizer.weight(self, self.weight)
 
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):

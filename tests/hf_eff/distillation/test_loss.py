@@ -4,7 +4,6 @@ import pytest
 import torch
 from hf_gradients import Gradients, T, distance, first_gradients, reference
 from torch.nn import functional as F
-from transformers import Trainer
 
 from hf_eff import Distillation, attach
 
@@ -142,15 +141,3 @@ def test_prompts_before_the_tokens_are_refused_and_prefixes_are_not(make, tmp_pa
     prefixed = trainer(PrefixTuningConfig)
     attach(prefixed, recipe)
     prefixed.train()
-
-
-@pytest.mark.parametrize(
-    ("name", "way_out"), [("GRPOTrainer", "train with TRL's SFTTrainer"), ("SFTTrainer", "label_smoothing_factor")]
-)
-def test_a_fused_head_is_refused_with_a_way_out_that_its_trainer_has(make, tmp_path, name, way_out):
-    from shared_core.errors import CompatibilityError
-
-    trainer = make.trainer(tmp_path, trainer_class=type(name, (Trainer,), {}))
-    trainer.model.forward = lambda *args, fused_lm_head=False, **kwargs: None  # as TRL does
-    with pytest.raises(CompatibilityError, match=f"TRL's {name} fuses.*{way_out}"):
-        attach(trainer, {"distill": {"teacher": make.classifier(seed=9)}})

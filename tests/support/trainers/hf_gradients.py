@@ -32,20 +32,24 @@ def first_gradients(
     return gradients.first
 
 
-def reference(make, smoothing=0.0, alpha=ALPHA):
-    """D1 on the joined window, in float64, from the formula."""
-    student, teacher = make.language_model().double(), make.language_model(seed=5, hidden_size=32).double()
-    batch = {name: torch.stack([text[name] for text in make.texts(8)]) for name in ("input_ids", "labels")}
-    labels = batch["labels"][:, 1:]
+def reference(make, smoothing=0.0, alpha=ALPHA, student=None, teacher=None, texts=None):
+    """D1 on the joined window, in float64, from the formula: each text alone."""
+    student = (student or make.language_model()).double()
+    teacher = (teacher or make.language_model(seed=5, hidden_size=32)).double()
+    texts = texts or make.texts(8)
+    labels = torch.cat([text["labels"][1:] for text in texts])
     counts = labels != -100
-    ours = student(input_ids=batch["input_ids"]).logits[:, :-1][counts].double()
-    theirs = teacher(input_ids=batch["input_ids"]).logits[:, :-1][counts].detach().double()
+
+    def logits(model):
+        return torch.cat([model(input_ids=text["input_ids"][None]).logits[0, :-1] for text in texts])[counts].double()
+
+    ours, theirs = logits(student), logits(teacher).detach()
     hard = -(ours.log_softmax(-1).gather(-1, labels[counts][:, None])).mean() * (1 - smoothing)
     hard = hard - smoothing * ours.log_softmax(-1).mean()
     p = (theirs / T).softmax(-1)
     soft = T**2 * (p * (p.log() - (ours / T).log_softmax(-1))).sum(-1).mean()
     (alpha * hard + (1 - alpha) * soft).backward()
-    return {name: value.grad.float() for name, value in student.named_parameters()}
+    return {name: value.grad.float() for name, value in student.named_parameters() if value.grad is not None}
 
 
 def distance(first, second):
