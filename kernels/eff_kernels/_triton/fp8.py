@@ -374,7 +374,11 @@ if has_triton():
     swept = triton.jit(_swept)
     coded_rows = triton.jit(_coded_rows)
     quantized_tile = triton.jit(_quantized_tile)
-    tensor_codes = triton.jit(_tensor_codes)
+    # rows of a bank lie at addresses of any alignment: one variant for all
+    _numbers = [f"{prefix}{name}" for prefix in ("", "y_") for name in ("past", "seen", "scale")]
+    tensor_codes = triton.jit(
+        _tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers
+    )
     row_codes = triton.jit(_row_codes)
     block_codes = triton.jit(_block_codes)
 
@@ -451,8 +455,9 @@ def _one_scale(sources: Sequence[Source], dtype: torch.dtype, constants: dict[st
     made = []
     for source in sources:
         codes = source.x.new_empty(source.x.shape, dtype=dtype)
-        scale, amax = source.x.new_empty(2, 1, 1, dtype=torch.float32)
-        made.append(Cast(codes, scale, _turned(source, dtype), scale, amax))
+        numbers = source.x.new_empty(2, 1, dtype=torch.float32)
+        scale = numbers[:1]
+        made.append(Cast(codes, scale, _turned(source, dtype), scale, numbers[1:]))
     _sweep(sources, made, constants | {"values": False})
     return made
 
