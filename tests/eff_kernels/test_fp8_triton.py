@@ -117,22 +117,6 @@ def test_the_operator_is_what_it_says():
     torch.library.opcheck(fp8_quantize, (x, torch.tensor(1.0), E5M2, [0, 0], "exact", False))
 
 
-def kernels():
-    from eff_kernels._triton.fp8 import block_codes, row_codes, tensor_codes
-
-    sizes = {"rows", "columns", "row_stride", "column_stride", "codes_width", "turned_width"}
-    sizes |= {"scale_height", "scale_width", "turned_scale_height", "turned_scale_width"}
-    out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "amax": "*i32", "past": "*fp32"}
-    constants = {"mantissa": 3, "rounding": "exact", "native": True, "height": 128, "width": 128}
-    old = {"native": False, "mantissa": 2, "rounding": "power_of_two"}
-    types = {"x": "*bf16"} | dict.fromkeys(sizes, "i32") | out
-    yield tensor_codes, types, constants | {"measure": True, "cast": True, "delayed": True, "both": True}, 8
-    yield row_codes, types, constants | {"in_registers": True, "height": 1, "width": 16384}, 8
-    yield row_codes, types, constants | old | {"in_registers": False, "height": 64, "width": 64}, 8
-    yield block_codes, types, constants | old | {"high": 128, "wide": 128, "both": False}, 8
-    yield block_codes, types, constants | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 8
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "rounding"), RECIPES)
 def test_on_a_gpu(block, rounding):

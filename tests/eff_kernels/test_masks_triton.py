@@ -66,17 +66,6 @@ def test_the_operators_are_what_they_say():
     torch.library.opcheck(unpacked_bits, (torch.tensor([160], dtype=torch.uint8), [3]))
 
 
-def kernels():
-    from eff_kernels._triton.masks import pack, rank_fours, rank_groups, unpack
-
-    types = {"scores": "*bf16", "mask": "*u8", "packed": "*u8", "has_nan": "*u8"}
-    types |= dict.fromkeys(("size", "groups", "inner"), "i32")
-    yield rank_fours, types, {"n": 2, "block": 1024}, 4
-    yield rank_groups, types | {"scores": "*fp64"}, {"n": 3, "m": 8, "block": 1024}, 4
-    yield pack, types, {"block": 2048}, 4
-    yield unpack, types, {"block": 2048}, 4
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     for shape, axis, n, m in (*GROUPS, ((4096, 4100), 1, 2, 4), ((64, 128, 3, 3), 1, 4, 16)):

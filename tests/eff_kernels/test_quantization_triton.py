@@ -195,27 +195,6 @@ def test_second_derivatives_take_torch_operations(interpreted):
     assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [2.0, 0.0]
 
 
-def kernels():
-    sizes = dict.fromkeys(("rows", "columns", "channels", "splits"), "i32")
-    tile = {"block_rows": 1, "block_columns": 4096}
-    pointers = {"x": "*bf16", "y": "*bf16", "grad": "*bf16", "x_grad": "*bf16"}
-    for kind, name in enumerate(("fixed", "lsq", "range", "pact")):
-        zeros = name in ("fixed", "range")
-        types = sizes | pointers | dict.fromkeys(("scale", "noise", "sums"), "*fp32")
-        types["zero_point"] = "*i32" if zeros else "*fp32"
-        constants = tile | {"zeros": zeros, "stochastic": kind == 0}
-        if name == "range":  # channels along the last axis
-            constants |= {"block_rows": 4096, "block_columns": 1}
-        if kind < 2:
-            yield in_triton.grid_forward, types, constants, 8
-        yield in_triton.grid_backward, types, constants | {"kind": kind, "rounded_gate": kind != 1}, 8
-    for symmetric in (True, False):
-        constants = {"symmetric": symmetric, "stochastic": not symmetric, "tiles": 1 + symmetric}
-        block = {"block_rows": 1, "block_columns": 16384} if symmetric else {"block_rows": 32, "block_columns": 128}
-        types = sizes | pointers | {"noise": "*fp32"}
-        yield in_triton.rows_forward, types, constants | block, 16 if symmetric else 8
-
-
 @pytest.mark.gpu
 def test_equals_the_cpu_on_a_gpu():
     def switch(on):

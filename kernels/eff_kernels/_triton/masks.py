@@ -108,6 +108,8 @@ def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = 
     """
     mask = torch.empty_like(scores, dtype=torch.uint8)
     has_nan = torch.zeros(1, dtype=torch.uint8, device=scores.device)
+    # the groups of a thread stay in registers
+    block = max(1, block * 8 // max(8, triton.next_power_of_2(m)))
     grid = (triton.cdiv(scores.numel(), m * block),)
     if not scores.numel():
         pass
