@@ -8,6 +8,7 @@ from stand_in_driver import ARCHITECTURES
 pytestmark = pytest.mark.gpu_lane
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", launches.FAMILIES)
 def test_every_launch_lowers(family, tell):
     lowered, failures = {}, {}
