@@ -47,6 +47,8 @@ def cases(rows, columns):
     for rounded_gate in (False, True):
         yield lsq(rounded_gate, False), wild.expand(2, -1, -1), (scales[None, :, None],), ()
         yield lsq(rounded_gate, True), x, (scales[:, None], real_zeros[:, None]), ()
+        yield lsq(rounded_gate, True), x.t().contiguous(), (scales[None], real_zeros[None]), ()
+    yield fixed, wild.t(), (), (scales[None], zeros[None], noise.t(), True)
     yield lsq(False, True), x, (step, real_zeros[1]), ()
     yield lsq(False, False), x, (torch.tensor(-1.0),), ()
     for rounded_gate, bound in ((False, step), (True, scales[:, None])):
@@ -139,6 +141,13 @@ def test_tiles_of_any_size_give_the_same():
     x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     grad, scale, zero_point = x.flip(1).contiguous(), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 3.0, -2.0])
     grid = scale, zero_point, None, (3, 100), -8, 7, 0.0
+    wide, narrow = ((launch.grid_forward_triton(x, *grid, block=block)) for block in (1024, 32))
+    assert torch.equal(wide, narrow)
+    wide, narrow = (launch.grid_backward_triton(x, grad, *grid, False, "lsq", 1.0, block=block) for block in (1024, 32))
+    assert torch.equal(wide[0], narrow[0])
+    torch.testing.assert_close(wide[1], narrow[1])
+    # scales along the last axis, more than a tile has
+    grid = torch.linspace(0.1, 1, 75), torch.arange(75.0) - 40, None, (300, 1), -8, 7, 0.0
     wide, narrow = ((launch.grid_forward_triton(x, *grid, block=block)) for block in (1024, 32))
     assert torch.equal(wide, narrow)
     wide, narrow = (launch.grid_backward_triton(x, grad, *grid, False, "lsq", 1.0, block=block) for block in (1024, 32))
