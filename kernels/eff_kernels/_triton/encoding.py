@@ -90,17 +90,26 @@ def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -
     return tl.where(amax >= 0x7F800000, float("nan"), scale)
 
 
+def _inverse_of_power(scale: tl.tensor) -> tl.tensor:
+    """Return the reciprocal of powers of two, NaN of NaN, by their exponents: a division takes five times as long."""
+    bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
+    inverse = tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)  # that of 2^127 is subnormal
+    return tl.where(scale != scale, scale, inverse)
+
+
 def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
     """Return x/scale, rounded to nearest where FP8 has a value other than zero or the largest.
 
     Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
     """
-    # its residuals must not underflow
-    lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0) if rounding == "exact" else 1.0
-    by = tl.broadcast_to(scale * lift, x.shape)
-    reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
-    quotient = x * lift * reciprocal
-    if rounding == "exact":
+    if rounding != "exact":
+        quotient = x * inverse_of_power(scale)
+    else:
+        # its residuals must not underflow
+        lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
+        by = tl.broadcast_to(scale * lift, x.shape)
+        reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
+        quotient = x * lift * reciprocal
         closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
         closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
         # corrected, an infinity becomes NaN and -0 becomes 0
@@ -117,6 +126,7 @@ if has_triton():
     fp8_code = triton.jit(_fp8_code)
     narrowed = triton.jit(_narrowed)
     scale_of = triton.jit(_scale_of)
+    inverse_of_power = triton.jit(_inverse_of_power)
     divided = triton.jit(_divided)
 
 

@@ -68,11 +68,7 @@ def _place(
 
 
 def _of_channels(values: tl.tensor, at: tl.tensor, channels: tl.tensor, across: tl.constexpr) -> tl.tensor:
-    if across:
-        found = tl.load(values + at, mask=at < channels, other=1)
-    else:
-        found = tl.load(values + at % channels)
-    return found
+    return tl.load(values + at, mask=at < channels, other=1) if across else tl.load(values + at % channels)
 
 
 def _steps(
