@@ -73,13 +73,25 @@ def _narrowed(x: tl.tensor, dtype: tl.constexpr, native: tl.constexpr) -> tl.ten
     return y
 
 
+def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)
+
+
+def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
 def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -> tl.tensor:
     """Return `eff_kernels.fp8.block_scale` of the bits of magnitudes; both FP8 types end at 1.75 times 2^emax."""
     largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
     emax: tl.constexpr = 8 if mantissa == 3 else 15
     at_least = tl.maximum(amax.to(tl.float32, bitcast=True), largest * 2.0**-126)
     if rounding == "exact":
-        scale = tl.div_rn(at_least, tl.full(at_least.shape, largest, tl.float32))
+        # a product and one correction: rounded as the division is, for these two divisors (tried for all mantissas)
+        inverse = tl.full(at_least.shape, 1.0 / largest, tl.float32)
+        rough = at_least * inverse
+        rest = fused(-rough, tl.full(at_least.shape, largest, tl.float32), at_least)
+        scale = fused(rest, inverse, rough)
     else:
         bits = at_least.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 127 - emax
@@ -125,6 +137,8 @@ if has_triton():
     clamped = triton.jit(_clamped)
     fp8_code = triton.jit(_fp8_code)
     narrowed = triton.jit(_narrowed)
+    # the interpreter's own rounds twice (Triton 3.9)
+    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     scale_of = triton.jit(_scale_of)
     inverse_of_power = triton.jit(_inverse_of_power)
     divided = triton.jit(_divided)

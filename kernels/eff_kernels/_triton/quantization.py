@@ -15,18 +15,12 @@ if has_triton():
     import triton
     import triton.language as tl
 
+    from eff_kernels._triton.encoding import fused
+
 
 def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
     low_bounded = tl.maximum(values, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low_bounded, high, propagate_nan=tl.PropagateNan.ALL)
-
-
-def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return tl.fma(a, b, c)
-
-
-def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
 
 
 def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
@@ -248,8 +242,6 @@ def _rows_forward(
 if has_triton():
     # a kernel finds what it calls among its module's globals
     within = triton.jit(_within)
-    # the interpreter's own rounds twice (Triton 3.9)
-    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     quotient = triton.jit(_quotient)
     rounded = triton.jit(_rounded)
     place = triton.jit(_place)
