@@ -8,6 +8,7 @@ help:
 	@echo "make test         install what tests need, run them (no network, no GPU)"
 	@echo "make test-long    the further tests: what is slow and rare, and the other cases of what make test tries a few of"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
+	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
@@ -36,10 +37,16 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-long: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not gpu_lane"
 
 test-processors: $(VENV)/.dev # ISA=sse4, avx2 or mixed takes one of the three; some 2 minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/processors.py $(ISA)
+
+gpu-check: $(VENV)/.dev # after a change that is meant, gpu-table writes tests/gpu_lane/cubins.csv anew
+	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m gpu_lane tests/gpu_lane
+
+gpu-table: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/gpu_lane/cubins.py
 
 package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
@@ -73,5 +80,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-processors package test-matrix check fmt bench bench-gpu cost replicas docs
+.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

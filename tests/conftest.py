@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 
 # Triton settles at its import, in whichever test, whether it interprets: yes, unless a GPU run says TRITON_INTERPRET=0
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,6 +20,13 @@ _modules = 0
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config):
+    chosen = Expression.compile(config.option.markexpr)
+    by_mark = {mark: chosen.evaluate(lambda name, mark=mark, **_: name == mark) for mark in ("gpu", "gpu_lane", "")}
+    if os.environ["TRITON_INTERPRET"] != "0" and by_mark["gpu"] + by_mark["gpu_lane"] > 2 * by_mark[""]:
+        raise pytest.UsageError("tests marked gpu or gpu_lane must not be interpreted: set TRITON_INTERPRET=0")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks

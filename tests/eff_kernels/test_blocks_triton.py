@@ -93,16 +93,6 @@ def test_the_operators_are_what_they_say():
         torch.library.opcheck(nvfp4_round, (x, scale, torch.bfloat16), test_utils=("test_schema", "test_faketensor"))
 
 
-def kernels():
-    from eff_kernels._triton.block_formats import mx_values, nvfp4_values
-
-    types = {"x": "*bf16", "y": "*bf16", "given": "*fp32", "rows": "i32", "columns": "i32"}
-    tile = {"height": 8, "width": 512}
-    mx = {"group": 32, "mantissa": 1, "bias": 1, "largest": 6.0, "emax": 2}
-    yield mx_values, types, tile | mx | {"native": True}, 4
-    yield nvfp4_values, types | {"y": "*fp32"}, tile | {"of_amax": True, "native": False}, 4
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     for dtype in DTYPES:

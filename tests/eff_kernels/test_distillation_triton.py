@@ -59,22 +59,6 @@ def test_in_the_interpreter():
         assert soft.isnan().all(), divergence
 
 
-def kernels():
-    from eff_kernels._triton.distillation import kd_rows
-
-    for kind, (pointer, labels) in enumerate((("*bf16", "*i64"), ("*fp32", "*i64"), ("*fp16", "*fp32"))):
-        constants = {
-            "kind": kind,
-            "student_capped": kind > 0,
-            "teacher_capped": kind > 1,
-            "labelled": labels == "*i64",
-            "tiles": 32,
-            "block": 4096,
-        }
-        types = {"student": pointer, "teacher": "*bf16", "labels": labels, "soft": "*fp32", "hard": "*fp32"}
-        yield kd_rows, types | dict.fromkeys(("student_stride", "teacher_stride", "classes"), "i32"), constants, 8
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     from eff_kernels.distillation import kd_rows_

@@ -166,35 +166,6 @@ def test_fake_quantisation(monkeypatch):
     assert set(asked) == {False, True}
 
 
-def kernels():
-    from eff_kernels._triton.fp8 import block_codes, row_codes, tensor_codes
-
-    sizes = {"rows", "columns", "row_stride", "column_stride", "turned_width", "programs"}
-    sizes |= {f"y_{name}" for name in sizes} | {"scale_height", "scale_width", "turned_scale_height"}
-    sizes |= {"scale_row_stride", "scale_column_stride", "turned_row_stride", "turned_column_stride"}
-    out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "seen": "*i32", "past": "*fp32"}
-    types = {"x": "*bf16", "maxima": "*i32"} | dict.fromkeys((*sizes, "turned_scale_width"), "i32") | out
-    types |= {f"y_{name}": kind for name, kind in out.items()} | {"y": "*fp32"}
-    constants = {"mantissa": 3, "rounding": "exact", "native": True, "height": 128, "width": 128}
-    constants |= {"seen_as": "flag"}
-    old = {"native": False, "mantissa": 2, "rounding": "power_of_two"}
-    alone = {"values": False, "pair": False, "both": True, "y_both": True, "delayed": False, "most": 1024}
-    pair = alone | {"pair": True, "delayed": True, "seen_as": "largest"}
-    rows = {"values": False, "both": True, "height": 1, "width": 16384, "in_registers": True}
-    rows |= {"turned_in_registers": False, "turned_height": 64, "turned_wide": 64}
-    for last in (False, True):
-        yield tensor_codes, types, constants | alone | {"last": last}, 8
-        yield tensor_codes, types, constants | old | pair | {"last": last}, 16
-    numbers = {"values": True, "seen_as": "nothing", "both": False}
-    yield tensor_codes, types | {"codes": "*bf16"}, constants | alone | numbers | {"last": True}, 8
-    yield row_codes, types, constants | rows, 8
-    yield row_codes, types | {"codes": "*bf16"}, constants | rows | numbers, 8
-    yield row_codes, types, constants | old | rows | {"in_registers": False, "height": 64, "width": 64}, 8
-    blocks = {"high": 128, "wide": 128, "both": False}
-    yield block_codes, types, constants | old | blocks, 8
-    yield block_codes, types, constants | blocks | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 16
-
-
 @pytest.mark.gpu
 def test_fake_quantisation_on_a_gpu():
     check_fake_quantize("cuda", lambda on: None, [*SHAPES, ((2049, 4100), (None, 0, 1))])

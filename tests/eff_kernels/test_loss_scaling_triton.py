@@ -71,17 +71,6 @@ def test_the_operators_are_what_they_say():
     torch.library.opcheck(unscale_and_scan_, (grads, torch.zeros(1), torch.ones(1), 1 << 23))
 
 
-def kernels():
-    from eff_kernels._triton.loss_scaling import exponents, scan
-
-    integers = dict.fromkeys(("table", "owners", "histogram", "rest"), "*i64")
-    floats = {"like": "*fp16", "inv_scale": "*fp32", "found_inf": "*fp32", "bound": "i32"}
-    sizes = {"chunk": 1 << 15, "block": 4096}
-    yield scan, integers | floats, {"unscaled": True, "counted": True, "aligned": True, **sizes}, 8
-    layout = {"magnitude": 0x7FFF, "mantissa": 7, "infinity": 0x7F80, "bins": 512, "columns": 264}
-    yield exponents, {"bits": "*i16", "counts": "*i64", "size": "i32"}, {**layout, **sizes}, 8
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     mixed, there = tensors(1_000_001), tensors(1_000_001, "cuda")

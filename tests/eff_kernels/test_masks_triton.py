@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # shape, axis, n, m: a last axis, one before others, a first one, a group of one, a whole row
 GROUPS = (((41, 204), 1, 2, 4), ((9, 16), 1, 1, 4), ((3, 8, 5), 1, 2, 4), ((8, 6), 0, 2, 4), ((5, 12), 1, 5, 12),
-          ((4, 3), 1, 1, 1), ((0, 8), 1, 2, 4))  # fmt: skip
+          ((4, 3), 1, 1, 1), ((0, 8), 1, 2, 4), ((5, 40), 1, 4, 8), ((7, 48), 1, 8, 16), ((3, 16), 1, 5, 16),
+          )  # fmt: skip
 
 
 def scores(shape, dtype):
@@ -64,17 +65,6 @@ def test_the_operators_are_what_they_say():
     torch.library.opcheck(rank_groups, (torch.randn(3, 8), 2, 4, 1))
     torch.library.opcheck(packed_bits, (torch.tensor([True, False, True]),))
     torch.library.opcheck(unpacked_bits, (torch.tensor([160], dtype=torch.uint8), [3]))
-
-
-def kernels():
-    from eff_kernels._triton.masks import pack, rank_fours, rank_groups, unpack
-
-    types = {"scores": "*bf16", "mask": "*u8", "packed": "*u8", "has_nan": "*u8"}
-    types |= dict.fromkeys(("size", "groups", "inner"), "i32")
-    yield rank_fours, types, {"n": 2, "block": 1024}, 4
-    yield rank_groups, types | {"scores": "*fp64"}, {"n": 3, "m": 8, "block": 1024}, 4
-    yield pack, types, {"block": 2048}, 4
-    yield unpack, types, {"block": 2048}, 4
 
 
 @pytest.mark.gpu

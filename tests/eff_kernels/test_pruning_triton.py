@@ -74,17 +74,6 @@ def test_the_operators_are_what_they_say():
     torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, -1, 24))
 
 
-def kernels():
-    from eff_kernels._triton.pruning import apply_masks, count_digits
-
-    table = {"table": "*i64", "owners": "*i64", "like": "*i32", "mask_like": "*u8"}
-    yield apply_masks, table, {"aligned": True, "chunk": 1 << 14, "block": 1024}, 8
-    types = {"values": "*fp32", "counts": "*i64", "prefix": "*i64", "size": "i64", "left_out": "i64"}
-    for shift, bits in ((16, 8), (0, 16)):
-        constants = {"shift": shift, "bits": bits, "private": bits == 8, "chunk": 1 << 15, "block": 4096}
-        yield count_digits, types, constants, 8
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     shapes = [(4097, 1025), (512, 512), (0, 3), ()]

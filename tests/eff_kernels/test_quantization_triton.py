@@ -47,6 +47,8 @@ def cases(rows, columns):
     for rounded_gate in (False, True):
         yield lsq(rounded_gate, False), wild.expand(2, -1, -1), (scales[None, :, None],), ()
         yield lsq(rounded_gate, True), x, (scales[:, None], real_zeros[:, None]), ()
+        yield lsq(rounded_gate, True), x.t().contiguous(), (scales[None], real_zeros[None]), ()
+    yield fixed, wild.t(), (), (scales[None], zeros[None], noise.t(), True)
     yield lsq(False, True), x, (step, real_zeros[1]), ()
     yield lsq(False, False), x, (torch.tensor(-1.0),), ()
     for rounded_gate, bound in ((False, step), (True, scales[:, None])):
@@ -144,6 +146,13 @@ def test_tiles_of_any_size_give_the_same():
     wide, narrow = (launch.grid_backward_triton(x, grad, *grid, False, "lsq", 1.0, block=block) for block in (1024, 32))
     assert torch.equal(wide[0], narrow[0])
     torch.testing.assert_close(wide[1], narrow[1])
+    # scales along the last axis, more than a tile has
+    grid = torch.linspace(0.1, 1, 75), torch.arange(75.0) - 40, None, (300, 1), -8, 7, 0.0
+    wide, narrow = ((launch.grid_forward_triton(x, *grid, block=block)) for block in (1024, 32))
+    assert torch.equal(wide, narrow)
+    wide, narrow = (launch.grid_backward_triton(x, grad, *grid, False, "lsq", 1.0, block=block) for block in (1024, 32))
+    assert torch.equal(wide[0], narrow[0])
+    torch.testing.assert_close(wide[1], narrow[1])
     for symmetric in (True, False):
         expected = launch.rows_forward_triton(x, None, 100, -7, 7, symmetric)
         for row_block in (32, 128):
@@ -193,27 +202,6 @@ def test_second_derivatives_take_torch_operations(interpreted):
     y = fake_quantize(x * x, torch.tensor(0.5), torch.tensor(0), -8, 7)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [2.0, 0.0]
-
-
-def kernels():
-    sizes = dict.fromkeys(("rows", "columns", "channels", "splits"), "i32")
-    tile = {"block_rows": 1, "block_columns": 4096}
-    pointers = {"x": "*bf16", "y": "*bf16", "grad": "*bf16", "x_grad": "*bf16"}
-    for kind, name in enumerate(("fixed", "lsq", "range", "pact")):
-        zeros = name in ("fixed", "range")
-        types = sizes | pointers | dict.fromkeys(("scale", "noise", "sums"), "*fp32")
-        types["zero_point"] = "*i32" if zeros else "*fp32"
-        constants = tile | {"zeros": zeros, "stochastic": kind == 0}
-        if name == "range":  # channels along the last axis
-            constants |= {"block_rows": 4096, "block_columns": 1}
-        if kind < 2:
-            yield in_triton.grid_forward, types, constants, 8
-        yield in_triton.grid_backward, types, constants | {"kind": kind, "rounded_gate": kind != 1}, 8
-    for symmetric in (True, False):
-        constants = {"symmetric": symmetric, "stochastic": not symmetric, "tiles": 1 + symmetric}
-        block = {"block_rows": 1, "block_columns": 16384} if symmetric else {"block_rows": 32, "block_columns": 128}
-        types = sizes | pointers | {"noise": "*fp32"}
-        yield in_triton.rows_forward, types, constants | block, 16 if symmetric else 8
 
 
 @pytest.mark.gpu

@@ -127,24 +127,6 @@ def test_the_operator_is_what_it_says():
     torch.library.opcheck(round_float_, (*arguments, torch.tensor(3)))
 
 
-def kernels():
-    from eff_kernels._triton.rounding import rounded
-
-    types = {"x": "*fp32", "out": "*bf16", "seed": "*i64", "noise": "*i64", "count": "i32"}
-    bf16 = {
-        "rounding": "stochastic",
-        "noisy": False,
-        "mantissa": 7,
-        "bias": 127,
-        "code": 0,
-        "native": True,
-        "block": 1024,
-    }
-    yield rounded, types, bf16, 4
-    e5m2 = {"rounding": "toward_zero", "mantissa": 2, "bias": 15, "code": 2, "native": False}
-    yield rounded, types | {"x": "*fp16", "out": "*u8"}, bf16 | e5m2, 4
-
-
 @pytest.mark.gpu
 def test_on_a_gpu():
     for name, saturate, mode in itertools.product(NAMES, (False, True), ("nearest_even", "toward_zero")):

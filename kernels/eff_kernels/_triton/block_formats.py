@@ -13,7 +13,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import clamped, magnitude, narrowed, nearest
+    from eff_kernels._triton.encoding import clamped, inverse_of_power, magnitude, narrowed, nearest
 
 # mantissa bits, bias, largest value and its exponent
 _ELEMENTS = {"fp4_e2m1": (1, 1, 6.0, 2), "fp8_e4m3": (3, 7, 448.0, 8), "fp8_e5m2": (2, 15, 57344.0, 15)}
@@ -45,10 +45,9 @@ def _mx_values(
     exponent = tl.minimum(tl.maximum(tl.maximum(amax >> 23, 1) - 127 - emax, -126), 127)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(amax >= 0x7F800000, float("nan"), scale)
-    # the reciprocal of a power of two is one
-    scaled = blocks * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     # Products with a power of two are exact, so only `nearest` rounds. The largest values may exceed the format:
     # clamped.
+    scaled = blocks * inverse_of_power(scale)
     values = tl.reshape(nearest(clamped(scaled, largest), mantissa, bias) * scale, (height, width))
     tl.store(y + at, narrowed(values, y.dtype.element_ty, native), mask=inside)
 

@@ -82,6 +82,14 @@ def _narrowed(x: tl.tensor, dtype: tl.constexpr, native: tl.constexpr) -> tl.ten
     return y
 
 
+def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)
+
+
+def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
 def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -> tl.tensor:
     """Return `eff_kernels.fp8.block_scale` of the bits of magnitudes; both FP8 types end at 1.75 times 2^emax."""
     largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
@@ -89,8 +97,11 @@ def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -
     # At least 2^-126, so that the scale is a normal float32 and its reciprocal finite.
     at_least = tl.maximum(amax.to(tl.float32, bitcast=True), largest * 2.0**-126)
     if rounding == "exact":
-        # div_rn: a plain `/` may be an approximation on GPUs, an ulp off what torch gives on the CPU.
-        scale = tl.div_rn(at_least, tl.full(at_least.shape, largest, tl.float32))
+        # a product and one correction: rounded as the division is, for these two divisors (tried for all mantissas)
+        inverse = tl.full(at_least.shape, 1.0 / largest, tl.float32)
+        rough = at_least * inverse
+        rest = fused(-rough, tl.full(at_least.shape, largest, tl.float32), at_least)
+        scale = fused(rest, inverse, rough)
     else:
         bits = at_least.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 127 - emax
@@ -102,19 +113,27 @@ def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -
     return tl.where(amax >= 0x7F800000, float("nan"), scale)
 
 
+def _inverse_of_power(scale: tl.tensor) -> tl.tensor:
+    """Return the reciprocal of powers of two, NaN of NaN, by their exponents: a division takes five times as long."""
+    bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
+    inverse = tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)  # that of 2^127 is subnormal
+    return tl.where(scale != scale, scale, inverse)
+
+
 def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
     """Return x/scale, rounded to nearest where FP8 has a value other than zero or the largest.
 
     Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
     """
-    # its residuals must not underflow
-    # Below 2^-64 the products of the corrections would leave float32's normal range: numerator and scale are lifted
-    # alike.
-    lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0) if rounding == "exact" else 1.0
-    by = tl.broadcast_to(scale * lift, x.shape)
-    reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
-    quotient = x * lift * reciprocal
-    if rounding == "exact":
+    if rounding != "exact":
+        quotient = x * inverse_of_power(scale)
+    else:
+        # Below 2^-64 the products of the corrections would leave float32's normal range: numerator and scale are
+        # lifted alike.
+        lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
+        by = tl.broadcast_to(scale * lift, x.shape)
+        reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
+        quotient = x * lift * reciprocal
         # Newton's correction: q + (x - q s) / s, the residual exact by fma. Twice gives the rounded quotient.
         closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
         closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
@@ -131,7 +150,10 @@ if has_triton():
     clamped = triton.jit(_clamped)
     fp8_code = triton.jit(_fp8_code)
     narrowed = triton.jit(_narrowed)
+    # the interpreter's own rounds twice (Triton 3.9)
+    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     scale_of = triton.jit(_scale_of)
+    inverse_of_power = triton.jit(_inverse_of_power)
     divided = triton.jit(_divided)
 
 

@@ -21,25 +21,69 @@ def _widened(x: tl.tensor) -> tl.tensor:
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
-def _rank_fours(
-    scores: tl.tensor, mask: tl.tensor, has_nan: tl.tensor, size: tl.tensor, n: tl.constexpr, block: tl.constexpr
+def _of_four(x: tl.tensor) -> tuple[tl.tensor, ...]:
+    even, odd = tl.split(tl.reshape(x, (x.shape[0] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+def _of_eight(x: tl.tensor) -> tuple[tl.tensor, ...]:
+    even, odd = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    a, c, e, g = of_four(even)
+    b, d, f, h = of_four(odd)
+    return a, b, c, d, e, f, g, h
+
+
+def _ranked(a: tl.tuple) -> tl.tensor:
+    """Return for four scores how many of them come before each, in four bits each."""
+    ranks = tl.zeros(a[0].shape, tl.int32)
+    for i in tl.static_range(4):
+        for j in tl.static_range(i + 1, 4):
+            ranks += tl.where(a[i] >= a[j], 1 << (4 * j), 1 << (4 * i))
+    return ranks
+
+
+def _against(a: tl.tuple, b: tl.tuple) -> tl.tensor:
+    """Return how many of four later scores come before each of four, and in the higher bits the reverse."""
+    ranks = tl.zeros(a[0].shape, tl.int32)
+    for i in tl.static_range(4):
+        for j in tl.static_range(4):
+            ranks += tl.where(a[i] >= b[j], 1 << (16 + 4 * j), 1 << (4 * i))
+    return ranks
+
+
+def _rank_vectors(
+    scores: tl.tensor,
+    mask: tl.tensor,
+    has_nan: tl.tensor,
+    size: tl.tensor,
+    n: tl.constexpr,
+    m: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
-    places = tl.program_id(0).to(tl.int64) * (4 * block) + tl.arange(0, 4 * block)
+    places = tl.program_id(0).to(tl.int64) * (m * block) + tl.arange(0, m * block)
     x = widened(tl.load(scores + places, mask=places < size, other=0.0))
     if tl.max((x != x).to(tl.int32), 0) > 0:
         tl.store(has_nan, 1)
-    # (block, 2, 2): split along the last dim gives elements 0, 2 and 1, 3; once more, one vector for each place.
-    even, odd = tl.split(tl.reshape(x, (block, 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    # Six comparisons rank four numbers; >= lets the earlier of two equal ones come first.
-    ab, ac, ad = (a >= b).to(tl.int32), (a >= c).to(tl.int32), (a >= d).to(tl.int32)
-    bc, bd, cd = (b >= c).to(tl.int32), (b >= d).to(tl.int32), (c >= d).to(tl.int32)
-    # how many of the other three come before each
-    even = tl.join(3 - ab - ac - ad < n, ac + bc + 1 - cd < n)
-    odd = tl.join(ab + 2 - bc - bd < n, ad + bd + cd < n)
-    kept = tl.reshape(tl.join(even, odd), (4 * block,))
-    tl.store(mask + places, kept.to(tl.uint8), mask=places < size)
+    if m == 4:
+        ranks = tl.reshape(ranked(of_four(x)), (block, 1, 1))
+    elif m == 8:
+        a, b, c, d, e, f, g, h = of_eight(x)
+        p, q = (a, b, c, d), (e, f, g, h)
+        ranks = tl.reshape(ranked(p) + (ranked(q) << 16) + against(p, q), (block, 1, 1))
+    else:
+        even, odd = tl.split(tl.reshape(x, (8 * block, 2)))
+        a0, a2, b0, b2, c0, c2, d0, d2 = of_eight(even)
+        a1, a3, b1, b3, c1, c3, d1, d3 = of_eight(odd)
+        p, q, r, s = (a0, a1, a2, a3), (b0, b1, b2, b3), (c0, c1, c2, c3), (d0, d1, d2, d3)
+        pr, ps, qr, qs = against(p, r), against(p, s), against(q, r), against(q, s)
+        low = ranked(p) + (ranked(q) << 16) + against(p, q) + (pr & 0xFFFF) + (ps & 0xFFFF) + ((qr + qs) << 16)
+        high = ranked(r) + (ranked(s) << 16) + against(r, s) + ((pr >> 16) & 0xFFFF) + ((qr >> 16) & 0xFFFF)
+        ranks = tl.reshape(tl.join(low, high + (ps & -65536) + (qs & -65536)), (block, 2, 1))
+    nibble = 4 * tl.arange(0, m if m < 8 else 8)[None, None, :]
+    kept = ((ranks >> nibble) & 15) < n
+    tl.store(mask + places, tl.reshape(kept, (m * block,)).to(tl.uint8), mask=places < size)
 
 
 def _rank_groups(
@@ -60,16 +104,16 @@ def _rank_groups(
     kept = tl.zeros((block,), tl.int32)  # bits: a store between the loads would make the compiler repeat them
     for i in tl.static_range(m):
         x = widened(tl.load(scores + first + i * inner, mask=inside, other=0.0))
-        before = tl.zeros((block,), tl.int32)
+        earlier = tl.zeros((block,), tl.int32)
         for j in tl.static_range(m):
             y = widened(tl.load(scores + first + j * inner, mask=inside, other=0.0))
             # Ties: an equal earlier score comes before, an equal later one does not.
             if j < i:
-                before += (y >= x).to(tl.int32)
+                earlier += (y >= x).to(tl.int32)
             if j > i:
-                before += (y > x).to(tl.int32)
+                earlier += (y > x).to(tl.int32)
         nan = tl.maximum(nan, (x != x).to(tl.int32))
-        kept |= (before < n).to(tl.int32) << i
+        kept |= (earlier < n).to(tl.int32) << i
     for i in tl.static_range(m):
         tl.store(mask + first + i * inner, ((kept >> i) & 1).to(tl.uint8), mask=inside)
     if tl.max(nan, 0) > 0:
@@ -96,7 +140,11 @@ def _unpack(packed: tl.tensor, mask: tl.tensor, size: tl.tensor, block: tl.const
 
 if importlib.util.find_spec("triton") is not None:
     widened = triton.jit(_widened)
-    rank_fours = triton.jit(_rank_fours)
+    of_four = triton.jit(_of_four)
+    of_eight = triton.jit(_of_eight)
+    ranked = triton.jit(_ranked)
+    against = triton.jit(_against)
+    rank_vectors = triton.jit(_rank_vectors)
     rank_groups = triton.jit(_rank_groups)
     pack = triton.jit(_pack)
     unpack = triton.jit(_unpack)
@@ -114,11 +162,13 @@ def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = 
     """
     mask = torch.empty_like(scores, dtype=torch.uint8)
     has_nan = torch.zeros(1, dtype=torch.uint8, device=scores.device)
+    # the groups of a thread stay in registers
+    block = max(1, block * 8 // max(8, triton.next_power_of_2(m)))
     grid = (triton.cdiv(scores.numel(), m * block),)
     if not scores.numel():
         pass
-    elif m == 4 and inner == 1:
-        rank_fours[grid](scores, mask, has_nan, scores.numel(), n=n, block=block, num_warps=_WARPS)
+    elif m in (4, 8, 16) and inner == 1:
+        rank_vectors[grid](scores, mask, has_nan, scores.numel(), n=n, m=m, block=block, num_warps=_WARPS)
     else:
         groups = scores.numel() // m
         rank_groups[grid](scores, mask, has_nan, groups, inner, n=n, m=m, block=block, num_warps=_WARPS)

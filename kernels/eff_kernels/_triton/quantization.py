@@ -15,18 +15,12 @@ if has_triton():
     import triton
     import triton.language as tl
 
+    from eff_kernels._triton.encoding import fused
+
 
 def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
     low_bounded = tl.maximum(values, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low_bounded, high, propagate_nan=tl.PropagateNan.ALL)
-
-
-def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return tl.fma(a, b, c)
-
-
-def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
 
 
 def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
@@ -67,21 +61,28 @@ def _place(
     return at, (row < rows)[:, None] & (column < columns)[None, :]
 
 
+def _of_channels(values: tl.tensor, at: tl.tensor, channels: tl.tensor, across: tl.constexpr) -> tl.tensor:
+    return tl.load(values + at, mask=at < channels, other=1) if across else tl.load(values + at % channels)
+
+
 def _steps(
     scale: tl.tensor,
     zero_point: tl.tensor,
-    channel: tl.tensor,
+    at: tl.tensor,
+    channels: tl.tensor,
     qmin: tl.tensor,
     qmax: tl.tensor,
     smallest: tl.tensor,
     zeros: tl.constexpr,
+    across: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    steps = tl.maximum(tl.load(scale + channel), smallest, propagate_nan=tl.PropagateNan.ALL)
+    """Return scales and zero points of rows, or with `across` of columns."""
+    steps = tl.maximum(of_channels(scale, at, channels, across), smallest, propagate_nan=tl.PropagateNan.ALL)
     zero = tl.zeros_like(steps)
     if zeros:
-        zero = within(tl.load(zero_point + channel).to(tl.float32), qmin, qmax)
+        zero = within(of_channels(zero_point, at, channels, across).to(tl.float32), qmin, qmax)
         zero = (zero + 12582912.0) - 12582912.0
-    return steps[:, None], zero[:, None]
+    return tl.expand_dims(steps, 0 if across else 1), tl.expand_dims(zero, 0 if across else 1)
 
 
 def _grid_forward(
@@ -98,6 +99,7 @@ def _grid_forward(
     qmax: tl.tensor,
     smallest: tl.tensor,
     zeros: tl.constexpr,
+    across: tl.constexpr,
     stochastic: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -105,7 +107,8 @@ def _grid_forward(
     program = tl.program_id(0)
     row = program // splits * block_rows + tl.arange(0, block_rows)
     at, inside = place(row, program % splits, rows, columns, block_columns)
-    s, z = steps(scale, zero_point, row % channels, qmin, qmax, smallest, zeros)
+    of = program % splits * block_columns + tl.arange(0, block_columns) if across else row
+    s, z = steps(scale, zero_point, of, channels, qmin, qmax, smallest, zeros, across)
     exact = quotient(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), s)
     # clamped first, which between whole bounds is the same
     codes = rounded(within(exact, qmin - z, qmax - z), noise, at, inside, stochastic)
@@ -130,6 +133,7 @@ def _grid_backward(
     grad_scale: tl.tensor,
     kind: tl.constexpr,
     zeros: tl.constexpr,
+    across: tl.constexpr,
     stochastic: tl.constexpr,
     rounded_gate: tl.constexpr,
     block_rows: tl.constexpr,
@@ -138,7 +142,8 @@ def _grid_backward(
     program = tl.program_id(0)
     row = program // splits * block_rows + tl.arange(0, block_rows)
     at, inside = place(row, program % splits, rows, columns, block_columns)
-    s, z = steps(scale, zero_point, row % channels, qmin, qmax, smallest, zeros)
+    of = program % splits * block_columns + tl.arange(0, block_columns) if across else row
+    s, z = steps(scale, zero_point, of, channels, qmin, qmax, smallest, zeros, across)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if kind == 3:
@@ -163,10 +168,16 @@ def _grid_backward(
         else:
             first = tl.where(above, g, 0.0)
             second = tl.where(below, g, 0.0)
-        sum_at = sums + row.to(tl.int64) * splits + program % splits
-        tl.store(sum_at, grad_scale * tl.sum(first, 1), mask=row < rows)
+        # a program's own sums of its rows, or of its columns
+        if across:
+            sum_at, summed = sums + (program // splits).to(tl.int64) * columns + of, of < columns
+            count = (tl.num_programs(0) // splits).to(tl.int64) * columns
+        else:
+            sum_at, summed = sums + row.to(tl.int64) * splits + program % splits, row < rows
+            count = tl.cast(rows, tl.int64) * splits
+        tl.store(sum_at, grad_scale * tl.sum(first, 0 if across else 1), mask=summed)
         if zeros:
-            tl.store(sum_at + tl.cast(rows, tl.int64) * splits, grad_scale * tl.sum(second, 1), mask=row < rows)
+            tl.store(sum_at + count, grad_scale * tl.sum(second, 0 if across else 1), mask=summed)
 
 
 def _rows_forward(
@@ -231,11 +242,10 @@ def _rows_forward(
 if has_triton():
     # a kernel finds what it calls among its module's globals
     within = triton.jit(_within)
-    # the interpreter's own rounds twice (Triton 3.9)
-    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     quotient = triton.jit(_quotient)
     rounded = triton.jit(_rounded)
     place = triton.jit(_place)
+    of_channels = triton.jit(_of_channels)
     steps = triton.jit(_steps)
     grid_forward = triton.jit(_grid_forward)
     grid_backward = triton.jit(_grid_backward)
@@ -246,8 +256,10 @@ if has_triton():
     import triton
 
 _KINDS = {"fixed": 0, "lsq": 1, "range": 2, "pact": 3}
-# Sixteen values in the registers of a thread; thirty-two where that keeps a row there as a whole.
+# Sixteen values in the registers of a thread; thirty-two where that keeps a row there as a whole, or where scales lie
+# across, so many of them in a tile: a thread divides by eight of them, the more values by each the better.
 _BLOCK, _ROW_BLOCK, _PER_WARP, _WARPS = 4096, 16384, 512, 16
+_ACROSS = 64
 
 
 def _tile(rows: int, columns: int, most: int) -> tuple[int, int]:
@@ -255,8 +267,18 @@ def _tile(rows: int, columns: int, most: int) -> tuple[int, int]:
     return max(1, min(triton.next_power_of_2(rows), most // wide)), wide
 
 
-def _warps(block_rows: int, block_columns: int) -> int:
-    return max(1, min(_WARPS, block_rows * block_columns // _PER_WARP))
+def _grid(shape: tuple[int, int], scales: int, most: int) -> tuple[int, int, bool, int, int]:
+    """Return rows, columns, whether scales lie across, one a column, and the sides of a tile."""
+    rows, columns = shape
+    if columns > 1 or scales == 1:
+        return rows, columns, False, *_tile(rows, columns, most)
+    rows, columns = rows // scales, scales
+    wide = min(triton.next_power_of_2(columns), _ACROSS)
+    return rows, columns, True, max(1, min(triton.next_power_of_2(rows), 2 * most // wide)), wide
+
+
+def _warps(block_rows: int, block_columns: int, across: bool = False) -> int:
+    return max(1, min(_WARPS, block_rows * block_columns // (2 * _PER_WARP if across else _PER_WARP)))
 
 
 def grid_forward_triton(
@@ -284,8 +306,7 @@ def grid_forward_triton(
         block: Values of a tile, a power of two.
     """
     y = torch.empty_like(x)
-    rows, columns = shape
-    block_rows, block_columns = _tile(rows, columns, block)
+    rows, columns, across, block_rows, block_columns = _grid(shape, scale.numel(), block)
     splits = triton.cdiv(columns, block_columns)
     grid_forward[(triton.cdiv(rows, block_rows) * splits,)](
         x,
@@ -301,10 +322,11 @@ def grid_forward_triton(
         float(qmax),
         smallest,
         zeros=zero_point is not None,
+        across=across,
         stochastic=noise is not None,
         block_rows=block_rows,
         block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
+        num_warps=_warps(block_rows, block_columns, across),
     )
     return y
 
@@ -326,12 +348,12 @@ def grid_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     """Return what `eff_kernels.quantization.affine.grid_gradients` does; arguments as in `grid_forward_triton`."""
     x_grad = torch.empty_like(x)
-    rows, columns = shape
-    block_rows, block_columns = _tile(rows, columns, block)
-    splits = triton.cdiv(columns, block_columns)
+    rows, columns, across, block_rows, block_columns = _grid(shape, scale.numel(), block)
+    splits, programs = triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows)
     outputs = 0 if kind == "fixed" else 1 if zero_point is None else 2
-    sums = x.new_empty((outputs, rows // scale.numel(), scale.numel(), splits), dtype=torch.float32)
-    grid_backward[(triton.cdiv(rows, block_rows) * splits,)](
+    parts = (programs, columns, 1) if across else (rows // scale.numel(), scale.numel(), splits)
+    sums = x.new_empty((outputs, *parts), dtype=torch.float32)
+    grid_backward[(programs * splits,)](
         x,
         grad,
         scale,
@@ -349,11 +371,12 @@ def grid_backward_triton(
         grad_scale,
         kind=_KINDS[kind],
         zeros=zero_point is not None,
+        across=across,
         stochastic=noise is not None,
         rounded_gate=rounded_gate,
         block_rows=block_rows,
         block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
+        num_warps=_warps(block_rows, block_columns, across),
     )
     return x_grad, sums.sum((1, 3))
 
