@@ -45,34 +45,45 @@ def flat(count: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
 
 
 def fp8_sweep() -> Iterator[Call]:
-    from eff_kernels._triton.fp8 import measure_amax, quantize_triton
+    from eff_kernels._triton.fp8 import fake_quantize_triton, measure_amax, quantize_triton
+    from eff_kernels.fp8 import Source
 
     blocks = ((0, 0), "exact"), ((1, 0), "exact"), ((1, 0), "power_of_two"), ((1, 128), "exact")
     blocks += (((128, 128), "exact"), ((1, 32), "mx"))
+    past, flag, largest = empty(1, dtype=F), empty(1, dtype=torch.int32), empty(1, dtype=F)
     for dtype, shape, both in itertools.product(DTYPES, _SHAPES, (False, True)):
         x = empty(*shape, dtype=dtype)
         for block, rounding in blocks:
-            yield lambda x=x, b=block, r=rounding, both=both: quantize_triton(x, None, E4M3, b, r, both)
-        past = empty(1, dtype=F)
-        yield lambda x=x, past=past, both=both: quantize_triton(x, past, E4M3, (0, 0), "exact", both)
+            for seen in (None, flag):
+                source = Source(x, None, both, seen)
+                yield lambda source=source, b=block, r=rounding: quantize_triton([source], E4M3, b, r)
+        delayed, plain = Source(x, past, both, largest), Source(x, None, both, flag)
+        weight = Source(empty(48, shape[1]).t(), None, True, flag)
+        yield lambda source=delayed: quantize_triton([source], E4M3, (0, 0), "exact")
+        yield lambda pair=[plain, weight]: quantize_triton(pair, E4M3, (0, 0), "exact")
+        yield lambda pair=[delayed, delayed]: quantize_triton(pair, E5M2, (0, 0), "exact")
+        yield lambda x=x, by_row=both: fake_quantize_triton(x, E4M3, by_row)
     for dtype in DTYPES:
         odd, turned = empty(33, 40_000, dtype=dtype, offset=1), empty(48, 16, dtype=dtype).t()
         for x, (block, rounding), kind in itertools.product((odd, turned), blocks, (E4M3, E5M2)):
-            yield lambda x=x, b=block, r=rounding, k=kind: quantize_triton(x, None, k, b, r, True)
+            source = Source(x, None, True)
+            yield lambda source=source, b=block, r=rounding, k=kind: quantize_triton([source], k, b, r)
         for shape in _SHAPES:
             x = empty(*shape, dtype=dtype)
             yield lambda x=x: measure_amax(x)
 
 
 def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
-    from eff_kernels._triton.fp8 import quantize_triton
+    from eff_kernels._triton.fp8 import fake_quantize_triton, quantize_triton
+    from eff_kernels.fp8 import Source
 
     size, n = dtype.itemsize, N * N
 
     def case(name: str, block: tuple[int, int], rounding: str, both: bool, *moved: float, turned=False, kind=E4M3):
         x = empty(N, N, dtype=dtype)
         x = x.t() if turned else x
-        return Measured(name, lambda: quantize_triton(x, None, kind, block, rounding, both), n, moved, size)
+        source = Source(x, None, both)
+        return Measured(name, lambda: quantize_triton([source], kind, block, rounding), n, moved, size)
 
     once, twice = size + 1, size + 2
     yield case("tensor", (0, 0), "exact", False, size, once)
@@ -86,12 +97,17 @@ def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
     if dtype == F:
         return
     past, x = empty(1, dtype=F), empty(N, N)
-    yield Measured("delayed", lambda: quantize_triton(x, past, E4M3, (0, 0), "exact", False), n, (once, once), size)
+    delayed, watched = Source(x, past, False), Source(x, None, True, empty(1, dtype=torch.int32))
+    yield Measured("delayed", lambda: quantize_triton([delayed], E4M3, (0, 0), "exact"), n, (once, once), size)
+    pair = [watched, watched]
+    yield Measured("two watched", lambda: quantize_triton(pair, E4M3, (0, 0), "exact"), 2 * n, (size, twice), size)
+    yield Measured("fake quantize", lambda: fake_quantize_triton(x, E4M3, False), n, (size, 2 * size), size)
+    yield Measured("fake quantize rows", lambda: fake_quantize_triton(x, E4M3, True), n, (2 * size,), size)
     yield case("rows both layouts", (1, 0), "exact", True, once, size + once)
     yield case("rows power of two e5m2", (1, 0), "power_of_two", False, once, kind=E5M2)
     long = empty(1024, 40_000)
     yield Measured(
-        "rows of 40000", lambda: quantize_triton(long, None, E4M3, (1, 0), "exact", False), long.numel(),
+        "rows of 40000", lambda: quantize_triton([Source(long)], E4M3, (1, 0), "exact"), long.numel(),
         (size + once,), size,
     )  # fmt: skip
     yield case("mx", (1, 32), "mx", False, once)
