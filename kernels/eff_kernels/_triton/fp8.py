@@ -270,7 +270,7 @@ def _rows(x: Tensor, codes: Tensor, constants: Mapping[str, object]) -> Tensor:
         width = triton.next_power_of_2(codes.shape[1])
         height = max(1, min(triton.next_power_of_2(rows), 4096 // width))
     else:
-        height, width = (1, 4096) if x.stride(1) == 1 else (64, 64)
+        height, width = (1, 4096) if x.stride(1) == 1 else (32, 128)
     row_codes[(triton.cdiv(rows, height),)](
         x, scale, codes, rows, columns, *x.stride(), codes.shape[1], in_registers=in_registers, height=height,
         width=width, **constants,
