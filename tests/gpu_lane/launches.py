@@ -47,8 +47,8 @@ def flat(count: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
 def fp8_sweep() -> Iterator[Call]:
     from eff_kernels._triton.fp8 import measure_amax, quantize_triton
 
-    blocks = ((0, 0), "exact"), ((1, 0), "exact"), ((1, 0), "power_of_two"), ((1, 128), "exact")
-    blocks += (((128, 128), "exact"), ((1, 32), "mx"))
+    exact = [(block, "exact") for block in ((0, 0), (1, 0), (1, 128), (128, 128))]
+    blocks = [*exact, ((1, 0), "power_of_two"), ((1, 32), "mx")]
     for dtype, shape, both in itertools.product(DTYPES, _SHAPES, (False, True)):
         x = empty(*shape, dtype=dtype)
         for block, rounding in blocks:
