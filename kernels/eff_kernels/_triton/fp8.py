@@ -521,7 +521,7 @@ def _launch_rows(
 
 def _row_tile(rows: int, width: int, stride: int) -> tuple[bool, int, int]:
     if stride != 1:
-        return False, 64, 64
+        return False, 32, 128
     if width > _IN_REGISTERS:
         return False, 1, 4096
     width = triton.next_power_of_2(width)

@@ -14,12 +14,17 @@ if has_triton():
 
     from eff_kernels._triton.encoding import fp8_code, magnitude, narrowed, nearest
 
-_BLOCK, _WARPS = 1024, 4
+_BLOCK, _WARPS = 2048, 4
 _FP8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
-def _stepped(x: tl.tensor, random: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
-    """Return the magnitude of x rounded down, or up where 62 random bits are below the fraction that is lost."""
+def _stepped(
+    x: tl.tensor, high: tl.tensor, low: tl.tensor, random: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr
+) -> tl.tensor:
+    """Return the magnitude of x rounded down, or up where 62 random bits are below the fraction that is lost.
+
+    They come as the 32 higher ones and the 30 lower ones, which do not count where all numbers lose the same bits.
+    """
     shift: tl.constexpr = 23 - mantissa
     a = magnitude(x)
     # The significand with its hidden bit; a subnormal number has none.
@@ -29,11 +34,15 @@ def _stepped(x: tl.tensor, random: tl.tensor, mantissa: tl.constexpr, bias: tl.c
     # what lies below the last bit of a significand, and further zeros
     near = tl.minimum(lost, 24)
     kept = significand >> near
-    rest = (significand - (kept << near)).to(tl.int64)
-    # The lost part as a fraction of 2^62, so that comparing it with 62 random bits rounds up with that probability.
-    # Of numbers far below the last bit the fraction is shifted down further, not cut to 0.
-    fraction = (rest << (62 - near).to(tl.int64)) >> tl.minimum(lost - near, 62).to(tl.int64)
-    up = (random < fraction).to(tl.int32)
+    rest = (significand - (kept << near)).to(tl.uint32)
+    up = tl.zeros_like(kept)
+    if random and bias == 127:
+        up = ((high >> (32 - shift)) < rest).to(tl.int32)
+    elif random:
+        # The lost part as a fraction of 2^62, so that comparing it with 62 random bits rounds up with that probability.
+        # Of numbers far below the last bit the fraction is shifted down further, not cut to 0.
+        fraction = (rest.to(tl.int64) << (62 - near).to(tl.int64)) >> tl.minimum(lost - near, 62).to(tl.int64)
+        up = (((high.to(tl.int64) << 30) | low.to(tl.int64)) < fraction).to(tl.int32)
     # As in `nearest`: a carry goes into the exponent.
     normal = (((a >> shift) + up) << shift).to(tl.float32, bitcast=True)
     # Below the smallest normal the result is a multiple of the smallest subnormal, 2^(1 - bias - mantissa).
@@ -63,20 +72,21 @@ def _rounded(
     if rounding == "nearest_even":
         y = tl.abs(nearest(value, mantissa, bias))
     else:
-        # All ones are at least every fraction, so nothing goes up: toward zero.
-        random = tl.full((block,), 0x3FFFFFFFFFFFFFFF, tl.int64)
+        high = tl.zeros((block,), tl.uint32)
+        low = high
         if rounding == "stochastic":
             if noisy:
-                random &= tl.load(noise + at, mask=inside, other=0)
+                random = tl.load(noise + at, mask=inside, other=0)
+                high = (random >> 30).to(tl.uint32)
+                low = random.to(tl.uint32) & 0x3FFFFFFF
             else:
                 # four words serve four elements: each is the higher bits of one, and the lower ones of its neighbour,
                 # which count in one draw of 2^32. Seven rounds are enough: Salmon et al. 2011, table 2.
                 fours = tl.program_id(0) * (block // 4) + tl.arange(0, block // 4)
                 a, b, c, d = tl.randint4x(tl.load(seed), fours, 7)
-                high = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (block,)).to(tl.int64) & 0xFFFFFFFF
-                low = tl.reshape(tl.join(tl.join(b, d), tl.join(c, a)), (block,)).to(tl.int64) & 0xFFFFFFFF
-                random = (high << 30) | (low >> 2)
-        y = stepped(value, random, mantissa, bias)
+                high = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (block,)).to(tl.uint32, bitcast=True)
+                low = tl.reshape(tl.join(tl.join(b, d), tl.join(c, a)), (block,)).to(tl.uint32, bitcast=True) >> 2
+        y = stepped(value, high, low, rounding == "stochastic", mantissa, bias)
     # Only the magnitude so far: what exceeds the format becomes its largest value or infinity, as the caller says.
     y = tl.where(y > largest, beyond, y)
     y = tl.where(magnitude(value) == 0x7F800000, infinite, y)
