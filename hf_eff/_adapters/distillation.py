@@ -192,20 +192,21 @@ class Distillation(Adapter):
                 + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
                 "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
             )
-        divergence = self.technique.config.divergence
-        if owner == "RewardTrainer" and divergence != "logit_mse":
+        config = self.technique.config
+        if owner == "RewardTrainer" and config.divergence != "logit_mse":
             raise ConfigError(
                 "distill",
-                f"divergence must be logit_mse with TRL's RewardTrainer, which trains one score, got {divergence}",
+                f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}",
             )
         self.technique.fuses_head = fuses = fuses_head(trainer)
         if not fuses:
             return
-        if self.technique.config.mutual:
+        if config.mutual or config.student is not None:
             raise CompatibilityError(
                 "distill",
-                "teacher must not be mutual with TRL's SFTTrainer, which prepares the loss of one model, got mutual",
-                "give a trained teacher, or train with transformers' own Trainer",
+                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
+                f"whole model, got {'mutual' if config.mutual else config.student}",
+                "train with transformers' own Trainer",
             )
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise CompatibilityError(

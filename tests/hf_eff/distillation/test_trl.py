@@ -94,24 +94,25 @@ def model_of(kind, seed=0):
     return MixtralForCausalLM(experts)
 
 
-@pytest.mark.parametrize("kind", ["caps", "scales", "experts", "dft"])
+@pytest.mark.parametrize("kind", ["caps", "scales", "experts", "dft", "padded"])
 def test_terms_add_up_whatever_the_model_makes_of_its_logits(make, tmp_path, kind):
     def model(seed=0):
-        return make.language_model(seed) if kind == "dft" else model_of(kind, seed)
+        return make.language_model(seed) if kind in ("dft", "padded") else model_of(kind, seed)
 
     def terms(alpha):
         settings = {"loss_type": "dft"} if kind == "dft" else {}
         trainer = step(make, tmp_path, model=model(), data=rows_of(make.texts(8)), **settings)
-        return gradients(trainer, teacher, alpha)
+        return gradients(trainer, teacher, alpha, **options)
 
     def soft():
         trainer = make.trainer(
             tmp_path, model=model(), data=make.texts(8), max_steps=1, max_grad_norm=0.0, optim="sgd",
             gradient_accumulation_steps=2,
         )  # fmt: skip
-        return gradients(trainer, teacher, 0.0)
+        return gradients(trainer, teacher, 0.0, **options)
 
-    teacher = model(5)
+    teacher = make.language_model(5, vocab_size=30) if kind == "padded" else model(5)
+    options = {"vocab_size": 20} if kind == "padded" else {}
     task, both, alone = terms(1.0), terms(ALPHA), soft()
     expected = {name: ALPHA * task[name] + (1 - ALPHA) * alone[name] for name in alone}
     assert distance(expected, both) < 2e-6
@@ -188,8 +189,9 @@ def test_what_cannot_be_is_refused_at_start(make, tmp_path):
     def build(options, **settings):
         attach(sft(make, tmp_path, **settings), {"distill": {"teacher": make.language_model(seed=5), **options}})
 
-    with pytest.raises(CompatibilityError, match="teacher must not be mutual with TRL's SFTTrainer"):
-        build({"teacher": "mutual"})
+    for options in ({"teacher": "mutual"}, {"student": "model"}):
+        with pytest.raises(CompatibilityError, match=r"mutual, and student be left out, with TRL's SFTTrainer.* got m"):
+            build(options)
     with pytest.raises(CompatibilityError, match=r"torch_compile must be False .* TRL's SFTTrainer, got True"):
         build({}, torch_compile=True)
     with pytest.raises(ConfigError, match=r"divergence must be one of .* with chunked"):
