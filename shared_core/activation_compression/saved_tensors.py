@@ -315,7 +315,7 @@ class Ledger:
         self._decide(None)
 
     def _why_not(self, tensor: Tensor) -> str | None:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
             return "of other kinds"
         if is_weight(tensor) if self._held is None else tensor in self._held:
