@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from pretended_device import CUDA, PretendedDevice, on_pretended_device
+from small_encoder import VOCABULARY, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,42 +30,7 @@ from shared_core.fp8 import native
 
 pytestmark = pytest.mark.gpu_lane
 STEPS, ACCUMULATE = 4, 2
-VOCABULARY, WIDTH, TOKENS, ROWS = 48, 32, 8, 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(torch.softmax(q @ k.transpose(1, 2) / WIDTH**0.5, -1) @ v)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Net(nn.Module):
-    """A small encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+TOKENS, ROWS = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +128,7 @@ MAIN_JOB = ("prune", "distill", "qat", "soup")
 
 def make_model(recipe: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    model = Net().to(CUDA)
+    model = Encoder().to(CUDA)
     return model.bfloat16() if "primary_weights" in recipe else model
 
 
@@ -231,7 +197,7 @@ class Run:
         self.device, self.dtype = device, dtype
         recipe = {key: dict(options) for key, options in recipe.items()}
         if "distill" in recipe:
-            recipe["distill"].setdefault("teacher", Net().to(CUDA).eval())
+            recipe["distill"].setdefault("teacher", Encoder().to(CUDA).eval())
         if "lottery" in recipe:
             recipe["lottery"]["out"] = str(folder)
         self.model = make_model(recipe)

@@ -89,7 +89,8 @@ class ObservedRanges:
         bank = self.bank
         if bank.observing and not observing:
             bank.refresh()
-        bank.observing, bank.num_steps = observing and bool(self.static), step
+        bank.observing = observing and bool(self.static)
+        bank.step.fill_(step)
         bank.quantizing = bank.quantizing or quantizing
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
