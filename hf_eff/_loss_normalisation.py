@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.technique import mean_over_micro_batch
 from shared_core.modules.calls import evaluated
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Window:
         """Return a micro-batch's `total`, divided so that the whole window's become one mean over its positions."""
         if self._count is None:
             # nothing tells how many positions the window has: average as a trainer without counts does
-            total = total / max(int(count), 1)
+            total = mean_over_micro_batch(total, count)
             return total if self.divides else total / self.micro_batches
         mean: Tensor = total * self.processes / self._count.clamp(min=1)
         return mean * self.micro_batches if self.divides else mean
