@@ -19,8 +19,8 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.numerics.deferred_checks import checked_together, read_together
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.nan_checks import checked_together, read_together
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import from_output_rows, output_rows
-from shared_core.pruning.nan_checks import refuse
+from shared_core.numerics.deferred_checks import refuse
 
 
 def erdos_renyi_sparsities(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import input_axis
+from shared_core.numerics.deferred_checks import read_together, refuse
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.nan_checks import read_together, refuse
 from shared_core.pruning.patterns import (
     block_scores,
     erdos_renyi_sparsities,

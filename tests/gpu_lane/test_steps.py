@@ -29,8 +29,8 @@ from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import ConfigError
 from shared_core.fp8 import native
+from shared_core.numerics.deferred_checks import checked_together
 from shared_core.pruning.mask_dynamics import rigl_mask
-from shared_core.pruning.nan_checks import checked_together
 from shared_core.pruning.selection import prune_masks
 
 pytestmark = pytest.mark.gpu_lane
@@ -86,9 +86,9 @@ CASES = {
     "qat": Case({"qat": {"scheme": "int8"}}, begin=9, worst=1),
     "qat int8_dynamic": Case({"qat": {"scheme": "int8_dynamic"}}, begin=9),
     "qat int4_weight": Case({"qat": {"scheme": "int4_weight"}}, begin=9),
-    "qat lsq": Case({"qat": {"scheme": "int8", "range": "lsq"}}, begin=19, worst=28),
-    "qat lsq_plus": Case({"qat": {"scheme": "int8", "range": "lsq_plus"}}, begin=10, worst=37),
-    "qat pact": Case({"qat": {"scheme": "int8", "range": "pact"}}, begin=10, worst=19),
+    "qat lsq": Case({"qat": {"scheme": "int8", "range": "lsq"}}, begin=11, worst=2),
+    "qat lsq_plus": Case({"qat": {"scheme": "int8", "range": "lsq_plus"}}, begin=10, worst=2),
+    "qat pact": Case({"qat": {"scheme": "int8", "range": "pact"}}, begin=10, worst=2),
     "qat fp8": Case({"qat": {"scheme": "fp8"}}, begin=9),
     "qat ternary": Case({"qat": {"scheme": "ternary"}}, begin=9),
     "qat binary": Case({"qat": {"scheme": "binary"}}, begin=9),

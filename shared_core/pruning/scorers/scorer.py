@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
-from shared_core.pruning.nan_checks import refuse
+from shared_core.numerics.deferred_checks import refuse
 
 SCORERS: dict[str, type[Scorer]] = {}
 """By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""

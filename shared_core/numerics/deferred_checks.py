@@ -1,4 +1,4 @@
-"""Refuse NaN among scores, and read the flags of all tensors of a GPU at once: each look waits for the device."""
+"""Refuse bad values of many tensors by one read of their flags: each look at a GPU waits for it."""
 
 from __future__ import annotations
 
