@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.technique import mean_over_micro_batch
 from shared_core.modules.calls import evaluated
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Window:
         """Return a micro-batch's `total`, divided so that the whole window's become one mean over its positions."""
         if self._count is None:
             # nothing tells how many positions the window has: average as a trainer without counts does
-            total = total / max(int(count), 1)
+            total = mean_over_micro_batch(total, count)
             # The trainer adds up micro-batches: each counts as one of as many.
             return total if self.divides else total / self.micro_batches
         # DDP divides by the processes; the count is that of all of them.

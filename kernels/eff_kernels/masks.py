@@ -39,16 +39,20 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
         >>> n_of_m_mask(torch.tensor([[0.1, 2.0, 2.0, 2.0]]), 2, 4, 1)
         tensor([[False,  True,  True, False]])
     """
-    axis %= scores.ndim
-    mask: Tensor
-    if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
-        mask, has_nan = rank_groups(scores.detach(), n, m, axis)
-    else:
-        has_nan = _has_nan(scores)
-        mask = _rank_groups(scores, n, m, axis)
+    mask, has_nan = ranked_n_of_m(scores, n, m, axis)
     if has_nan:
         raise ValueError("n_of_m_mask: scores must not be NaN")
     return mask
+
+
+@torch.no_grad()
+def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
+    """Return `n_of_m_mask`, and a flag, bool of one element: whether a score was NaN; arguments are those of it."""
+    axis %= scores.ndim
+    if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
+        mask, has_nan = rank_groups(scores.detach(), n, m, axis)
+        return mask, has_nan
+    return _rank_groups(scores, n, m, axis), _has_nan(scores)
 
 
 @torch.library.custom_op("eff_kernels::rank_groups", mutates_args=())

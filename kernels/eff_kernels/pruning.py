@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
-from eff_kernels.top_k import kth_smallest_key
+from eff_kernels.top_k import kth_smallest_key, kth_smallest_key_there
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
@@ -310,6 +310,23 @@ def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | Non
         key = key[(key >> (shift + _DIGIT)) == found[0]]
     digits = (key >> shift) & ((1 << _DIGIT) - 1) if found else (key >> shift) + _SIGN
     return torch.bincount(digits, minlength=1 << _DIGIT)
+
+
+def kth_smallest_there(scores: Sequence[Tensor], k: int) -> Tensor | None:
+    """Return what `kth_smallest` does in float32 as a tensor without axes, for which nothing waits.
+
+    Args:
+        scores: As there.
+        k: From 1 to the number of scores, which is not checked.
+
+    Returns:
+        None where the scores do not lie on one GPU.
+    """
+    device = _one_gpu(getattr(scores, "tensors", scores))
+    if device is None:
+        return None
+    key = (kth_smallest_key_there(scores, k, [-1] * len(scores), device)[0] - (1 << 31)).to(torch.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:

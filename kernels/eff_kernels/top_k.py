@@ -28,6 +28,12 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, leave_out: Sequence[int],
         >>> hex(key), numel
         ('0x80000000', 3)
     """
+    key, numel = kth_smallest_key_there(scores, k, leave_out, device).tolist()
+    return [key, numel]
+
+
+def kth_smallest_key_there(scores: Sequence[Tensor], k: int, leave_out: Sequence[int], device: torch.device) -> Tensor:
+    """Return what `kth_smallest_key` does, not read: int64 ``[2]`` on the device; arguments are those of it."""
     rank = torch.full((1,), k, dtype=torch.int64, device=device)
     prefix = torch.zeros_like(rank)
     # Rank and prefix stay tensors: each pass takes the digit from the one before without a host read.
@@ -45,8 +51,7 @@ def kth_smallest_key(scores: Sequence[Tensor], k: int, leave_out: Sequence[int],
         digit = torch.searchsorted(cumulative, rank).clamp_(max=len(counts) - 1)
         rank = rank - (cumulative - counts).gather(0, digit)
         prefix = prefix << bits | digit
-    key, numel = torch.cat((prefix, total)).tolist()
-    return [key, numel]
+    return torch.cat((prefix, total))
 
 
 @torch.library.custom_op("eff_kernels::count_digits_", mutates_args={"counts"})

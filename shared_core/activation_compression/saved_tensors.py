@@ -330,7 +330,7 @@ class Ledger:
         self._decide(None)
 
     def _why_not(self, tensor: Tensor) -> str | None:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         # Lazy negation and conjugation are flags of the tensor, which its memory does not show.
         if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
             return "of other kinds"

@@ -32,6 +32,7 @@ from shared_core.distillation.unlabelled import Examples, is_per_token, labelled
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError, TrainingError, nearest
+from shared_core.numerics.deferred_checks import read_together
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -358,7 +359,9 @@ class Distillation(Technique):
         total, count = self._soft
         figures = {"distill/soft_loss": total / count.clamp(min=1), **self._figures}
         beside = {} if self._comparison is None else self._comparison.metrics()
-        return {name: float(value) for name, value in figures.items()} | beside
+        there = {name: value.double() for name, value in figures.items() if isinstance(value, Tensor)}
+        read = dict(zip(there, read_together([*there.values()]), strict=True))
+        return {name: float(read.get(name, value)) for name, value in figures.items()} | beside
 
     def report(self) -> dict[str, Any]:
         """Return who taught, how, and how much."""

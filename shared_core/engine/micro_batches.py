@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shared_core.engine.technique import mean_over_micro_batch
@@ -21,8 +22,10 @@ class MicroBatchMeans:
     """
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
+        self._counts: list[Tensor | int] = []
         self._is_new = self._is_told = False
+        self._spread: Tensor | None = None
+        """Least and most positions of a step's micro-batches, of the first step in which they differ, if any does."""
 
     def open(self) -> None:
         """Begin a micro-batch: the first that is averaged from now on tells its positions."""
@@ -35,7 +38,6 @@ class MicroBatchMeans:
             total: A sum over what counts.
             count: How many that were.
         """
-        count = int(count)  # on a GPU it is read once
         # The first in a micro-batch: a loss of several parts averages over the same positions.
         if self._is_new:
             self._counts.append(count)
@@ -43,9 +45,20 @@ class MicroBatchMeans:
         return mean_over_micro_batch(total, count)
 
     def close(self) -> tuple[int, int] | None:
-        """End a step; return the least and the most positions of its micro-batches, the first time that they differ."""
+        """End a step; return what `differing` does, of counts that are at hand: others are not waited for."""
         counts, self._counts = self._counts, []
-        if self._is_told or len(set(counts)) < 2:
+        if self._is_told or len(counts) < 2:
             return None
-        self._is_told = True
-        return min(counts), max(counts)
+        home = next((count.device for count in counts if isinstance(count, Tensor)), None)
+        both = torch.stack(torch.stack([torch.as_tensor(count, device=home).reshape(()) for count in counts]).aminmax())
+        seen = self._spread
+        self._spread = both if seen is None else torch.where(seen[0] == seen[1], both, seen)
+        return self.differing() if both.is_cpu else None
+
+    def differing(self) -> tuple[int, int] | None:
+        """Return the least and the most positions of a step's micro-batches, the first time that they differ."""
+        if self._is_told or self._spread is None:
+            return None
+        least, most = self._spread.tolist()
+        self._is_told = least != most
+        return (least, most) if self._is_told else None

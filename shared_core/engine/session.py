@@ -371,18 +371,21 @@ class Session:
 
     def before_optimizer_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
-        if (counts := self._means.close()) is not None:
-            other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
-            self.note(
-                f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
-                f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
-            )
+        self._tell_counts(self._means.close())
         self._call(self._hooks.before_optimizer_step)
         context = self._attached("before_optimizer_step")
         if context.discard_step:
             # The trainer goes on to step: it must change nothing.
             for optimizer in context.optimizers:
                 optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
+
+    def _tell_counts(self, counts: tuple[int, int] | None) -> None:
+        if counts is not None:
+            other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+            self.note(
+                f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
+                f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
+            )
 
     def after_optimizer_step(self) -> bool:
         """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
@@ -572,6 +575,7 @@ class Session:
             model_guards.refuse_changed(self.techniques, self.context)
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
+            self._tell_counts(self._means.differing())
             self._tell_end(self.context)
             # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
@@ -710,6 +714,7 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
+        self._tell_counts(self._means.differing())
         metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
         return self._history.logged(self.step, metrics)
 

@@ -13,7 +13,7 @@ from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.modules.matching import match_modules
 from shared_core.pruning.config import MOST_OF_WEIGHTS
 from shared_core.pruning.scorers import Magnitude
-from shared_core.pruning.selection import RankedScores, layer_limits, prune_mask, prune_masks
+from shared_core.pruning.selection import RankedScores, count_kept, layer_limits, prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
 
 _CONVOLUTIONS = (
@@ -81,7 +81,8 @@ def next_masks(
         [True, False, True, False]
     """
     scores = RankedScores(weights, masks, _Magnitude({}))
-    left = [int(masks[name].count_nonzero()) if name in masks else weights[name].numel() for name in scores.names]
+    held = dict(zip(masks, count_kept([*masks.values()]), strict=True))
+    left = [held.get(name, weights[name].numel()) for name in scores.names]
     if isinstance(rates, Mapping):
         found = {}
         for index, (name, count) in enumerate(zip(scores.names, left, strict=True)):

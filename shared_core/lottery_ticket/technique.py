@@ -330,7 +330,8 @@ class LotteryTicket(Technique):
         """Return the next ticket, a share of what is left pruned by the trained weights; note what is nearly empty."""
         with naming_nan("lottery", self._weights, context.step):
             masks = next_masks(self._weights, self._masks, self._rates, self.config.max_layer_sparsity)
-        counts = {name: (mask.numel(), mask.numel() - count_kept(mask)) for name, mask in masks.items()}
+        kept = zip(masks.items(), count_kept([*masks.values()]), strict=True)
+        counts = {name: (mask.numel(), mask.numel() - count) for (name, mask), count in kept}
         size, gone = (sum(pair) for pair in zip(*counts.values(), strict=True))
         self._result["found"] = size - gone
         # The cap that counts is relative to what is gone of all tensors by now, over all rounds.

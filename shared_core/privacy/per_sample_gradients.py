@@ -20,6 +20,7 @@ from shared_core.distributed.sharded_tensors import shards, whole
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.matching import own_class
+from shared_core.numerics.deferred_checks import read_together
 from shared_core.privacy.accountant import opacus
 
 _JOINED = (nn.Linear, nn.Embedding)
@@ -422,12 +423,15 @@ class PerSample:
 
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:
         known = {name: value for name, value in self._model.named_parameters() if value.grad is not None}
-        sizes = {name: float(made[name].norms.double().sum()) for name in known}
+        found = []
         # Checks itself once: the sum over examples must be the gradient that autograd found, or a layer is missed.
         for name, parameter in known.items():
             gradient, norms = whole(cast(Tensor, parameter.grad)), made[name].norms
             total = made[name].weighted_sum(torch.ones_like(norms), all_finite=True)
-            apart = float((total.double() - gradient).norm())
+            found += [norms.double().sum(), (total.double() - gradient).norm()]
+        read = read_together(found)
+        sizes = dict(zip(known, read[::2], strict=True))
+        for name, apart in zip(known, read[1::2], strict=True):
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 raise TrainingError(

@@ -20,7 +20,7 @@ from shared_core.engine.technique import Context
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskPolicy, clear_moments_
 from shared_core.pruning.scorers import Scorer
-from shared_core.pruning.selection import prune_mask
+from shared_core.pruning.selection import count_kept, lowest_pruned
 from shared_core.pruning.targets import Targets
 
 
@@ -43,7 +43,7 @@ def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
 
 
 @torch.no_grad()
-def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float) -> Tensor:
+def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float, num_live: int | None = None) -> Tensor:
     """Return the mask after the lowest of the live weights were dropped and as many grown where the gradient is large.
 
     ``k = round(drop_share·live)``, at most as many as are pruned: the k live weights of the lowest score go; of all
@@ -55,6 +55,7 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float)
         gradient: Dense gradient of the step, before masks, same shape.
         mask: bool, True = live, same shape.
         drop_share: Share of the live weights to move, in [0, 1].
+        num_live: How many are live, where that is known: a GPU need not be read.
 
     Returns:
         bool of the same shape with exactly as many live weights as `mask`.
@@ -63,21 +64,14 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float)
         >>> rigl_mask(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 5.0]), torch.tensor([1, 1, 0]).bool(), 0.5)
         tensor([ True, False,  True])
     """
-    num_live = int(mask.count_nonzero())
+    num_live = count_kept([mask])[0] if num_live is None else num_live
     # As many grow as are dropped, so no more than there are pruned weights.
     moved = min(round(drop_share * num_live), mask.numel() - num_live)
     if moved == 0:
         return mask.clone()
-    flat = mask.reshape(-1)
-    # Ranked among the live ones alone: what pruned weights score plays no part.
-    live = flat.nonzero().view(-1)
-    stay = torch.zeros_like(flat)
-    stay[live] = prune_mask(scores.reshape(-1)[live], moved / num_live)
-    pruned = (~stay).nonzero().view(-1)
-    # prune_mask keeps the largest: of `pruned` all but `moved` go.
-    grow = prune_mask(gradient.reshape(-1)[pruned].abs(), 1 - moved / pruned.numel())
-    stay[pruned[grow]] = True
-    return stay.view(mask.shape)
+    # those that take no part rank beyond all others: that their number is on the GPU makes nothing wait
+    stay = lowest_pruned(torch.where(mask, scores, torch.inf), moved) & mask
+    return stay | lowest_pruned(torch.where(stay, -torch.inf, gradient.abs()), mask.numel() - moved)
 
 
 class RigL(MaskPolicy):
@@ -108,10 +102,11 @@ class RigL(MaskPolicy):
             return super().choose(context, sparsity, own, unseen)
         begin, end = self.schedule.begin, self.schedule.end
         share = rigl_drop_share(context.step, begin=begin, end=end, alpha=self.config.drop_share)
-        masks = dict(self.store)
+        masks, gone = dict(self.store), self.store.num_pruned
         for name, gradient in self._dense.items():  # a sharded one is gathered by itself, on every process
             weight = self.weights[name]
-            masks[name] = rigl_mask(whole(weight.detach()).abs(), whole_of(gradient, weight), masks[name], share)
+            live = masks[name].numel() - gone[name]
+            masks[name] = rigl_mask(whole(weight.detach()).abs(), whole_of(gradient, weight), masks[name], share, live)
         return masks
 
     def end_step(self) -> None:

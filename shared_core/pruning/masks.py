@@ -19,6 +19,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.numerics.deferred_checks import checked_together, read_together
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
@@ -42,10 +43,19 @@ class MaskStore(Mapping[str, Tensor]):
         self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         """By name, bool, True = keep: of the whole weight, or of this process's part."""
-        self.num_pruned: dict[str, int] = {}
+        self._num_pruned: dict[str, int] | None = {}
+        self._kept: list[Tensor] = []
         self._packed: dict[str, Tensor] = {}
         self._masked: list[Tensor] = []
         self._masks: list[Tensor] = []
+
+    @property
+    def num_pruned(self) -> dict[str, int]:
+        """Of each whole weight how many elements are pruned; what lies on a GPU is read when it is first asked for."""
+        if self._num_pruned is None:
+            kept = zip(self.parts, read_together(self._kept), strict=True)
+            self._num_pruned = {name: self.weights[name].numel() - count for name, count in kept}
+        return self._num_pruned
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -75,8 +85,10 @@ class MaskStore(Mapping[str, Tensor]):
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Take whole masks, equal on every process, in place of all there were."""
-        # Counted on whole masks, before they are cut into this process's parts.
-        self.num_pruned = {name: mask.numel() - count_kept(mask) for name, mask in masks.items()}
+        on_cpu = all(mask.is_cpu for mask in masks.values())
+        counts = zip(masks, count_kept([*masks.values()]) if on_cpu else (), strict=on_cpu)
+        self._num_pruned = {name: masks[name].numel() - count for name, count in counts} if on_cpu else None
+        self._kept = [] if on_cpu else [mask.count_nonzero() for mask in masks.values()]
         sharded = {name: mask for name, mask in masks.items() if is_sharded(self.weights[name])}
         # A whole mask of each sharded weight, in bits on the CPU: 1/32 of the weights' bytes in float32.
         self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
@@ -134,7 +146,8 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
         TrainingError: If one is.
     """
     try:
-        yield
+        with checked_together():
+            yield
     except (ConfigError, TrainingError) as error:
         name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
         if name is None:
@@ -404,7 +417,8 @@ class MaskPolicy:
         if self.config.granularity != "block":
             return {name: (store.weights[name].numel(), store.num_pruned[name]) for name in store}
         tiles = {name: block_scores(mask.float(), self.config.block_size) > 0 for name, mask in store.items()}
-        return {name: (kept.numel(), kept.numel() - count_kept(kept)) for name, kept in tiles.items()}
+        counts = zip(tiles.items(), count_kept([*tiles.values()]), strict=True)
+        return {name: (kept.numel(), kept.numel() - count) for (name, kept), count in counts}
 
     def report(self) -> dict[str, Any]:
         """Return what the receipt tells of units."""

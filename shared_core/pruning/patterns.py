@@ -9,11 +9,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from eff_kernels.masks import n_of_m_mask
+from eff_kernels.masks import ranked_n_of_m
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import from_output_rows, output_rows
+from shared_core.numerics.deferred_checks import refuse
 
 
 def erdos_renyi_sparsities(
@@ -147,10 +148,9 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
 @torch.no_grad()
 def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
     """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
-    try:
-        return n_of_m_mask(scores, n, m, axis)
-    except ValueError as error:
-        raise ConfigError("nm_mask", "scores must not be NaN") from error
+    mask, has_nan = ranked_n_of_m(scores, n, m, axis)
+    refuse(has_nan, lambda: ConfigError("nm_mask: scores must not be NaN"))
+    return mask
 
 
 @torch.no_grad()

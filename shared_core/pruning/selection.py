@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from eff_kernels.pruning import keep_largest_, kth_smallest, rank_below_
+from eff_kernels.pruning import keep_largest_, kth_smallest, kth_smallest_there, rank_below_
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import input_axis
+from shared_core.numerics.deferred_checks import read_together, refuse
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import (
     block_scores,
@@ -53,7 +54,12 @@ def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
         >>> prune_mask(torch.tensor([3.0, 1.0, 2.0, 1.0]), 0.25)
         tensor([ True,  True,  True, False])
     """
-    return _masks([scores], round(_checked(sparsity) * scores.numel()))[0]
+    return lowest_pruned(scores, round(_checked(sparsity) * scores.numel()))
+
+
+def lowest_pruned(scores: Tensor, number: int) -> Tensor:
+    """Return `prune_mask` by how many elements go."""
+    return _masks([scores], number)[0]
 
 
 @torch.no_grad()
@@ -93,23 +99,26 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
     competing = list(range(len(sizes)))
     while competing:
         masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
-        over = [i for i in competing if sizes[i] - count_kept(masks[i]) > limits[i]]
+        counts = count_kept([masks[i] for i in competing])
+        over = [i for i, count in zip(competing, counts, strict=True) if sizes[i] - count > limits[i]]
         if not over:
             break
         # one that gives less makes the others give more, so that what is over its limit now is so in the end
-        for i in over:
-            # What an earlier update pruned ranks at -inf and cannot come back, though the limit may be lower now.
-            limits[i] = max(limits[i], min(int(scores[i].eq(-torch.inf).count_nonzero()), sizes[i] - 1))
+        gone = read_together([scores[i].eq(-torch.inf).count_nonzero() for i in over])
+        for i, count in zip(over, gone, strict=True):
+            limits[i] = max(limits[i], min(count, sizes[i] - 1))
             masks[i] = _masks([scores[i]], limits[i])[0]
             left = max(left - limits[i], 0)  # what is pruned already may be more than all were to give
         competing = [i for i in competing if i not in over]
     return [masks[i] for i in range(len(sizes))]
 
 
-def count_kept(mask: Tensor) -> int:
-    """Return how many elements of a mask are True."""
-    # numpy counts bool thirty times as fast as torch 2.13 does on a CPU
-    return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else mask.count_nonzero())
+def count_kept(masks: Sequence[Tensor]) -> list[int]:
+    """Return how many elements of each mask are True; a GPU is read once."""
+    if all(mask.is_cpu for mask in masks):
+        # numpy counts bool thirty times as fast as torch 2.13 does on a CPU
+        return [int(np.count_nonzero(mask.numpy())) for mask in masks]
+    return read_together([mask.count_nonzero() for mask in masks])
 
 
 def some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
@@ -152,7 +161,11 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
     flat = scores.reshape(-1)
     if not flat.numel():
         return
-    peak = int(flat.numpy().argmax()) if flat.is_cpu else int(flat.argmax())  # a NaN counts as largest
+    if not flat.is_cpu:
+        error = ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index}")
+        refuse(flat.max().isnan(), lambda: error)
+        return
+    peak = int(flat.numpy().argmax())  # a NaN counts as largest
     if flat[peak].isnan():
         raise ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index} at flat index {peak}")
 
@@ -212,6 +225,10 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
     scores = held if numel <= _HELD else scores
     if not num_pruned:
         return masks
+    there = kth_smallest_there(scores, num_pruned) if dtype == torch.float32 else None
+    if there is not None:
+        _keep_above_(masks, scores, there, numel - num_pruned)
+        return masks
     threshold = kth_smallest(scores, num_pruned, dtype=dtype)
     # Ties at the threshold: the first in the order of tensors and elements stay, so that every process agrees.
     ties_to_keep = numel - num_pruned
@@ -224,6 +241,21 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
             break
         ties_to_keep -= _keep_ties_(mask, _comparable(scores[i]), threshold, ties_to_keep)
     return masks
+
+
+def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
+    """Keep what is above the threshold and of what equals it the first, `count` in all; nothing waits for the GPU."""
+    left = torch.full((), count, dtype=torch.int64, device=threshold.device)
+    for i, mask in enumerate(masks):
+        torch.gt(_comparable(scores[i]), threshold, out=mask)
+        left -= mask.count_nonzero()
+    for i, mask in enumerate(masks):
+        flat = _comparable(scores[i]).reshape(-1)
+        for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(flat, _PIECE), strict=True):
+            ties = score == threshold
+            ties &= ties.cumsum(0) <= left
+            piece |= ties
+            left -= ties.count_nonzero()
 
 
 def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> int:

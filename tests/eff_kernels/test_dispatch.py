@@ -1,9 +1,12 @@
 """What a GPU run does around its kernels, here around the operators' CPU side: the same results."""
 
+import weakref
+
 import pytest
 import torch
 from eff_kernels import loss_scaling, masks, pruning
 from eff_kernels import loss_scaling as unscaling
+from eff_kernels._triton.launch import tensor_tables
 
 
 def pretend_a_gpu(patch):
@@ -58,3 +61,15 @@ def test_operators_refuse_as_their_functions_do(monkeypatch):
         masks.n_of_m_mask(torch.full((1, 4), torch.nan), 2, 4, 1)
     with pytest.raises(ValueError, match=r"k must be in \[1, 3\], got 4"):
         pruning.kth_smallest([torch.ones(3)], 4)
+
+
+def test_a_table_is_made_once_for_tensors_that_stay_and_holds_none():
+    tensors = [torch.ones(5), torch.ones(3)]
+    (first,), (again,) = (list(tensor_tables(4, tensors)) for _ in range(2))
+    assert first.table is again.table
+    assert again.like[0] is tensors[0]
+    (moved,) = list(tensor_tables(4, [tensors[0], torch.ones(3)]))
+    assert not torch.equal(moved.table, first.table)
+    gone = weakref.ref(tensors.pop())
+    assert gone() is None
+    assert list(tensor_tables(4, [])) == []

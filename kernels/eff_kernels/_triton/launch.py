@@ -113,34 +113,58 @@ def _is_dense(tensor: Tensor) -> bool:
 def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTable]:
     """Yield tables of the rows that are not empty, one for all rows of the same dtypes and alignment.
 
-    Nothing waits for the device: the table travels from pinned memory.
+    Nothing waits for the device: the table travels from pinned memory, once for tensors that stay where they are.
 
     Args:
         chunk: Elements of one program.
         columns: Dense tensors on one device; the first column's sizes count.
     """
+    if not columns[0]:
+        return
+    device = columns[0][0].device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     # A model has hundreds of tensors, most of them small: one launch for all, each program told its tensor by a
-    # table.
+    # table. The caller keeps the tensors alive until the launch is queued.
+    addresses = tuple(tuple(tensor.data_ptr() for tensor in column) for column in columns)
+    dtypes = tuple(tuple(tensor.dtype for tensor in column) for column in columns)
+    sizes = tuple(tensor.numel() for tensor in columns[0])
+    for table, owners, row, is_aligned in _tables(chunk, addresses, sizes, dtypes, device, stream):
+        yield TensorTable(table, owners, [column[row] for column in columns], is_aligned)
+
+
+@functools.lru_cache(maxsize=8)  # weights, gradients and masks of a model or two
+def _tables(
+    chunk: int,
+    addresses: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, ...],
+    dtypes: tuple[tuple[torch.dtype, ...], ...],
+    device: torch.device,
+    stream: int,
+) -> list[tuple[Tensor, Tensor, int, bool]]:
+    """Return of each table the rows, their programs, a row, and whether all are aligned.
+
+    All that a table says is among the arguments, so that one of tensors that are gone does no harm. What travels on one
+    stream is not there yet on another.
+    """
     groups: dict[tuple[bool, tuple[torch.dtype, ...]], list[int]] = {}
-    # data_ptr is what a kernel needs of a tensor; the caller keeps the tensors alive until the launch is queued.
-    addresses = np.array([[tensor.data_ptr() for tensor in column] for column in columns], dtype=np.int64)
-    sizes = np.array([tensor.numel() for tensor in columns[0]], dtype=np.int64)
-    aligned = (addresses % _ALIGNED == 0).all(0) & (sizes % _ALIGNED == 0)
-    for index in sizes.nonzero()[0].tolist():
-        key = bool(aligned[index]), tuple(column[index].dtype for column in columns)
+    places, counts = np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64)
+    aligned = (places % _ALIGNED == 0).all(0) & (counts % _ALIGNED == 0)
+    for index in counts.nonzero()[0].tolist():
+        key = bool(aligned[index]), tuple(column[index] for column in dtypes)
         groups.setdefault(key, []).append(index)
+    tables = []
     for (is_aligned, _), rows in groups.items():
         # Program p belongs to row owners[p] and begins (p - first program) * chunk elements into it.
-        programs = -(-sizes[rows] // chunk)
-        table = np.vstack((addresses[:, rows], sizes[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
+        programs = -(-counts[rows] // chunk)
+        table = np.vstack((places[:, rows], counts[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
         owners = np.repeat(np.arange(len(rows)), programs)
         # One copy to the device; an odd table gets a zero, so that `owners` is 16-byte aligned behind it.
         packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
-        like = [column[rows[0]] for column in columns]
-        if like[0].is_cuda:
+        if device.type == "cuda":
             # Pinned and asynchronous: the host does not wait for the kernels before this one.
-            packed = packed.pin_memory().to(like[0].device, non_blocking=True)
-        yield TensorTable(packed[: len(table)], packed[-len(owners) :], like, is_aligned)
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        tables.append((packed[: len(table)], packed[-len(owners) :], rows[0], is_aligned))
+    return tables
 
 
 if importlib.util.find_spec("triton") is not None:

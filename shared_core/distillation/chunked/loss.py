@@ -350,7 +350,8 @@ def _sums(
         chunk_rows,
     )
     total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
-    counts = torch.tensor([count, labelled], device=student_hidden.device)
+    # made there: a copy to the device would wait
+    counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labelled)]
     return ChunkedSums(total, counts[0], soft, hard, counts[1])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+from shared_core.numerics.deferred_checks import refuse
 
 SCORERS: dict[str, type[Scorer]] = {}
 """By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""
@@ -123,13 +124,15 @@ class Scorer:
         """
         self._require_ready()
         scores = self._divided(name, self._scores(name, weight.detach()))
-        if scores.numel() and scores.max().isnan():
-            raise TrainingError(
-                f"prune {self.criterion}",
-                f"scores must be numbers, got NaN in {name}",
-                "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
-            )
+        if scores.numel():
+            refuse(scores.max().isnan(), lambda: self._nan_in(name))
         return scores
+
+    def _nan_in(self, name: str) -> TrainingError:
+        return TrainingError(
+            f"prune {self.criterion}: scores must be numbers, got NaN in {name}; look for NaN in the batches; if "
+            "training has diverged, lower the learning rate or clip gradients"
+        )
 
     @torch.no_grad()
     def part(self, name: str, weight: Tensor, where: slice) -> Tensor:

@@ -15,6 +15,7 @@ from eff_kernels.quantization import learned
 from torch import Tensor
 
 from shared_core.errors import ConfigError
+from shared_core.numerics.deferred_checks import refuse
 from shared_core.quantization.functional.affine import check_axis, check_bits, check_codes, check_floats, check_gate
 
 
@@ -162,8 +163,10 @@ def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
     # a mean over no axes would be one over all
     mean = magnitude.mean(dims) if dims else magnitude
     scale = 2 * mean / math.sqrt(qmax)
-    if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(where, "x must be finite, got NaN or infinity", "look for the step that diverged")
+    refuse(
+        ~torch.isfinite(scale).all(),
+        lambda: ConfigError(f"{where}: x must be finite, got NaN or infinity; look for the step that diverged"),
+    )
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

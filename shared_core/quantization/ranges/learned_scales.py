@@ -41,6 +41,9 @@ def _learn(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _set(module: nn.Module, name: str, value: Tensor | float) -> None:
     parameter: Any = getattr(module, name)
+    if not isinstance(value, Tensor) or (value.is_cpu and value.dim() == 0):
+        # made on the device: a copy to it would wait
+        value = torch.full((), float(value), dtype=parameter.dtype, device=parameter.device)
     fill_(parameter, torch.as_tensor(value, dtype=parameter.dtype).expand(parameter.shape))
 
 

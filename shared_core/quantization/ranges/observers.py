@@ -20,6 +20,30 @@ from shared_core.quantization.ranges.clip_search import kl_range, mse_range, per
 from shared_core.quantization.ranges.histogram import Histogram
 
 
+# a replayed CUDA graph would draw the same again
+@torch.library.custom_op("efftrain::step_noise", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def step_noise(like: Tensor, seed: int, step: Tensor, number: int) -> Tensor:
+    """Return numbers in [0, 1), a function of seed, step and layer, and of no state.
+
+    One operator, since a graph can hold no generator; the step is a tensor, since a number would be a constant of the
+    graph, which would be compiled anew for each.
+
+    Args:
+        like: Of their shape, and on their device.
+        seed: Of the run.
+        step: int64, no axes, on the CPU.
+        number: Of the layer.
+    """
+    generator = torch.Generator(device=like.device)
+    generator.manual_seed(((seed * 1_000_003 + int(step)) * 1_000_003 + number) % 2**63)
+    return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
+
+
+@step_noise.register_fake
+def _(like: Tensor, seed: int, step: Tensor, number: int) -> Tensor:
+    return like.new_empty(like.shape, dtype=torch.float32)
+
+
 class RangeBank:
     """The ranges of all observed layers of one model, one row a layer: a step costs one collective and a few ops.
 
@@ -48,7 +72,8 @@ class RangeBank:
         self.ema_constant = ema_constant
         self.noise_seed: int | None = None
         """Seeds stochastic rounding of weights; None rounds to nearest."""
-        self.num_steps = 0
+        self.step = torch.zeros((), dtype=torch.int64)
+        """Applied steps; on the CPU, where reading it waits for nothing."""
         self.totals = torch.zeros(num_layers, 2, dtype=torch.float64) if means else None  # (Σ|x|, count) of the window
         self.mean = self.taken_mean = torch.zeros(num_layers, dtype=torch.float64)
         self.rounded_gate = rounded_gate
@@ -72,7 +97,7 @@ class RangeBank:
         """Move all rows; float32 stays float32 whatever the model is cast to."""
         if device != self.device and device.type != "meta":
             for name, value in vars(self).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and name != "step":
                     setattr(self, name, value.to(device))
 
     def observe(self, index: int, x: Tensor) -> None:
@@ -93,10 +118,8 @@ class RangeBank:
         """
         if self.noise_seed is None:
             return None
-        generator = torch.Generator(device=weight.device)
-        # A key of seed, step and layer: the recomputed forward of checkpointing draws the same noise.
-        generator.manual_seed(((self.noise_seed * 1_000_003 + self.num_steps) * 1_000_003 + number) % 2**63)
-        return torch.rand(weight.shape, generator=generator, device=weight.device)
+        noise: Tensor = step_noise(weight.detach(), self.noise_seed, self.step, number)
+        return noise
 
     def clear_window(self) -> None:
         """Forget what was observed since the last `take_window`."""

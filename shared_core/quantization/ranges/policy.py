@@ -18,6 +18,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.modules.weight_views import weights_of
+from shared_core.numerics.deferred_checks import checked_together
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.layers.layer_quantizer import (
     ClippedLearnedQuantizer,
@@ -90,7 +91,8 @@ class ObservedRanges:
         bank = self.bank
         if bank.observing and not observing:
             bank.refresh()
-        bank.observing, bank.num_steps = observing and bool(self.static), step
+        bank.observing = observing and bool(self.static)
+        bank.step.fill_(step)
         bank.quantizing = bank.quantizing or quantizing
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -362,9 +364,10 @@ class LearnedRanges(ObservedRanges):
 
     def start(self) -> None:
         """Set the scales of weights from the weights that there are: fake quantisation comes on."""
-        for layer, quantizer in self._learning():
-            if quantizer.weight_scale is not None:
-                quantizer.weight_scale.start(layer)
+        with checked_together():
+            for layer, quantizer in self._learning():
+                if quantizer.weight_scale is not None:
+                    quantizer.weight_scale.start(layer)
 
     def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
         """Set the switches for the next step, and where a range has been seen what layers learn of their inputs."""
@@ -372,12 +375,15 @@ class LearnedRanges(ObservedRanges):
         self._start_inputs()
 
     def _start_inputs(self) -> None:
-        bank = self.bank
+        bank, starting = self.bank, []
         for layer, quantizer in self._learning() if bank.quantizing else ():
             learned = quantizer.learned_input
             if learned is not None and not learned.started and quantizer.has_range and quantizer.index is not None:
-                minimum, maximum = bank.ranges[quantizer.index].tolist()
-                learned.start(layer, minimum, maximum, bank.mean[quantizer.index].item())
+                starting.append((layer, learned, quantizer.index))
+        if starting:
+            rows = torch.cat((bank.ranges.double(), bank.mean[:, None]), 1).tolist()  # one read for all layers
+            for layer, learned, index in starting:
+                learned.start(layer, *rows[index])
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the window; gradients are complete: keep weight decay away."""
