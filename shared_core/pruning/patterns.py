@@ -149,7 +149,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
 def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
     """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
     mask, has_nan = ranked_n_of_m(scores, n, m, axis)
-    refuse(has_nan, lambda: ConfigError("nm_mask: scores must not be NaN"))
+    refuse(has_nan, lambda: ConfigError("nm_mask", "scores must not be NaN"))
     return mask
 
 
