@@ -5,15 +5,15 @@ import json
 
 import pytest
 import torch
+from qat_step import qat_result
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
-from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges
+from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors
 from shared_core.tools.export.compressed_tensors import exact_grid
 
@@ -27,27 +27,11 @@ FORMATS = {
 }
 
 
-def trained(model, **options):
-    """Train for a step; return the baked model, and the ranges beside it."""
-    technique = QuantizationAwareTraining(QatConfig(**options))
-    context = Context(model=model, total_steps=1)
-    technique.attach(model, context)
-    technique.begin(context)
-    model.train()
-    model(**INPUTS).logits.square().mean().backward()
-    technique.before_optimizer_step(context)
-    context.step += 1
-    technique.after_optimizer_step(context)
-    ranges = technique.deployment()["ranges"]
-    technique.finish(model, context)
-    return model.eval(), ranges
-
-
 @pytest.fixture
 def folder(make, tmp_path):
     def save(scheme="int8_dynamic", dtype=torch.float32, tied=False, **options):
         shape = {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": tied, "initializer_range": 0.3}
-        model, ranges = trained(make.language_model(**shape).to(dtype), scheme=scheme, **options)
+        model, ranges = qat_result(make.language_model(**shape).to(dtype), INPUTS, scheme=scheme, **options)
         model.save_pretrained(tmp_path / "run")
         write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
         (tmp_path / "run" / "tokenizer.json").write_text("{}")
@@ -143,7 +127,8 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         export_compressed_tensors(make.language_model(), tmp_path / "out")
     with pytest.raises(ConfigError, match="model must be one of transformers, got Linear"):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "out")
-    gpt2, _ = trained(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)), scheme="int8_weight")
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)
+    gpt2, _ = qat_result(GPT2LMHeadModel(config), INPUTS, scheme="int8_weight")
     with pytest.raises(CompatibilityError, match="must be a linear layer for compressed-tensors, got transformers'"):
         export_compressed_tensors(gpt2, tmp_path / "out")
     with torch.no_grad():
