@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -34,6 +34,7 @@ CASES = {
     "int8_dynamic and int4_weight": (
         {"scheme": "int8_dynamic", "overrides": {"*down_proj": {"scheme": "int4_weight"}}}, {}, "float16",
     ),
+    "int8_dynamic, float experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
 LARGEST = 0.05  # difference of log-probabilities: sums in another order move codes of inputs by one
@@ -92,11 +93,13 @@ def run(name: str, python: Path, folder: Path) -> bool:
     """Export a case, serve it, say its row; return whether vLLM computes what training saw."""
     options, shape, dtype = CASES[name]
     torch.manual_seed(0)
-    config = LlamaConfig(
+    experts = "num_local_experts" in shape
+    config = (MixtralConfig if experts else LlamaConfig)(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=256, max_position_embeddings=64, initializer_range=0.08, **shape,
     )  # fmt: skip
-    model, inputs = LlamaForCausalLM(config), {"input_ids": torch.randint(0, 256, (4, 32))}
+    model = (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
+    inputs = {"input_ids": torch.randint(0, 256, (4, 32))}
     floats = sum(value.numel() * 4 for value in model.parameters())
     model, ranges = qat_result(model, inputs, **options)
     reference = apply_ranges(model, ranges)

@@ -22,6 +22,7 @@ from shared_core.tools.measuring import difference, outputs
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
+_OUTPUTS = 32
 # What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -40,7 +41,8 @@ class ServedReport:
         float_layers: Layers of the same types that stay in float.
         equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
         largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
-            the largest output; None if they were not compared: transformers loads zero points of one scheme alone.
+            the largest output; None if they were not compared: transformers loads neither float experts nor zero
+            points beside other schemes.
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
     """
@@ -100,10 +102,9 @@ def export_compressed_tensors(
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
     dtype = getattr(model.config, "dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
-    # transformers loads zero points of one scheme alone (5.23)
-    mixed = len({schemes[name] for name in coded}) > 1
-    loads = not (mixed and any(schemes[name].affine for name in coded))
-    compares = verify and loads and example_inputs is not None
+    compares = (
+        verify and example_inputs is not None and _transformers_loads(exported, [schemes[name] for name in coded])
+    )
     expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
     weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
     for name in coded:
@@ -123,6 +124,17 @@ def export_compressed_tensors(
         float_layers=tuple(name for name in left if name not in names),
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
     )  # fmt: skip
+
+
+def _transformers_loads(model: nn.Module, schemes: list[LayerScheme]) -> bool:
+    """Return whether transformers loads the folder: not zero points beside other schemes, nor float experts (5.23)."""
+    mixed = len(set(schemes)) > 1 and any(scheme.affine for scheme in schemes)
+    return not mixed and not _has_experts(model)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Return whether a model has the matrices of several experts in one parameter."""
+    return any(value.dim() > 2 for value in model.parameters())
 
 
 def _check_no_conv1d(model: nn.Module) -> None:
@@ -157,6 +169,13 @@ def check_servable(name: str, module: Any, where: str) -> None:
             f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
             f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
             "choose scheme int8, int8_dynamic, int8_weight, int4_weight or fp8",
+        )
+    if scheme.input == "none" and module.out_features % _OUTPUTS:
+        raise CompatibilityError(
+            where,
+            f"{name} must have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got "
+            f"{module.out_features}",
+            "skip it in qat",
         )
     if scheme.weight == "group" and scheme.group_size not in _GROUP_SIZES:
         raise CompatibilityError(
@@ -326,12 +345,11 @@ def _write(
     shared: dict[str, Any] = {}
     for layer in layers.values():
         layer.quantization_scheme = shared.setdefault(repr(layer.quantization_scheme), layer.quantization_scheme)
-    stacked = any(value.dim() > 2 for value in exported.parameters())
     head = exported.get_output_embeddings()
     for scheme in shared.values():
         of_scheme = [name for name, layer in layers.items() if layer.quantization_scheme is scheme]
         # vLLM counts experts as "Linear", and heads not
-        everywhere = len(shared) == 1 and not stacked
+        everywhere = len(shared) == 1 and not _has_experts(exported)
         scheme.targets = ["Linear", *(name for name in of_scheme if layers[name] is head)] if everywhere else of_scheme
     for layer in layers.values():
         compress_module(layer)
@@ -390,7 +408,7 @@ def _check_outputs(
         CompatibilityError: If they differ with inputs in float.
     """
     with quiet():
-        loaded = type(model).from_pretrained(folder)
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
         outputs(loaded, inputs)  # weights are dequantised in the first forward
         found = []
         for rounds in (False, True):
@@ -398,7 +416,7 @@ def _check_outputs(
                 module.quantization_enabled = rounds
             found.append(outputs(loaded, inputs))
     plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # transformers rounds scales to 16 bits too
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # what was rounded to 16 bits is not, in float32
     if not plain <= tolerance:
         raise CompatibilityError(
             _WHERE,

