@@ -4,6 +4,7 @@ vLLM gets a virtual environment of its own in the folder that ``SERVING`` names,
 removed again. Each case is a two-layer decoder after a step of qat, exported and served; docs/serving.md has the rows.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -37,7 +38,7 @@ CASES = {
     "int8_dynamic, float experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
-LARGEST = 0.05  # difference of log-probabilities: sums in another order move codes of inputs by one
+LARGEST = 0.25  # vLLM's mean difference over the float model's: sums in another order move codes of inputs by one
 TOKENS = 16
 
 
@@ -72,21 +73,11 @@ def served(python: Path, folder: Path, dtype: str, prompts: list[list[int]]) -> 
     return json.loads(job.read_text())
 
 
-def compare(model, prompts: list[list[int]], answers: list[dict[str, list[float]]]) -> tuple[int, float, float]:
-    """Return how many of vLLM's tokens the model would choose, by what log-prob it prefers another, and the largest
-    difference of log-probs; each token behind those that vLLM chose before.
-    """
-    equal, behind, apart = 0, 0.0, 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        tokens = torch.tensor(answer["tokens"])
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer["tokens"]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        mine = logits.log_softmax(-1)
-        chosen = mine.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        equal += int((mine.argmax(-1) == tokens).sum())
-        behind = max(behind, float((mine.amax(-1) - chosen).max()))
-        apart = max(apart, float((chosen - torch.tensor(answer["logprobs"])).abs().max()))
-    return equal, behind, apart
+def logprobs(model, prompts: list[list[int]], answers: list[dict[str, list[float]]]) -> torch.Tensor:
+    """Return a model's log-probs at each token that vLLM chose, behind those that it chose before."""
+    texts = torch.tensor([prompt + answer["tokens"] for prompt, answer in zip(prompts, answers, strict=True)])
+    with torch.no_grad():
+        return model.eval()(texts, use_cache=False).logits[:, -TOKENS - 1 : -1].log_softmax(-1)
 
 
 def run(name: str, python: Path, folder: Path) -> bool:
@@ -100,7 +91,8 @@ def run(name: str, python: Path, folder: Path) -> bool:
     )  # fmt: skip
     model = (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
     inputs = {"input_ids": torch.randint(0, 256, (4, 32))}
-    floats = sum(value.numel() * 4 for value in model.parameters())
+    float_bytes = sum(value.numel() * 4 for value in model.parameters())
+    exact = copy.deepcopy(model)
     model, ranges = qat_result(model, inputs, **options)
     reference = apply_ranges(model, ranges)
     out = folder / name.replace(" ", "_").replace(",", "")
@@ -109,13 +101,22 @@ def run(name: str, python: Path, folder: Path) -> bool:
         reference.get_submodule(layer).quantizer.input = lambda module, x: x
     change = "not loaded" if report.largest_difference is None else f"{report.largest_difference:.0e}"
     if dtype is None:
-        say(f"| {name} | {change} | no kernel | | | {report.bytes / floats:.2f} |")
+        say(f"| {name} | {change} | no kernel | | | | {report.bytes / float_bytes:.2f} |")
         return True
     prompts = torch.randint(0, 256, (4, 12)).tolist()
-    equal, behind, apart = compare(reference, prompts, served(python, out, dtype, prompts))
-    total = TOKENS * len(prompts)
-    say(f"| {name} | {change} | {equal} of {total} | {apart:.0e} | {dtype} | {report.bytes / floats:.2f} |")
-    return max(behind, apart) <= LARGEST
+    answers = served(python, out, dtype, prompts)
+    tokens = torch.tensor([answer["tokens"] for answer in answers])
+    mine = logprobs(reference, prompts, answers)
+    equal = int((mine.argmax(-1) == tokens).sum())
+    plain = logprobs(exact, prompts, answers)
+    chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
+    theirs = torch.tensor([answer["logprobs"] for answer in answers])
+    apart, cost = (float((chosen - others).abs().mean()) for others in (theirs, of_float))
+    say(
+        f"| {name} | {change} | {equal} of {tokens.numel()} | {apart:.0e} | {cost:.0e} | {dtype} | "
+        f"{report.bytes / float_bytes:.2f} |"
+    )
+    return apart <= LARGEST * cost and equal >= tokens.numel() - 4  # ties
 
 
 def main(names: list[str]) -> int:
@@ -124,7 +125,8 @@ def main(names: list[str]) -> int:
         if (reason := install(environment)) is not None:
             say(f"serving: vLLM was not tested: {reason}")
             return 0
-        say("| case | transformers | vLLM: tokens | log-probs | in | bytes |\n|---|---|---|---|---|---|")
+        say("| case | transformers | vLLM: tokens | log-probs | of the float model | in | bytes |")
+        say("|---|---|---|---|---|---|---|")
         wrong = [name for name in names or CASES if not run(name, environment / "bin" / "python", Path(temporary))]
     say(f"serving: {'FAILED: ' + ', '.join(wrong) if wrong else 'passed'}, {VLLM}")
     return bool(wrong)

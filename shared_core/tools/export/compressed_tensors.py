@@ -195,7 +195,7 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
             layers = {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}
             if not known & layers.keys():
                 continue
-            found = {name: _as_served(layer) if name in known else None for name, layer in layers.items()}
+            found = {name: _as_served(layer) if name in known else "float" for name, layer in layers.items()}
             first, *others = found
             other = next((name for name in others if found[name] != found[first]), None)
             if other is not None:
@@ -207,10 +207,13 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
                 )
 
 
-def _as_served(layer: Any) -> tuple[Any, ...]:
-    qparams = layer.quantizer.qparams(layer)
+def _as_served(layer: Any) -> str:
+    """Return in words what layers that are one matrix must have in common."""
     scheme: LayerScheme = layer.quantizer.scheme
-    return (scheme, *(() if qparams is None else (float(qparams[0]), int(qparams[1]))))
+    group = f" by {scheme.group_size}" if scheme.group_size else ""
+    words = f"{scheme.weight}{group} of {scheme.weight_bits} bits, input {scheme.input}"
+    qparams = layer.quantizer.qparams(layer)
+    return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
 
 
 def exact_grid(
