@@ -297,7 +297,7 @@ _BY_TRITON = {
     f"eff_kernels::{name}"
     for name in (
         *("round_to_grid", "grid_gradients", "round_rows", "mx_round", "nvfp4_round"),
-        *("round_float_", "fp8_quantize"),
+        "round_float_",
     )
 }
 
@@ -375,8 +375,21 @@ def _state() -> Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
+def _quantized(sources: Any, dtype: torch.dtype, block: Any, rounding: Any) -> list[Any]:
+    """Stand in for `quantize_triton`, whose kernels note what they see themselves."""
+    from eff_kernels import fp8
+    from eff_kernels._triton.fp8 import Cast
+
+    found = []
+    for source in sources:
+        matrix, turned = fp8._quantize(source, dtype, block, rounding)
+        other = matrix if turned is None else turned
+        found.append(Cast(matrix.codes, matrix.scale, other.codes, other.scale, None))
+    return found
+
+
 def _patch() -> None:
-    from eff_kernels._triton import launch
+    from eff_kernels._triton import fp8, launch
 
     from shared_core.activation_compression import saved_tensors
 
@@ -412,6 +425,8 @@ def _patch() -> None:
     for name in ("empty", "zeros"):
         setattr(torch, name, _pinned(getattr(torch, name)))
     saved_tensors._PLAIN += (DeviceTensor,)
+    fp8.quantize_triton = _quantized
+    fp8.fake_quantize_triton = lambda x, dtype, by_row: x.clone()
     is_plain = launch.is_plain
     for module in list(sys.modules.values()):
         if getattr(module, "is_plain", None) is is_plain:

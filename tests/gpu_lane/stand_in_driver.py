@@ -80,17 +80,19 @@ class _Driver:
 
 
 def kernels() -> dict[str, set[str]]:
-    """Return by module the names of all kernels: the jitted functions that return nothing."""
+    """Return by module the names of all kernels: the jitted functions that return nothing, and that none calls."""
     found: dict[str, set[str]] = {}
     for module in _modules():
-        for value in vars(module).values():
-            if getattr(value, "__module__", "") == module.__name__ and _is_kernel(value):
+        own = {name: value for name, value in vars(module).items() if _is_of(value, module.__name__)}
+        called = {name for value in own.values() for name in value.fn.__code__.co_names}
+        for name, value in own.items():
+            if name not in called and value.fn.__annotations__["return"] in (None, "None"):
                 found.setdefault(module.__name__.rpartition(".")[2], set()).add(value.fn.__name__)
     return found
 
 
-def _is_kernel(value: Any) -> bool:
-    return hasattr(value, "fn") and hasattr(value, "run") and value.fn.__annotations__["return"] in (None, "None")
+def _is_of(value: Any, module: str) -> bool:
+    return getattr(value, "__module__", "") == module and hasattr(value, "fn") and hasattr(value, "run")
 
 
 def _modules() -> Iterator[Any]:
