@@ -15,31 +15,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
+from shared_core.modules.experts import StackedExperts, output_axis_of_experts
 from shared_core.modules.matching import is_transformers_conv1d
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def output_axis(module: nn.Module) -> int:
-    """Return the axis of ``module.weight`` along which the outputs lie.
+    """Return the axis of a module's weight along which the outputs lie.
 
-    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2).
+    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2); of stacked
+    experts 1 or 2.
 
     Example:
         >>> output_axis(nn.Linear(4, 2)), output_axis(nn.ConvTranspose1d(4, 2, 3))
         (0, 1)
     """
-    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module))
+    stacked = output_axis_of_experts(module)
+    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module)) if stacked is None else stacked
 
 
 def input_axis(module: nn.Module) -> int:
-    """Return the axis of ``module.weight`` along which the inputs lie.
+    """Return the axis of a module's weight along which the inputs lie.
 
     Example:
         >>> input_axis(nn.Linear(4, 2))
         1
     """
-    return 1 - output_axis(module)
+    return (3 if isinstance(module, StackedExperts) else 1) - output_axis(module)
 
 
 _Conv = nn.modules.conv._ConvNd
