@@ -290,6 +290,8 @@ def _num_weights(found: Matched) -> int:
     weight = getattr(module, found.parameter or "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
+    if stacks := expert_weights(module):
+        return sum(value.numel() for value in stacks.values())
     # a recurrent layer has several, ``weight_ih_l0`` and so on, attention ``in_proj_weight``
     return sum(value.numel() for name, value in module.named_parameters(recurse=False) if "weight" in name)
 

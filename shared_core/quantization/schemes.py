@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shared_core.errors import ConfigError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import options_by_module
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.config import QatConfig
@@ -92,6 +93,12 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
     resolved = {}
     for name, layer in layers.items():
         own = config
+        if isinstance(layer, StackedExperts) and "activation_bits" in options[name]:
+            raise ConfigError(
+                "qat.overrides",
+                f"activation_bits must be left out for stacked experts, whose inputs stay in float, got {name}",
+                "name its weight_bits alone",
+            )
         if options[name]:
             # an override of the scheme starts from that scheme's own widths
             base = {} if "scheme" in options[name] else _widths(config)
@@ -130,8 +137,9 @@ def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme
         change["activation_bits"] = config.activation_bits
         if scheme.input == "none":
             change["input"] = "static"
-    if isinstance(layer, nn.Embedding):
-        change |= {"input": "none", "activation_bits": 0}  # its input is indices
+    if isinstance(layer, nn.Embedding | StackedExperts):
+        # indices; what an expert multiplies is made inside, of its own tokens
+        change |= {"input": "none", "activation_bits": 0}
     if scheme.weight == "group":
         change["group_size"] = _group_size(config, name, layer)
     return dataclasses.replace(scheme, **change)

@@ -10,6 +10,7 @@ from torch import nn
 
 from shared_core.errors import EffError
 from shared_core.low_rank import load as load_factorised
+from shared_core.modules.experts import StackedExperts
 
 CELLS = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in REFUSED]
 CLIP = 1.0  # the Hugging Face Trainer's default; Lightning's is not to clip
@@ -63,7 +64,7 @@ def check_share(told, weights):
 COUNTED = {
     "prune": check_prune,
     "cluster": check_share,
-    "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding)),
+    "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding, StackedExperts)),
     "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
     "distill": lambda told, weights: told["batches"] == STEPS and "warning" not in told,
     "checkpointing": lambda told, weights: told["recomputations"] == STEPS * told["blocks"] > 0,

@@ -11,7 +11,12 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
+
+from hf_eff import attach
+from shared_core import Recipe
 
 VOCAB = 32
 _SIZES = {
@@ -41,3 +46,23 @@ def stacks(model: Any) -> dict[str, Tensor]:
     """By name the parameters that stack experts, with the axis of the inputs last."""
     found = {name: weight.detach() for name, weight in model.state_dict().items() if weight.ndim == 3}
     return {name: weight.mT if "GptOss" in type(model).__name__ else weight for name, weight in found.items()}
+
+
+def fit(kind: str, recipe: dict[str, Any], folder: Any, resume: Any = None, steps: int = 8) -> Any:
+    """Return the Trainer of a run with a recipe, which saves every four steps."""
+    trainer = Trainer(
+        model=mixture(kind),
+        args=TrainingArguments(
+            str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
+            save_strategy="steps", save_steps=4, report_to="none", use_cpu=True, disable_tqdm=True,
+        ),
+        train_dataset=rows(),
+    )  # fmt: skip
+    attach(trainer, Recipe.from_dict(recipe))
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    """The loss of every step."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from mixtures import KINDS, mixture, rows, stacks
+from mixtures import KINDS, fit, losses, mixture, rows, stacks
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
-from hf_eff import attach
 from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.modules.experts import expert_weights
@@ -15,23 +14,12 @@ from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning import prune
 from shared_core.pruning.regularizers import add_group_lasso_gradient_
 
-STEPS = 8
 PRUNE = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
 UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
 
 
 def train(kind, options, folder, resume=None):
-    trainer = Trainer(
-        model=mixture(kind),
-        args=TrainingArguments(
-            str(folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
-            save_strategy="steps", save_steps=4, report_to="none", use_cpu=True, disable_tqdm=True,
-        ),
-        train_dataset=rows(),
-    )  # fmt: skip
-    attach(trainer, Recipe.from_dict({"prune": {**PRUNE, **options}}))
-    trainer.train(resume_from_checkpoint=resume and str(resume))
-    return trainer
+    return fit(kind, {"prune": {**PRUNE, **options}}, folder, resume)
 
 
 def shares(model):
@@ -42,8 +30,7 @@ def shares(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_prunes_experts_saves_their_zeros_and_resumes_exactly(kind, tmp_path):
     whole = train(kind, {}, tmp_path / "whole")
-    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
+    assert losses(whole)[-1] < losses(whole)[0]
     again = train(kind, {}, tmp_path / "again", resume=tmp_path / "whole" / "checkpoint-4")
     state, other = whole.model.state_dict(), again.model.state_dict()
     assert all(torch.equal(value, other[name]) for name, value in state.items())
