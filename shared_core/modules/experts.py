@@ -63,6 +63,15 @@ def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return found if isinstance(module, StackedExperts) else {}
 
 
+def gates_between_products(module: nn.Module) -> bool:
+    """Return whether what the second stack multiplies is what the module's own ``_apply_gate`` returns.
+
+    So transformers' batched and grouped products call it; its eager loops gate in their own code.
+    """
+    how = getattr(vars(module).get("config"), "_experts_implementation", None)
+    return vars(module).get("has_gate") is True and how in ("batched_mm", "grouped_mm")
+
+
 def matrices(module: nn.Module, tensor: Tensor) -> tuple[Tensor, ...]:
     """Return a tensor of the shape of a module's weight as the matrix of each layer: of each expert, or itself."""
     return tensor.unbind(0) if isinstance(module, StackedExperts) else (tensor,)

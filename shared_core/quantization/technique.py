@@ -97,7 +97,7 @@ class QuantizationAwareTraining(Technique):
                 swap(module, quantizer)
         if floats := self.float_inputs:
             named = ", ".join(floats[:5])
-            context.note(f"qat: {named} are quantised in their weights alone: inputs of stacked experts stay in float")
+            context.note(f"qat: {named} are quantised in their weights alone: inputs of these experts stay in float")
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
         # Tied modules: every key of the state dict leads to the layer whose quantiser knows the grid.
@@ -114,9 +114,10 @@ class QuantizationAwareTraining(Technique):
 
     @property
     def float_inputs(self) -> list[str]:
-        """Stacked experts whose inputs the scheme would quantise: each expert multiplies its own tokens inside."""
+        """Stacked experts whose inputs stay in float though the scheme quantises those of other layers."""
         asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
-        return [name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts)]
+        found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
+        return [name for name in found if self.schemes[name].input == "none"]
 
     def _find_folds(self, model: nn.Module) -> dict[str, str]:
         if not self.config.fold_batch_norm:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
-from shared_core.modules.experts import StackedExperts
+from shared_core.errors import CompatibilityError
+from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.noise import SignalToNoise
@@ -110,15 +111,28 @@ class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
 class _FakeQuantExperts(_FakeQuant):
     # reads its parameters as attributes, whatever multiplies them; dynamo does not follow attributes that come and go
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the stock module computes with fake-quantised stacks; its inputs stay in float."""
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stock module computes with fake-quantised stacks, and tokens if the scheme has theirs."""
+        if self.quantizer.scheme.input != "none":
+            if not gates_between_products(self):
+                raise CompatibilityError(
+                    "qat",
+                    "experts implementation must stay batched_mm or grouped_mm where inputs of experts are quantised, "
+                    f"got {self.config._experts_implementation}",
+                    "set it before training, or take a scheme of weights alone",
+                )
+            input = self.quantizer.input(self, input)
         stacks = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
         try:
             vars(self).update(stacks)  # found before the parameters of these names
-            return STOCK[own_class(self)].forward(self, *args, **kwargs)
+            return STOCK[own_class(self)].forward(self, input, *args, **kwargs)
         finally:
             for name in stacks:
                 del vars(self)[name]
+
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        hidden: Tensor = STOCK[own_class(self)]._apply_gate(self, gate_up)  # type: ignore[attr-defined]
+        return hidden if self.quantizer.scheme.input == "none" else self.quantizer.input(self, hidden)
 
 
 FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {

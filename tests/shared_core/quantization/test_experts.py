@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges, convert, quantize, quantize_with_report
-from shared_core.quantization.functional.quantizers import quantize_weight
+from shared_core.quantization.functional.quantizers import quantize_input, quantize_weight
 from shared_core.quantization.post_training.quantize import quantized_bytes
 from shared_core.quantization.schemes import SCHEMES
 
@@ -32,9 +32,8 @@ def test_each_expert_is_quantised_as_a_linear_layer_of_its_own(kind, scheme):
     net = mixture(kind).eval()
     quantized, report = quantize_with_report(net, scheme)
     found = next(entry for entry in report.layers if entry["name"] == EXPERTS)
-    assert found["input"] == "none"
-    told = [note for note in report.notes if f"{EXPERTS} are quantised in their weights alone" in note]
-    assert len(told) == (SCHEMES[scheme].input != "none")
+    assert found["input"] == SCHEMES[scheme].input
+    assert not any("weights alone" in note for note in report.notes)
     saved = report.ranges[EXPERTS]
     for name, weight in stacks(quantized).items():
         for expert, exact in zip(weight, stacks(net)[name], strict=True):
@@ -46,7 +45,47 @@ def test_each_expert_is_quantised_as_a_linear_layer_of_its_own(kind, scheme):
     assert quantized_bytes(quantized) < quantized_bytes(net)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4_weight"])
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "fp8", "mxfp4", "int8_dynamic_int4_weight"])  # token by token
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_products_of_each_token_have_quantised_inputs(kind, implementation, scheme):
+    net = mixture(kind)
+    net.set_experts_implementation(implementation)
+    quantized = quantize(net, scheme)
+    stock, experts = net.get_submodule(EXPERTS), quantized.get_submodule(EXPERTS)
+    up, down = stacks(quantized).values() if kind == "gpt_oss" else (experts.gate_up_proj, experts.down_proj)
+    biases = [getattr(stock, f"{name}_proj_bias", None) for name in ("gate_up", "down")]
+    own = experts.quantizer.scheme
+    tokens, weights = torch.randn(5, 16), torch.rand(5, 2)
+    index = torch.tensor([[0, 2], [1, 3], [2, 3], [0, 1], [3, 0]])
+
+    def product(x, matrices, bias, expert):
+        made = quantize_input(stock, x, own) @ matrices[expert].T
+        return made if bias is None else made + bias[expert]
+
+    rows = []
+    for token, chosen, shares in zip(tokens, index, weights, strict=True):
+        hidden = [stock._apply_gate(product(token[None], up, biases[0], expert)) for expert in chosen]
+        made = [product(one, down, biases[1], expert)[0] for one, expert in zip(hidden, chosen, strict=True)]
+        rows.append(sum(share * one for share, one in zip(shares, made, strict=True)))
+    with torch.no_grad():
+        torch.testing.assert_close(experts(tokens, index, weights), torch.stack(rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
+def test_inputs_that_are_not_seen_stay_in_float_and_are_told(scheme):
+    net = mixture("mixtral")
+    net.set_experts_implementation("eager")
+    _, report = quantize_with_report(net, scheme, [{"input_ids": IDS}])
+    assert next(entry for entry in report.layers if entry["name"] == EXPERTS)["input"] == "none"
+    assert f"{EXPERTS} are quantised in their weights alone" in report.notes[0]
+    quantized = quantize(mixture("mixtral"), "int8_dynamic")
+    quantized.set_experts_implementation("eager")
+    with pytest.raises(CompatibilityError, match="experts implementation must stay batched_mm or grouped_mm"):
+        quantized(IDS)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int4_weight"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_on_the_grid_saves_it_and_resumes_exactly(kind, scheme, tmp_path):
     recipe = {"qat": {"scheme": scheme, "begin": 2}, "prune": {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}}
@@ -55,7 +94,7 @@ def test_a_run_trains_on_the_grid_saves_it_and_resumes_exactly(kind, scheme, tmp
     again = fit(kind, recipe, tmp_path / "again", tmp_path / "whole" / "checkpoint-4")
     state = whole.model.state_dict()
     assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in state.items())
-    levels = 256 if scheme == "int8" else 16
+    levels = 16 if scheme == "int4_weight" else 256
     for weight in stacks(whole.model).values():
         assert max(len(row.unique()) for row in weight.flatten(0, 1).unflatten(1, (-1, 8)).flatten(0, 1)) <= levels
         assert (weight == 0).any()
@@ -103,7 +142,7 @@ def test_learned_ranges_and_stochastic_rounding_leave_experts_on_their_own_scale
 
 def test_what_cannot_be_is_refused_or_told():
     with pytest.raises(ConfigError, match="activation_bits must be left out for stacked experts"):
-        quantize(mixture("mixtral"), {"scheme": "int8_weight", "overrides": {"*.experts": {"activation_bits": 8}}})
+        quantize(mixture("mixtral"), {"scheme": "int8", "overrides": {"*.experts": {"activation_bits": 8}}})
     adapted = get_peft_model(mixture("mixtral"), LoraConfig(target_parameters=["mlp.experts.down_proj"]))
     with pytest.raises(CompatibilityError, match=r"adapters compute with the sum of its stacks"):
         quantize(adapted, {"scheme": "int8_weight", "include": ["MixtralExperts"]})
