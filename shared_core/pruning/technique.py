@@ -205,15 +205,16 @@ class Pruning(Technique):
         for note in self._policy.layers_report()["notes"]:
             context.note(note)
         self._policy.store.apply()
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that what the masks prune is 0, of biases and norms of pruned units too."""
+        # Counted once all techniques have finished, for the receipt too: rounding to a grid makes further zeros.
         self._counted = {
             name: weight.numel() - int(whole(weight.detach()).count_nonzero())
             for name, weight in self._policy.weights.items()
             if is_sharded(weight)
         }
-
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
-        """Return that what the masks prune is 0, of biases and norms of pruned units too."""
-        counted = {entry["name"]: entry["pruned"] for entry in report["tensors"]}
+        counted = {entry["name"]: entry["pruned"] for entry in report["tensors"]} | self._counted
         packed = self._policy.store.packed().items()
         return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 

@@ -68,6 +68,8 @@ def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, r
     monkeypatch.chdir(folder / "one")
     alone, saved = train(RECIPES[recipe])
     assert_close(first["ended"], alone, recipe)
+    for entry in first["ended"]["report"].get("prune", {}).get("tensors", ()):
+        assert entry["pruned"] == int((first["ended"]["weights"][entry["name"]] == 0).sum()), entry["name"]
     assert first["saved"]["session"].keys() == saved["session"].keys()
     if "lottery" in RECIPES[recipe]:
         assert_one_ticket(folder, RECIPES[recipe]["lottery"], first["ended"]["report"]["lottery"])

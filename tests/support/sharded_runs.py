@@ -53,6 +53,11 @@ RECIPES = {
     "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+    # weights that stayed small become zeros of the grid too
+    "int4-taylor": {
+        "qat": {"scheme": "int4_weight", "group_size": 8, "begin": 2},
+        "prune": {"criterion": "taylor", **GROWING},
+    },
     "lottery": {"lottery": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
     "ticket-second": {"lottery": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
     "ticket-rate": {"lottery": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
@@ -70,7 +75,7 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
-SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
+SHARDED_LATER = ("qat-lsq", "int4-taylor", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
