@@ -215,5 +215,5 @@ def write_table() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+    os.environ["TRITON_INTERPRET"] = "0"
     write_table()
