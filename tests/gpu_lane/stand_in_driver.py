@@ -80,17 +80,19 @@ class _Driver:
 
 
 def kernels() -> dict[str, set[str]]:
-    """Return by module the names of all kernels: the jitted functions that return nothing."""
+    """Return by module the names of all kernels: the jitted functions that return nothing and that no other calls."""
     found: dict[str, set[str]] = {}
     for module in _modules():
-        for value in vars(module).values():
-            if getattr(value, "__module__", "") == module.__name__ and _is_kernel(value):
+        jitted = {name: value for name, value in vars(module).items() if hasattr(value, "fn") and hasattr(value, "run")}
+        called = {name for value in jitted.values() for name in value.fn.__code__.co_names}
+        for name, value in jitted.items():
+            if value.__module__ == module.__name__ and name not in called and _returns_nothing(value):
                 found.setdefault(module.__name__.rpartition(".")[2], set()).add(value.fn.__name__)
     return found
 
 
-def _is_kernel(value: Any) -> bool:
-    return hasattr(value, "fn") and hasattr(value, "run") and value.fn.__annotations__["return"] in (None, "None")
+def _returns_nothing(value: Any) -> bool:
+    return value.fn.__annotations__["return"] in (None, "None")
 
 
 def _modules() -> Iterator[Any]:
