@@ -11,6 +11,7 @@ help:
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
+	@echo "make test-serving exported folders in vLLM, in an environment of its own, beside what training saw"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
@@ -54,6 +55,9 @@ package: # needs an index; 3 minutes of CPU beside what the downloads take
 test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest runs one; some 15 minutes each on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(END)
 
+test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 4 minutes beside what the download takes
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,5 +84,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix check fmt bench bench-gpu cost replicas docs
+.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

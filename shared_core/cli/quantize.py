@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights, bar
-from shared_core.cli.export import load_quantized
 from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
+from shared_core.cli.quantized_models import load_quantized
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.json_yaml import json_text

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -170,7 +171,12 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
     out = {place: reason for name, reason in touched.left_out.items() for place in (_around(name)[0], name)}
     skip: tuple[str, ...] = getattr(config, "skip", ())
     # by the name of a layer around the weight too, such as one that peft has given adapters
-    skipped = named_by(skip, counted.holders) | named_by({*skip} - {"first", "last"}, counted.modules)
+    globs = {*skip} - {"first", "last"}
+    skipped = named_by(skip, counted.holders) | named_by(globs, counted.modules)
+    # of stacked experts the parameter's own name
+    skipped |= {
+        name for one in counted.multiplying for name in one.names if any(fnmatchcase(name, glob) for glob in globs)
+    }
     within = unasked = 0
     left: dict[str, tuple[int, int]] = {}
     for weight in counted.multiplying:

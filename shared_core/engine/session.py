@@ -20,6 +20,7 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import claims, compatibility, coverage, live_sessions, model_guards, preview
 from shared_core.engine.claims import Where
+from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
@@ -32,14 +33,15 @@ from shared_core.errors import CheckpointError, EffError, ReceiptError, Training
 
 
 def _state_of(
-    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History
-) -> dict[str, Any]:
+    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History,
+    experts: ExpertUse,
+) -> dict[str, Any]:  # fmt: skip
     """Return the state as plain values and tensors."""
     return {
         "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
         "generator": context.generator.get_state(), "history": history.state_dict(),
         "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
-        "buffers": context.left_out.changed(),
+        "buffers": context.left_out.changed(), "experts": experts.state_dict(),
     }  # fmt: skip
 
 
@@ -64,8 +66,9 @@ def _reading(key: str) -> Iterator[None]:
 
 
 def _restore(
-    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
-) -> tuple[Mapping[str, Any], int]:
+    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History,
+    experts: ExpertUse,
+) -> tuple[Mapping[str, Any], int]:  # fmt: skip
     """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
 
     Raises:
@@ -79,6 +82,7 @@ def _restore(
         context.generator.set_state(state["generator"])
         history.load_state_dict(state.get("history", {}))
         context.left_out.put_back(state.get("buffers", {}))
+        experts.load_state_dict(state.get("experts", {}))
     context.step = step
     _refuse_foreign(saved, techniques)
     for key, technique in techniques.items():
@@ -188,6 +192,7 @@ class Session:
         self._validated: tuple[int, dict[str, float]] | None = None
         self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = self._is_on_plan = True
+        self._experts = ExpertUse()
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
         self._claims: claims.Claims = {}
         self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
@@ -279,6 +284,8 @@ class Session:
             for technique in reversed(attached):
                 technique.detach(model)
             raise
+        if self.coverage:
+            self._experts.watch(model)
         self.context = context
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -447,6 +454,7 @@ class Session:
         self._is_saving = True
         try:
             self._refuse_changed()
+            self._experts.join()
             with self._entered(self._hooks.saving, baked):
                 yield
         finally:
@@ -575,6 +583,7 @@ class Session:
             model_guards.refuse_changed(self.techniques, self.context)
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
+            self._experts.join()
             self._tell_counts(self._means.differing())
             self._tell_end(self.context)
             # In the order of the end, which is not that of attaching: see `finishes_after`.
@@ -605,6 +614,8 @@ class Session:
                 self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
         if is_short or (planned is not None and applied > planned):
             self.note(f"steps: {applied} were applied, {planned} were planned")
+        if experts := self._experts.told():
+            self.note(experts)
 
     def claims_of(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""
@@ -648,6 +659,7 @@ class Session:
         if self.context is None or self._finished:
             return
         self._steps.close()
+        self._experts.close()
         try:
             self._final_reports = self._reports()  # stock layers have nothing left to tell
         finally:
@@ -679,7 +691,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return _state_of(context, self.techniques, self.recipe, self.skipped, self._history)
+        return _state_of(context, self.techniques, self.recipe, self.skipped, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
@@ -688,7 +700,7 @@ class Session:
             CheckpointError: If the state is not a session's.
         """
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
-        recipe, self.skipped = _restore(state, context, self.techniques, self._history)
+        recipe, self.skipped = _restore(state, context, self.techniques, self._history, self._experts)
         self._restored = {*state["techniques"]}
         # Weights of a checkpoint are others than those that were last validated.
         context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
@@ -741,6 +753,7 @@ class Session:
                 "unreached": self.unreached(),
                 "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
                 "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
+                "experts_without_tokens": self._experts.without_tokens(),
                 **self._history.told(),
                 "notes": list(self.notes),
             },

@@ -82,10 +82,10 @@ def next_masks(
     """
     scores = RankedScores(weights, masks, _Magnitude({}))
     held = dict(zip(masks, count_kept([*masks.values()]), strict=True))
-    left = [held.get(name, weights[name].numel()) for name in scores.names]
+    left = [held.get(name, weights[name].numel()) for name in scores.owners]
     if isinstance(rates, Mapping):
         found = {}
-        for index, (name, count) in enumerate(zip(scores.names, left, strict=True)):
+        for index, (name, count) in enumerate(zip(scores.owners, left, strict=True)):
             # A rate is of what is left, `prune_mask` takes a share of all: keep is converted, with one weight left at
             # least.
             keep = max(count - round(rates[name] * count), min(count, 1))
@@ -96,7 +96,7 @@ def next_masks(
     # Gone already, plus the rate of what is left: the sparsity that all tensors reach together.
     sparsity = (numel - sum(left) + round(rates * sum(left))) / numel
     limits = layer_limits(most_of_a_tensor(most, sparsity), sparsity, [tensor.numel() for tensor in scores.tensors])
-    return dict(zip(scores.names, prune_masks(scores, sparsity, limits), strict=True))
+    return dict(zip(scores.owners, prune_masks(scores, sparsity, limits), strict=True))
 
 
 def most_of_a_tensor(most: float | None, sparsity: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.modules.experts import StackedExperts, expert_weights
 
 _PLACES = ("first", "last")
 # but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for,
@@ -29,10 +30,19 @@ _NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$|^log_|
 
 @dataclass(frozen=True)
 class Matched:
-    """A module that a technique may touch: its dotted name, without compile and wrapper prefixes, and itself."""
+    """A module that a technique may touch: its dotted name, without compile and wrapper prefixes, and itself.
+
+    Of a module that stacks experts there is one for each parameter.
+    """
 
     name: str
     module: nn.Module
+    parameter: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The module's name, and the parameter's."""
+        return (self.name, f"{self.name}.{self.parameter}".lstrip(".")) if self.parameter else (self.name,)
 
 
 def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
@@ -162,8 +172,9 @@ def match_modules(
         model: Searched through, itself included.
         types: Module types that the technique can handle; subclasses count.
         where: The technique, for errors.
-        include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all.
-            A pattern must match a module that the technique can handle.
+        include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all. Of
+            stacked experts the parameter's name too (``"*.experts.down_proj"``). A pattern must match a module that
+            the technique can handle.
         skip: The same; wins over `include`. A pattern here must match some module of the model.
         min_size: Smallest number of weights; modules without a weight of their own are left out in any case.
 
@@ -176,7 +187,12 @@ def match_modules(
         ['0']
     """
     names = {plain_name(name): module for name, module in model.named_modules()}
-    able = [Matched(name, module) for name, module in names.items() if isinstance(module, types)]
+    able = [
+        Matched(name, module, parameter)
+        for name, module in names.items()
+        if isinstance(module, types)
+        for parameter in (expert_weights(module) if StackedExperts in types else ()) or ("",)
+    ]
     if not able:
         kinds = ", ".join(kind.__name__ for kind in types)
         raise MatchError(where, f"must match at least one module, but {type(model).__name__} has no {kinds}")
@@ -185,12 +201,12 @@ def match_modules(
         if pattern in _PLACES:
             # "last" is index 1 in _PLACES: times -1 it is -1, and "first" stays 0.
             return found is able[_PLACES.index(pattern) * -1]
-        return _fits(pattern, found.name, found.module)
+        return any(_fits(pattern, name, found.module) for name in found.names)
 
     include, skip = list(include), list(skip)
     for pattern in include:
         if not any(hit(pattern, found) for found in able):
-            known = [found.name for found in able]
+            known = [name for found in able for name in found.names]
             raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
@@ -206,7 +222,7 @@ def match_modules(
         if (not include or any(hit(pattern, found) for pattern in include))
         and not any(hit(pattern, found) for pattern in skip)
         # An empty weight has nothing to change, whatever min_size is.
-        and _num_weights(found.module) >= max(min_size, 1)
+        and _num_weights(found) >= max(min_size, 1)
     ]
     if not chosen:
         raise MatchError(
@@ -269,10 +285,13 @@ def _fits(pattern: str, name: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
 
 
-def _num_weights(module: nn.Module) -> int:
-    weight = getattr(module, "weight", None)
+def _num_weights(found: Matched) -> int:
+    module = found.module
+    weight = getattr(module, found.parameter or "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
+    if stacks := expert_weights(module):
+        return sum(value.numel() for value in stacks.values())
     # a recurrent layer has several, ``weight_ih_l0`` and so on, attention ``in_proj_weight``
     return sum(value.numel() for name, value in module.named_parameters(recurse=False) if "weight" in name)
 

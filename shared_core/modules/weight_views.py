@@ -15,31 +15,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
+from shared_core.modules.experts import StackedExperts, expert_weights, output_axis_of_experts
 from shared_core.modules.matching import is_transformers_conv1d
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def output_axis(module: nn.Module) -> int:
-    """Return the axis of ``module.weight`` along which the outputs lie.
+    """Return the axis of a module's weight along which the outputs lie.
 
-    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2).
+    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2); of stacked
+    experts 1 or 2.
 
     Example:
         >>> output_axis(nn.Linear(4, 2)), output_axis(nn.ConvTranspose1d(4, 2, 3))
         (0, 1)
     """
-    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module))
+    stacked = output_axis_of_experts(module)
+    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module)) if stacked is None else stacked
 
 
 def input_axis(module: nn.Module) -> int:
-    """Return the axis of ``module.weight`` along which the inputs lie.
+    """Return the axis of a module's weight along which the inputs lie.
 
     Example:
         >>> input_axis(nn.Linear(4, 2))
         1
     """
-    return 1 - output_axis(module)
+    return (3 if isinstance(module, StackedExperts) else 1) - output_axis(module)
 
 
 _Conv = nn.modules.conv._ConvNd
@@ -180,7 +183,9 @@ RECURRENT = (nn.LSTM, nn.GRU)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold a layer's weights, by name; a recurrent layer has several, all 2-D.
+    """Return the parameters that hold a layer's weights, by name.
+
+    A recurrent layer has several, all 2-D, and so have stacked experts, 3-D.
 
     Example:
         >>> list(weights_of(nn.GRU(3, 5))), list(weights_of(nn.Linear(3, 5)))
@@ -191,6 +196,8 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     }
     if isinstance(module, RECURRENT):
         return found
+    if stacks := expert_weights(module):
+        return stacks
     weight = module._parameters.get("weight")
     return {} if weight is None else {"weight": weight}
 
@@ -200,7 +207,7 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
 
     Args:
         module: The layer; transformers' Conv1D keeps its outputs on the second axis, and a transposed convolution its
-            output channels, group by group.
+            output channels, group by group. Of stacked experts the rows of one follow those of another.
         weight: Its weight.
 
     Example:
@@ -210,6 +217,8 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
     """
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
+    if (axis := output_axis_of_experts(module)) is not None:
+        return (weight if axis == 1 else weight.mT).flatten(0, 1)
     return weight.t() if is_transformers_conv1d(module) else weight.flatten(1)
 
 
@@ -217,6 +226,9 @@ def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
     """Return `rows`, as `as_rows` made them, in the shape of the weight `like`."""
     if is_transformers_conv1d(module):
         return rows.t()
+    if output_axis_of_experts(module) == 2:
+        # as the parameter lies in memory: products of other layouts may differ in their last bits
+        return rows.view(like.mT.shape).mT.contiguous()
     if not isinstance(module, TRANSPOSED):
         return rows.view(like.shape)
     shape = len(rows), like.shape[0] // module.groups, *like.shape[2:]

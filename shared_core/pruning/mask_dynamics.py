@@ -17,6 +17,7 @@ from torch import Tensor
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of, whole, whole_of
 from shared_core.engine.technique import Context
+from shared_core.modules.experts import StackedExperts, matrices
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskPolicy, clear_moments_
 from shared_core.pruning.scorers import Scorer
@@ -97,7 +98,7 @@ class RigL(MaskPolicy):
     def choose(
         self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return `rigl_mask` of every weight, scored by magnitude; one without a gradient keeps its mask."""
+        """Return `rigl_mask` of every layer's weight, scored by magnitude; one without a gradient keeps its mask."""
         if not self.store:
             return super().choose(context, sparsity, own, unseen)
         begin, end = self.schedule.begin, self.schedule.end
@@ -105,8 +106,12 @@ class RigL(MaskPolicy):
         masks, gone = dict(self.store), self.store.num_pruned
         for name, gradient in self._dense.items():  # a sharded one is gathered by itself, on every process
             weight = self.weights[name]
-            live = masks[name].numel() - gone[name]
-            masks[name] = rigl_mask(whole(weight.detach()).abs(), whole_of(gradient, weight), masks[name], share, live)
+            module, scores = self.targets.modules[name], whole(weight.detach()).abs()
+            each = (matrices(module, tensor) for tensor in (scores, whole_of(gradient, weight), masks[name]))
+            is_stack = isinstance(module, StackedExperts)
+            live = None if is_stack else masks[name].numel() - gone[name]
+            moved = [rigl_mask(score, grad, mask, share, live) for score, grad, mask in zip(*each, strict=True)]
+            masks[name] = torch.stack(moved) if is_stack else moved[0]
         return masks
 
     def end_step(self) -> None:

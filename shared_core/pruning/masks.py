@@ -19,13 +19,14 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.modules.experts import StackedExperts, matrices, matrix_names
 from shared_core.numerics.deferred_checks import checked_together, read_together
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, select_weights
-from shared_core.pruning.targets import Targets
+from shared_core.pruning.targets import Targets, block_of
 
 
 class MaskStore(Mapping[str, Tensor]):
@@ -370,7 +371,7 @@ class MaskPolicy:
         scored = {name: weight for name, weight in self.weights.items() if name not in kept}
         # Pruned weights rank below all: without that a live weight of 0 could take the place of one.
         scores = RankedScores(scored, store if self.stays_pruned else {}, self.scorer)
-        return kept | select_weights(self.config, self.targets.modules, scores, sparsity, own)
+        return kept | select_weights(self.config, self.targets.modules, scored, scores, sparsity, own)
 
     def take(self, context: Context, masks: Mapping[str, Tensor]) -> None:
         """Put new masks in place of those there were."""
@@ -409,16 +410,41 @@ class MaskPolicy:
     @property
     def own(self) -> Mapping[str, float]:
         """By layer the share that it loses by itself at the end."""
-        return self.targets.own
+        modules = self.targets.modules
+        return {
+            matrix: share
+            for name, share in self.targets.own.items()
+            for matrix in matrix_names(name, modules[name], len(self.weights[name]))
+        }
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Return by layer how many there are of what is pruned whole, and how many of them are gone."""
-        store = self.store
         if self.config.granularity != "block":
-            return {name: (store.weights[name].numel(), store.num_pruned[name]) for name in store}
-        tiles = {name: block_scores(mask.float(), self.config.block_size) > 0 for name, mask in store.items()}
-        counts = zip(tiles.items(), count_kept([*tiles.values()]), strict=True)
-        return {name: (kept.numel(), kept.numel() - count) for (name, kept), count in counts}
+            return self._lost()
+        tiles = {
+            matrix: block_scores(mask.float(), block_of(self.config, self.targets.modules[name])) > 0
+            for name, masks in self._matrices(self.store).items()
+            for matrix, mask in masks.items()
+        }
+        return _lost_of(tiles)
+
+    def _lost(self) -> dict[str, tuple[int, int]]:
+        """Return by matrix how many weights it has, and how many of them are gone."""
+        found: dict[str, tuple[int, int]] = {}
+        for name in (name for name in self.store if name in self.targets.modules):
+            if not isinstance(self.targets.modules[name], StackedExperts):
+                found[name] = self.store.weights[name].numel(), self.store.num_pruned[name]
+                continue
+            found |= _lost_of(self._matrices([name])[name])
+        return found
+
+    def _matrices(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Return by weight the masks of its matrices."""
+        found = {}
+        for name in names:
+            module, mask = self.targets.modules[name], self.store[name]
+            found[name] = dict(zip(matrix_names(name, module, len(mask)), matrices(module, mask), strict=True))
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return what the receipt tells of units."""
@@ -426,36 +452,41 @@ class MaskPolicy:
 
     def layers_report(self) -> dict[str, Any]:
         """Return by which scope layers lost what they did, which could not give more, and what a user should know."""
-        config, store = self.config, self.store
+        config = self.config
         capped: list[str] = []
         if config.layers_differ:
             alone = self.own
             others = {name: counts for name, counts in self.layers().items() if name not in alone}
             capped = at_limit(config.most_of_a_layer, config.sparsity, others)
-        reached = [name for name in store if name in self.targets.modules]
-        counts = {name: (store.weights[name].numel(), store.num_pruned[name]) for name in reached}
         return {
             "scope": config.resolved_scope if config.layers_differ or config.granularity == "layer" else "local",
             "max_layer_sparsity": config.most_of_a_layer if config.layers_differ else None,
             "capped": capped,
             "overrides": dict(self.targets.sparsities),
-            "notes": limit_notes(config.key, config.most_of_a_layer, capped, counts),
+            "notes": limit_notes(config.key, config.most_of_a_layer, capped, self._lost()),
             "note": NOTES.get(config.granularity, UNITS_NOTE),
         }
 
 
-def weights_report(weights: Mapping[str, Tensor], counted: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many weights are zero, of each tensor and in all, counted in the weights.
+def _lost_of(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    counts = zip(masks.items(), count_kept([*masks.values()]), strict=True)
+    return {name: (mask.numel(), mask.numel() - kept) for (name, mask), kept in counts}
+
+
+def weights_report(targets: Targets, counted: Mapping[str, int]) -> dict[str, Any]:
+    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights.
 
     Args:
-        weights: By name.
+        targets: The weights.
         counted: By name the zeros of sharded weights as they were last counted: gathering needs every process, and a
             receipt is written by one.
     """
     tensors: list[dict[str, Any]] = []
-    for name, weight in weights.items():
+    for name, weight in targets.weights().items():
         pruned = counted.get(name, 0) if is_sharded(weight) else weight.numel() - int(weight.detach().count_nonzero())
         entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "pruned": pruned}
+        if isinstance(targets.modules[name], StackedExperts) and not is_sharded(weight):
+            entry["experts"] = [matrix.numel() - int(matrix.count_nonzero()) for matrix in weight.detach()]
         tensors.append({**entry, "sparsity": pruned / weight.numel()})
     numel, pruned = sum(entry["numel"] for entry in tensors), sum(entry["pruned"] for entry in tensors)
     return {"tensors": tensors, "numel": numel, "pruned": pruned, "sparsity": pruned / numel if numel else 0.0}

@@ -153,7 +153,7 @@ def prune(
     told = policy.report()
     return PruneReport(
         masks=dict(policy.store),
-        **weights_report(weights, policy.store.num_pruned),
+        **weights_report(targets, policy.store.num_pruned),
         criterion=config.criterion,
         granularity=config.granularity,
         left_out=targets.left_out,

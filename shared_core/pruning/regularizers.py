@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import MatchError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import plain_name, weight_of
 from shared_core.modules.weight_views import output_axis
 
@@ -29,7 +30,9 @@ def add_l1_gradient_(gradient: Tensor, weight: Tensor, strength: float) -> None:
 
 
 @torch.no_grad()
-def add_group_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, *, axis: int) -> None:
+def add_group_lasso_gradient_(
+    gradient: Tensor, weight: Tensor, strength: float, *, axis: int | tuple[int, ...]
+) -> None:
     """Add the gradient of ``strength·Σ_g √p_g·‖w_g‖₂`` in place; a group is what one output of the layer owns.
 
     ``strength·√p_g·w_g/‖w_g‖₂`` with p_g the weights of a group, 0 for a group that is zero (Yuan and Lin 2006;
@@ -39,7 +42,7 @@ def add_group_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
         gradient: Of the weight's shape; changed in place.
         weight: Two or more dimensions.
         strength: Factor of the penalty, at least 0.
-        axis: The output axis.
+        axis: The output axis; of stacked experts with that of the experts.
 
     Example:
         >>> gradient = torch.zeros(2, 2)
@@ -50,13 +53,14 @@ def add_group_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
     """
     # float32 at least: squares of half-precision weights vanish below 2e-4.
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    others = [dim for dim in range(weight.ndim) if dim != axis]
+    kept = (axis,) if isinstance(axis, int) else axis
+    others = [dim for dim in range(weight.ndim) if dim not in kept]
     # Squares in float64: those of float32 weights below 1e-19 would be 0, and the direction undefined.
     norms = weight.double().square().sum(others, keepdim=True).sqrt()
     # a group of zeros is divided by 1; strength / norm itself would overflow where weights are subnormal
     # w / ‖w‖ is at most 1 whatever the scale.
     directions = weight / norms.masked_fill(norms == 0, 1.0).to(weight.dtype)
-    per_group = weight.numel() / weight.shape[axis]
+    per_group = weight.numel() / norms.numel()
     gradient.add_(directions.to(gradient.dtype), alpha=strength * per_group**0.5)
 
 
@@ -113,7 +117,8 @@ class Penalty:
             if weight.grad is None:
                 continue
             if self.kind == "group_lasso":
-                add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=output_axis(module))
+                axes = (0,) * isinstance(module, StackedExperts) + (output_axis(module),)
+                add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=axes)
             else:
                 add_l1_gradient_(weight.grad, weight, self.strength)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import input_axis
 from shared_core.numerics.deferred_checks import read_together, refuse
 from shared_core.pruning.config import PruneConfig
@@ -28,6 +29,7 @@ from shared_core.pruning.patterns import (
 )
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
+from shared_core.pruning.targets import block_of
 
 # Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
 _PIECE = 1 << 21
@@ -353,6 +355,8 @@ def _listed(names: Sequence[str]) -> str:
 class RankedScores(Sequence[Tensor]):
     """The scores of several weights, computed on access, with what is pruned already below everything.
 
+    Of a weight that stacks experts each expert's matrix is one of them: `names` and `owners` say whose.
+
     Args:
         weights: By name, in the order in which ties are broken; whole.
         masks: The whole masks so far; empty where pruned weights compete again.
@@ -360,11 +364,16 @@ class RankedScores(Sequence[Tensor]):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], scorer: Scorer) -> None:
-        self.names = list(weights)
-        self.tensors = list(weights.values())
+        modules = scorer.modules
+        parts = {name: len(weight) if _is_stacked(modules.get(name)) else 0 for name, weight in weights.items()}
+        self.owners = [name for name, num in parts.items() for _ in range(num or 1)]
+        """The weight that each matrix is of, in the order in which ties are broken."""
+        self._experts = [expert for num in parts.values() for expert in (range(num) if num else [None])]
+        self.tensors = [_like(weights[n], expert) for n, expert in zip(self.owners, self._experts, strict=True)]
         """What the scores are of: their shapes and devices, without computing a score."""
         self._weights, self._masks, self._scorer = weights, masks, scorer
-        sharded = any(hasattr(weight, "device_mesh") for weight in self.tensors)
+        self._last: tuple[str, Tensor] | None = None  # of stacked experts, whose matrices are asked for one by one
+        sharded = any(hasattr(weight, "device_mesh") for weight in weights.values())
         # others compute the whole tensor for every slice, and a sharded one is gathered whole
         streams = scorer.criterion in ("magnitude", "random", "taylor", "fisher", "movement") and not sharded
         self.part: Callable[[int, slice], Tensor] | None = self._part if streams else None
@@ -372,10 +381,17 @@ class RankedScores(Sequence[Tensor]):
         """What pruned weights score where `part` does not rank them lower; None while nothing is pruned."""
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.owners)
 
     def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        name = self.names[index]
+        name, expert = self.owners[index], self._experts[index]
+        if expert is None:
+            return self._of(name)
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._of(name)
+        return self._last[1][expert]
+
+    def _of(self, name: str) -> Tensor:
         scores = self._scorer.scores(name, whole(self._weights[name]))
         if name in self._masks:
             # -inf, not 0: live scores may be negative (movement), or 0.
@@ -388,17 +404,38 @@ class RankedScores(Sequence[Tensor]):
         A pruned weight's is what its value of 0 scores, where that is the lowest score there is: ranking it below live
         zeros is left to ``self[index]``, which is slower. Where it is not the lowest it is ranked below all here.
         """
-        name = self.names[index]
+        name, expert = self.owners[index], self._experts[index]
+        if expert is not None:
+            start, stop, _ = where.indices(numel := self.tensors[index].numel())
+            where = slice(expert * numel + start, expert * numel + stop)
         scores = self._scorer.part(name, self._weights[name], where)
         # Their scores are 0 already and nothing is lower, so `_part` needs no masks.
         if name not in self._masks or self._scorer.zero_is_lowest:
             return scores
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
 
+    def joined(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return by weight what was chosen of each matrix."""
+        found: dict[str, list[Tensor]] = {}
+        for name, mask in zip(self.owners, masks, strict=True):
+            found.setdefault(name, []).append(mask)
+        stacked = {name for name, expert in zip(self.owners, self._experts, strict=True) if expert is not None}
+        return {name: torch.stack(parts) if name in stacked else parts[0] for name, parts in found.items()}
+
+
+def _is_stacked(module: nn.Module | None) -> bool:
+    return isinstance(module, StackedExperts)
+
+
+def _like(weight: Tensor, expert: int | None) -> Tensor:
+    """Return a tensor as one matrix of a weight is, of no values; indexing a sharded one would gather it."""
+    return weight if expert is None else weight.new_empty(()).expand(weight.shape[1:])
+
 
 def select_weights(
     config: PruneConfig,
     modules: Mapping[str, nn.Module],
+    weights: Mapping[str, Tensor],
     scores: RankedScores,
     sparsity: float,
     own: Mapping[str, float],
@@ -407,32 +444,36 @@ def select_weights(
 
     Args:
         config: Criterion, granularity and scope.
-        modules: By the names of the scores, the module whose ``weight`` each is.
-        scores: Of all weights within reach.
+        modules: By the names of the weights, the module that holds each.
+        weights: Those within reach.
+        scores: Of all of them.
         sparsity: Share to prune, in [0, 1).
         own: By name the share of those weights that are pruned by themselves.
     """
-    names = scores.names
-    alone = [own.get(name) for name in names]
+    owners = scores.owners
+    alone = [own.get(name) for name in owners]
     if config.granularity == "n_m":
         kept, of = config.kept_of
-        found = (nm_mask_of_scores(scores[i], kept, of, axis=input_axis(modules[name])) for i, name in enumerate(names))
-        return dict(zip(names, found, strict=True))
+        # from the end: a matrix of stacked experts has one axis less than the parameter
+        axes = [input_axis(modules[name]) - weights[name].ndim for name in owners]
+        return scores.joined([nm_mask_of_scores(scores[i], kept, of, axis=axis) for i, axis in enumerate(axes)])
     if config.criterion == "wanda":
         # Each output row by itself: rows lose the same share, so scope has no part in it.
-        return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(names)}
+        return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(owners)}
     if config.granularity == "block":
-        tiles = [block_scores(scores[i], config.block_size) for i in range(len(names))]
+        blocks = [block_of(config, modules[name]) for name in owners]
+        tiles = [block_scores(scores[i], block) for i, block in enumerate(blocks)]
         masks = _by_scope(config, tiles, sparsity, alone)
         shapes = [tensor.shape for tensor in scores.tensors]
-        masks = [expand_blocks(*pair, config.block_size) for pair in zip(masks, shapes, strict=True)]
+        masks = [expand_blocks(*each) for each in zip(masks, shapes, blocks, strict=True)]
     else:
         masks = _by_scope(config, scores, sparsity, alone)
+    found = scores.joined(masks)
     if config.threshold is not None:
         # A threshold caps what goes: |w| at or above it stays, even if the sparsity is then not reached.
-        above = [below_threshold_mask(whole(weight), config.threshold) for weight in scores.tensors]
-        masks = [mask | kept for mask, kept in zip(masks, above, strict=True)]
-    return dict(zip(names, masks, strict=True))
+        for name, mask in found.items():
+            mask |= below_threshold_mask(whole(weights[name]), config.threshold)
+    return found
 
 
 def _by_scope(

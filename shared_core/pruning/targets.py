@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError
+from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
 from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name, weight_of
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
@@ -24,9 +25,15 @@ _NEVER_CALLED = (
     "attention reads its weight and never calls it, so that its inputs are not seen; take criterion magnitude or "
     "taylor, without cost flops or energy"
 )
+_NO_EXPERTS_INPUTS = (
+    "multiplies each expert's own tokens inside, where they are not seen; take criterion magnitude or taylor, without "
+    "cost flops or energy"
+)
 _NO_INPUTS = "computes with it inside, where its inputs are not seen; take criterion magnitude or taylor"
 LEFT_ALONE = "left dense by overrides, sparsity 0"
+_LEFT_OUT = "left out by include, skip or min_size"
 _NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
+_UNABLE = (_NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS)
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -73,18 +80,19 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     once, only if all of them are chosen (so an output layer tied to an embedding stays dense); a frozen
     tensor only if `config.include` names its module; a ``weight`` that is computed (weight norm, another
     parametrisation) or not floating point never. Biases and other vectors are never pruned. Attention's packed
-    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units. What
-    `config.overrides` gives sparsity 0 is left out.
+    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units; so are
+    those of stacked experts, each of which is a layer. What `config.overrides` gives sparsity 0 is left out.
 
     Raises:
         MatchError: If nothing is left, or a pattern of `config.overrides` matches nothing that is pruned.
         CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
-    types = (*prunable_types(model), *_PACKED)
+    types: tuple[type[nn.Module], ...] = (*prunable_types(model), *_PACKED, StackedExperts)
     chosen = match_modules(
         model, types, where="prune", include=config.include, skip=config.skip, min_size=config.min_size
     )
     places = {found.module: found.name for found in chosen}
+    stacked = {id(found.module._parameters[found.parameter]) for found in chosen if found.parameter}
     # By tensor: one that several modules hold (tied) is pruned only if all of them are within reach.
     holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
@@ -99,7 +107,9 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
-        if reason and reason.endswith((_NEVER_CALLED, _NO_INPUTS, _NO_UNITS)) and place in config.include:
+        if reason is None and isinstance(module, StackedExperts) and id(parameter) not in stacked:
+            reason = _LEFT_OUT
+        if reason and reason.endswith(_UNABLE) and not {place, full_name}.isdisjoint(config.include):
             raise CompatibilityError("prune", f"include must name layers that can be scored, got {place}: {reason}")
         if reason is None:
             modules[full_name] = module
@@ -129,6 +139,9 @@ def _own_sparsities(
     """Return the sparsity of each weight that an override names by any of the modules that hold it."""
     places = {name: [place for place, _, _ in holders[weight_of(name, module)]] for name, module in modules.items()}
     named = {place: module for held in holders.values() for place, module, _ in held}
+    for name in (name for name, module in modules.items() if isinstance(module, StackedExperts)):
+        places[name].append(name)  # after the module's: what names the parameter itself counts
+        named[name] = modules[name]
     layers = {place: named[place] for found in places.values() for place in found}
     options = options_by_module("prune", config.override_options(), layers, "pruned layer")
     return {
@@ -180,17 +193,28 @@ def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -
 def _refuse_nothing_of_weights(
     config: PruneConfig, modules: dict[str, nn.Module], sparsities: Mapping[str, float]
 ) -> None:
-    shapes = {name: weight_of(name, module).shape for name, module in modules.items()}
-    sizes = [shape.numel() for shape in shapes.values()]
-    if config.granularity == "block":
-        rows, columns = config.block_size
-        # Tiles at the border count as tiles.
-        sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes.values()]
-    elif config.criterion == "wanda":
-        sizes = [shape.numel() // shape[output_axis(modules[name])] for name, shape in shapes.items()]
-    own = {name: share for name, share in sparsities.items() if name in modules}
-    what = "blocks" if config.granularity == "block" else "weights"
-    refuse_nothing(config, dict(zip(shapes, sizes, strict=True)), what, own)
+    sizes: dict[str, int] = {}
+    own: dict[str, float] = {}
+    for name, module in modules.items():
+        shape = weight_of(name, module).shape
+        for matrix in matrix_names(name, module, shape[0]):
+            one = shape[1:] if matrix != name else shape
+            sizes[matrix] = one.numel()
+            if config.granularity == "block":
+                rows, columns = block_of(config, module)
+                # Tiles at the border count as tiles.
+                sizes[matrix] = -(-one[0] // rows) * -(-one[1:].numel() // columns)
+            elif config.criterion == "wanda":
+                sizes[matrix] //= shape[output_axis(module)]
+            if name in sparsities:
+                own[matrix] = sparsities[name]
+    refuse_nothing(config, sizes, "blocks" if config.granularity == "block" else "weights", own)
+
+
+def block_of(config: PruneConfig, module: nn.Module) -> tuple[int, int]:
+    """Return the size of a tile along the first and the other axes of a layer's matrix."""
+    outputs, inputs = config.block_size
+    return (inputs, outputs) if isinstance(module, StackedExperts) and output_axis(module) == 2 else (outputs, inputs)
 
 
 def _reason(
@@ -206,13 +230,17 @@ def _reason(
         place, module, name = outside[0]
         tied = f"shared with {place or 'the model'}: " if len(outside) < len(held_by) else ""
         if isinstance(module, types) and _is_pruned(module, name, parameter):
-            return f"{tied}left out by include, skip or min_size"
+            return f"{tied}{_LEFT_OUT}"
         return f"{tied}{type(module).__name__}.{name} is not a weight that is pruned"
     if not parameter.is_floating_point():
         return f"not floating point ({parameter.dtype})"
     if not parameter.requires_grad and not config.include:
         return "frozen; name its module in include to prune it"
     module = held_by[0][1]
+    if isinstance(module, StackedExperts):
+        if config.granularity in UNITS:
+            return f"{type(module).__name__} {_NO_UNITS}"
+        return f"{type(module).__name__} {_NO_EXPERTS_INPUTS}" if config.watches_layers else None
     if config.watches_layers and own_class(module) is NonDynamicallyQuantizableLinear:
         return _NEVER_CALLED
     if isinstance(module, _PACKED):
@@ -227,6 +255,8 @@ def _reason(
 
 def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Return whether a tensor that a chosen module holds under this name is one that is pruned."""
+    if isinstance(module, StackedExperts):
+        return name in expert_weights(module)
     return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"
 
 

@@ -265,7 +265,7 @@ class Pruning(Technique):
         """Return per tensor how many weights are zero, counted in the weights, and what was left dense."""
         policy = self._policy
         return {
-            **weights_report(policy.targets.weights(), {**policy.store.num_pruned, **self._counted}),
+            **weights_report(policy.targets, {**policy.store.num_pruned, **self._counted}),
             "begin_step": self._schedule.begin,
             "end_step": self._schedule.end,
             "last_update_step": self._last_update,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from shared_core.errors import ConfigError
+from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import options_by_module
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.config import QatConfig
@@ -97,6 +98,12 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
             base = {} if "scheme" in options[name] else _widths(config)
             own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
         resolved[name] = _layer_scheme(own, name, layer)
+        if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
+            raise ConfigError(
+                "qat.overrides",
+                f"activation_bits must be left out for stacked experts whose inputs stay in float, got {name}",
+                "name its weight_bits alone, or take int8_dynamic",
+            )
     _check_shared(layers, resolved)
     return resolved
 
@@ -130,8 +137,12 @@ def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme
         change["activation_bits"] = config.activation_bits
         if scheme.input == "none":
             change["input"] = "static"
-    if isinstance(layer, nn.Embedding):
-        change |= {"input": "none", "activation_bits": 0}  # its input is indices
+    # of experts both products' tokens, whose second are made inside; an embedding's inputs are indices
+    seen = change.get("input", scheme.input) in ("token", "fp8", "mxfp4", "nvfp4") and gates_between_products(layer)
+    if isinstance(layer, nn.Embedding) or (
+        isinstance(layer, StackedExperts) and not seen
+    ):  # an embedding's are indices
+        change |= {"input": "none", "activation_bits": 0}
     if scheme.weight == "group":
         change["group_size"] = _group_size(config, name, layer)
     return dataclasses.replace(scheme, **change)

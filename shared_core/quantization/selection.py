@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import Matched, match_modules, own_class, plain_name, read_past_forward
 from shared_core.modules.weight_views import weights_of
-from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_conv1d
+from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
 
 _BASE = ".base_layer"
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"
@@ -38,7 +39,7 @@ def select_layers(
         CompatibilityError: If a layer that was asked for by name or type cannot be quantised, a matched one holds
             codes of bitsandbytes, or the model already has quantisers.
     """
-    know_conv1d(model)
+    know_layers(model)
     if any(is_quantized(module) for module in model.modules()):
         raise CompatibilityError("qat", "model must have no quantisers yet", "detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
@@ -120,6 +121,8 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
             "load the model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip "
             "the layer",
         )
+    if isinstance(found.module, StackedExperts) and found.name.removesuffix(_BASE) in adapted:
+        return "peft's adapters compute with the sum of its stacks and their own"
     if any(getattr(adapted.get(found.name.removesuffix(_BASE)), "use_dora", {}).values()):
         return "DoRA computes with its float weight too"
     return None

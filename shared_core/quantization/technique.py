@@ -15,6 +15,7 @@ from shared_core.engine.claims import Claim
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import own_class, plain_name
 from shared_core.modules.weight_views import weights_of
@@ -35,7 +36,7 @@ from shared_core.quantization.layers.plain_state import own_parameters
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schedule import moments_told, resolve_moments
-from shared_core.quantization.schemes import LayerScheme, layer_schemes
+from shared_core.quantization.schemes import SCHEMES, LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
 
 
@@ -94,6 +95,9 @@ class QuantizationAwareTraining(Technique):
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
                 swap(module, quantizer)
+        if floats := self.float_inputs:
+            named = ", ".join(floats[:5])
+            context.note(f"qat: {named} are quantised in their weights alone: inputs of these experts stay in float")
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
         # Tied modules: every key of the state dict leads to the layer whose quantiser knows the grid.
@@ -107,6 +111,13 @@ class QuantizationAwareTraining(Technique):
         }
         # the state dict of a layer under adapters of lora has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
+
+    @property
+    def float_inputs(self) -> list[str]:
+        """Stacked experts whose inputs stay in float though the scheme quantises those of other layers."""
+        asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
+        found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
+        return [name for name in found if self.schemes[name].input == "none"]
 
     def _find_folds(self, model: nn.Module) -> dict[str, str]:
         if not self.config.fold_batch_norm:
@@ -310,6 +321,7 @@ class QuantizationAwareTraining(Technique):
             ],
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
+            "float_inputs": self.float_inputs,
             "batch_norms_beside": dict(self._unfolded),
             "per_layer": layers,
         }

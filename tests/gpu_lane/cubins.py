@@ -90,11 +90,16 @@ def read(architecture: str, samples: Sequence[Sample]) -> list[Code]:
     return codes
 
 
-def _text(cubin: bytes) -> tuple[bytes, int]:
-    """Return the instructions in an ELF file, and how many lie before those of subroutines."""
+def _sections(cubin: bytes) -> dict[str, bytes]:
+    """Return the sections of an ELF file by name."""
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
-    sections = {_name(cubin, headers[names][4] + name): cubin[at : at + length] for name, *_, at, length in headers}
+    return {_name(cubin, headers[names][4] + name): cubin[at : at + length] for name, *_, at, length in headers}
+
+
+def _text(cubin: bytes) -> tuple[bytes, int]:
+    """Return the instructions in an ELF file, and how many lie before those of subroutines."""
+    sections = _sections(cubin)
     (text,) = (section for name, section in sections.items() if name.startswith(".text."))
     ends = [len(text)]
     for name, _, _, _, offset, _ in struct.iter_unpack("<IBBHQQ", sections[".symtab"]):
@@ -114,7 +119,8 @@ def _line(address: str, opcode: str, rest: str) -> _Line:
 
 
 def _code(sample: Sample, lines: list[_Line], start: int) -> Code:
-    registers = re.findall(rb"\x04\x2f\x08\x00....(....)", sample.cubin, re.DOTALL)  # EIATTR_REGCOUNT
+    info = _sections(sample.cubin)[".nv.info"]
+    registers = re.findall(rb"\x04\x2f\x08\x00....(....)", info, re.DOTALL)  # EIATTR_REGCOUNT
     times = [1.0] * len(lines)
     loops = [(line.target - start, at) for at, line in enumerate(lines) if line.opcode.startswith("BRA")]
     for first, last in sorted(loops, key=lambda loop: loop[0] - loop[1]):  # inner ones last

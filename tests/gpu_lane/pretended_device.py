@@ -20,14 +20,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
@@ -47,6 +46,24 @@ _COPIES = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_")
 _INDEXES = ("aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put")
 # A tensor without axes on the CPU counts as a number there, beside all that works element by element.
 _TAKES_NUMBERS = ("aten::masked_fill", "aten::masked_fill_", "aten::fill_", *_INDEXES)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what lies in lists, tuples and dictionaries; torch's own trees take twice as long."""
+    if isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(change, part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_mapped(change, part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return change(value)
 
 
 class MixedDevicesError(RuntimeError):
@@ -164,7 +181,7 @@ class PretendedDevice(TorchDispatchMode):
     def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the operator returns on the device."""
         name = func._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_ours = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
         wanted = kwargs.get("device")
         goes_here = is_ours if wanted is None else torch.device(wanted).type == "cuda"
@@ -206,7 +223,7 @@ class PretendedDevice(TorchDispatchMode):
         if name not in _COPIES:
             return
         source = args[1] if name != "aten::_to_copy" else args[0]
-        from_here = any(isinstance(leaf, DeviceTensor) for leaf in tree_leaves(source))
+        from_here = any(isinstance(leaf, DeviceTensor) for leaf in _leaves(source))
         if from_here and not goes_here and is_ours:
             if blocks or name == "aten::_to_copy" or not _is_pinned(args[0]):
                 self.waited("to host")
@@ -247,7 +264,7 @@ def _refuse_mixed(func: Any, name: str, tensors: list[Tensor]) -> None:
 
 
 def _refuse_generator(name: str, args: Any, kwargs: Any, goes_here: bool) -> None:
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in _leaves((args, kwargs)):
         if isinstance(leaf, torch._C.Generator) and (leaf._cdata in DeviceGenerator.on_device) != goes_here:
             raise MixedDevicesError(f"{name}: a generator of another device than the tensors' at {_place()}")
 
@@ -260,7 +277,7 @@ def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             return leaf.values
         return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
 
-    args, kwargs = tree_map(plain, args), tree_map(plain, kwargs)
+    args, kwargs = _mapped(plain, args), _mapped(plain, kwargs)
     if "pin_memory" in kwargs:
         kwargs["pin_memory"] = False
     if name in ("aten::_softmax", "aten::_log_softmax") and args[2]:  # 16 bits in, 32 out
@@ -280,15 +297,15 @@ _BY_TRITON = {
     f"eff_kernels::{name}"
     for name in (
         *("round_to_grid", "grid_gradients", "round_rows", "mx_round", "nvfp4_round"),
-        *("round_float_", "fp8_quantize"),
+        "round_float_",
     )
 }
 
 
 def _like_declared(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what the operator says that it returns: of the first tensor's shape its numbers, else ones."""
-    first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    first = next(leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    args, kwargs = _mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
     def filled(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -296,7 +313,7 @@ def _like_declared(func: Any, args: Any, kwargs: Any) -> Any:
         made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
         return made.copy_(first if leaf.shape == first.shape else torch.ones(()))
 
-    return tree_map(filled, func(*args, **kwargs))
+    return _mapped(filled, func(*args, **kwargs))
 
 
 def _work(tensors: Any) -> Any:
@@ -313,7 +330,7 @@ def _returned(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written[frozenset(argument.alias_info.before_set)] = value
-            for leaf in tree_leaves(value):
+            for leaf in _leaves(value):
                 if isinstance(leaf, DeviceTensor) and leaf.shape != leaf.values.shape:
                     raise NotImplementedError(f"{func} changes the shape of its argument: make it part of the device")
     returns = func._schema.returns
@@ -321,7 +338,7 @@ def _returned(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     def of(declared: Any, value: Any) -> Any:
         if declared.alias_info is not None and frozenset(declared.alias_info.before_set) in written:
             return written[frozenset(declared.alias_info.before_set)]
-        return tree_map(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        return _mapped(lambda leaf: DeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
     if len(returns) == 1:
         return of(returns[0], out)
@@ -358,8 +375,21 @@ def _state() -> Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
+def _quantized(sources: Any, dtype: torch.dtype, block: Any, rounding: Any) -> list[Any]:
+    """Stand in for `quantize_triton`, whose kernels note what they see themselves."""
+    from eff_kernels import fp8
+    from eff_kernels._triton.fp8 import Cast
+
+    found = []
+    for source in sources:
+        matrix, turned = fp8._quantize(source, dtype, block, rounding)
+        other = matrix if turned is None else turned
+        found.append(Cast(matrix.codes, matrix.scale, other.codes, other.scale, None))
+    return found
+
+
 def _patch() -> None:
-    from eff_kernels._triton import launch
+    from eff_kernels._triton import fp8, launch
 
     from shared_core.activation_compression import saved_tensors
 
@@ -395,6 +425,8 @@ def _patch() -> None:
     for name in ("empty", "zeros"):
         setattr(torch, name, _pinned(getattr(torch, name)))
     saved_tensors._PLAIN += (DeviceTensor,)
+    fp8.quantize_triton = _quantized
+    fp8.fake_quantize_triton = lambda x, dtype, by_row: x.clone()
     is_plain = launch.is_plain
     for module in list(sys.modules.values()):
         if getattr(module, "is_plain", None) is is_plain:

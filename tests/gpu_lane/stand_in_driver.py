@@ -80,19 +80,19 @@ class _Driver:
 
 
 def kernels() -> dict[str, set[str]]:
-    """Return by module the names of all kernels: the jitted functions that return nothing and that no other calls."""
+    """Return by module the names of all kernels: the jitted functions that return nothing, and that none calls."""
     found: dict[str, set[str]] = {}
     for module in _modules():
-        jitted = {name: value for name, value in vars(module).items() if hasattr(value, "fn") and hasattr(value, "run")}
-        called = {name for value in jitted.values() for name in value.fn.__code__.co_names}
-        for name, value in jitted.items():
-            if value.__module__ == module.__name__ and name not in called and _returns_nothing(value):
+        own = {name: value for name, value in vars(module).items() if _is_of(value, module.__name__)}
+        called = {name for value in own.values() for name in value.fn.__code__.co_names}
+        for name, value in own.items():
+            if name not in called and value.fn.__annotations__["return"] in (None, "None"):
                 found.setdefault(module.__name__.rpartition(".")[2], set()).add(value.fn.__name__)
     return found
 
 
-def _returns_nothing(value: Any) -> bool:
-    return value.fn.__annotations__["return"] in (None, "None")
+def _is_of(value: Any, module: str) -> bool:
+    return getattr(value, "__module__", "") == module and hasattr(value, "fn") and hasattr(value, "run")
 
 
 def _modules() -> Iterator[Any]:

@@ -347,7 +347,8 @@ def check(case: Case, name: str, dtype: torch.dtype | None, folder: Path, capsys
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_step_mixes_devices_or_waits(name, dtype, tmp_path, capsys):
-    dtype = torch.float16 if "loss_scale" in name else dtype
+    if name.startswith("loss_scale"):
+        dtype = torch.float16
     check(CASES[name], name, dtype, tmp_path, capsys)
 
 

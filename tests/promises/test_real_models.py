@@ -1,15 +1,18 @@
 """The promises on models as users train them: a mixture of experts, a tied language model, a ResNet with batch norm."""
 
+import promise_drivers
 import promise_table
 import pytest
 import torch
+from mixtures import KINDS, mixture
 from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
-from real_models import BATCH, MODELS, RECIPES, REFUSED, STEPS, recipe_for, use
+from real_models import BATCH, GROWING, MODELS, RECIPES, REFUSED, STEPS, VOCAB, recipe_for, use
 from stopped_runs import copied
 from torch import nn
 
 from shared_core.errors import EffError
 from shared_core.low_rank import load as load_factorised
+from shared_core.modules.experts import StackedExperts
 
 CELLS = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in REFUSED]
 CLIP = 1.0  # the Hugging Face Trainer's default; Lightning's is not to clip
@@ -63,7 +66,7 @@ def check_share(told, weights):
 COUNTED = {
     "prune": check_prune,
     "cluster": check_share,
-    "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding)),
+    "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding, StackedExperts)),
     "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
     "distill": lambda told, weights: told["batches"] == STEPS and "warning" not in told,
     "checkpointing": lambda told, weights: told["recomputations"] == STEPS * told["blocks"] > 0,
@@ -95,6 +98,23 @@ def test_three_drivers_train_the_same_weights_and_their_receipts_say_what_happen
         assert told.keys() | by_plugin == recipe_for(train.model, train.recipe).keys() | by_plugin
         for key in told.keys() & COUNTED.keys():
             assert COUNTED[key](told[key], end.weights) in (True, None), (name, key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stacked_experts_of_either_layout_train_alike_in_three_drivers(kind, tmp_path, monkeypatch):
+    use("moe", monkeypatch.setattr)
+    for module in (promise_table, promise_drivers):
+        monkeypatch.setattr(module, "make_net", lambda *_, **__: mixture(kind, vocab_size=VOCAB))
+    recipe = {"prune": {**GROWING, "scope": "local"}, "qat": {"scheme": "int8_dynamic", "begin": 2}}
+    options = {"max_steps": STEPS, "batch": BATCH}
+    ends = {"bare": run_bare(recipe)}
+    ends["hf"] = run_hf(recipe, tmp_path / "hf", **options)
+    ends["lightning"] = run_lightning(recipe, tmp_path / "lightning", **options)
+    for name, end in ends.items():
+        assert difference(ends["bare"].weights, end.weights) is None, name
+        check_prune(end.receipt["techniques"]["prune"], end.weights)
+        (experts,) = (one for one in end.receipt["techniques"]["qat"]["per_layer"] if one["name"].endswith("experts"))
+        assert experts["input"] == "token"
 
 
 def check_plain(front_end, path, factorised):

@@ -469,7 +469,8 @@ def _sweep(sources: Sequence[Source], made: Sequence[Cast], constants: dict[str,
     turning = any(source.both or source.x.stride(1) != 1 for source in sources)
     # of a few long rows wide tiles
     height = 128 if turning else min(64, triton.next_power_of_2(max(source.x.shape[0] for source in sources)))
-    width = _TILE // height
+    tile = _TILE // 2 if turning and any(source.x.itemsize == 4 for source in sources) else _TILE  # or registers spill
+    width = tile // height
     counts = [
         min(_PROGRAMS, triton.cdiv(source.x.shape[0], height) * triton.cdiv(source.x.shape[1], width))
         for source in sources

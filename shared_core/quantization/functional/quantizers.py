@@ -13,6 +13,7 @@ from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_grou
 from eff_kernels.quantization.low_bit import binarize, ternarize
 from torch import Tensor, nn
 
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.quantization.functional.low_bit import mxfp4_fake_quantize, nvfp4_fake_quantize
 from shared_core.quantization.schemes import LayerScheme
@@ -97,7 +98,11 @@ def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, nois
         tensor([[3., 1.]])
     """
     noise = None if noise is None else as_rows(module, noise)
-    rows = _QUANTIZE_WEIGHT[scheme.weight](as_rows(module, weight), scheme, noise)
+    quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
+    if scheme.weight == "nvfp4" and isinstance(module, StackedExperts):  # a tensor scale for each expert
+        rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
+    else:
+        rows = quantize(rows, scheme, noise)
     return from_rows(module, rows, weight)
 
 

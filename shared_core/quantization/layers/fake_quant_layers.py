@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
+from shared_core.errors import CompatibilityError
+from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.noise import SignalToNoise
@@ -110,6 +112,33 @@ class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
     """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
 
 
+class _FakeQuantExperts(_FakeQuant):
+    # reads its parameters as attributes, whatever multiplies them; dynamo does not follow attributes that come and go
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stock module computes with fake-quantised stacks, and tokens if the scheme has theirs."""
+        if self.quantizer.scheme.input != "none":
+            if not gates_between_products(self):
+                raise CompatibilityError(
+                    "qat",
+                    "experts implementation must stay batched_mm or grouped_mm where inputs of experts are quantised, "
+                    f"got {self.config._experts_implementation}",
+                    "set it before training, or take a scheme of weights alone",
+                )
+            input = self.quantizer.input(self, input)
+        stacks = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
+        try:
+            vars(self).update(stacks)  # found before the parameters of these names
+            return STOCK[own_class(self)].forward(self, input, *args, **kwargs)
+        finally:
+            for name in stacks:
+                del vars(self)[name]
+
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        hidden: Tensor = STOCK[own_class(self)]._apply_gate(self, gate_up)  # type: ignore[attr-defined]
+        return hidden if self.quantizer.scheme.input == "none" else self.quantizer.input(self, hidden)
+
+
 FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FakeQuantLinear,
     nn.Conv1d: FakeQuantConv1d,
@@ -125,12 +154,17 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 
 
-def know_conv1d(model: nn.Module) -> None:
-    """Add transformers' Conv1D, GPT-2's linear layer, to the layers known if a model has it: it is not imported."""
-    for kind in conv1d_of(model):
+def know_layers(model: nn.Module) -> None:
+    """Add to the layers known what transformers has and a model holds: Conv1D, GPT-2's linear layer, stacked experts.
+
+    It is not imported.
+    """
+    experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
+    made = [*((kind, _FakeQuant) for kind in conv1d_of(model)), *((kind, _FakeQuantExperts) for kind in experts)]
+    for kind, base in made:
         if kind not in FAKE_QUANT:
-            about = {"__doc__": "transformers' Conv1D on fake-quantised weight and input.", "__module__": __name__}
-            FAKE_QUANT[kind] = type("FakeQuantConv1D", (_FakeQuant, kind), about)
+            about = {"__doc__": f"transformers' {kind.__name__}, fake-quantised.", "__module__": __name__}
+            FAKE_QUANT[kind] = type(f"FakeQuant{kind.__name__}", (base, kind), about)
             STOCK[FAKE_QUANT[kind]] = kind
 
 
@@ -139,7 +173,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
 
     Layers that share a weight go on sharing it.
     """
-    know_conv1d(model)
+    know_layers(model)
     weights: dict[int, nn.Parameter] = {}
     made: dict[nn.Module, nn.Module] = {}
     for module in [*model.modules()]:

@@ -33,6 +33,7 @@ from shared_core.quantization.post_training import equalization as bias_correcti
 from shared_core.quantization.post_training.output_noise import output_noise
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
+from shared_core.quantization.ranges.policy import OWN_SCALES
 from shared_core.quantization.ranges.saved_ranges import apply_ranges, saved_scheme
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.technique import QuantizationAwareTraining
@@ -154,7 +155,7 @@ def quantize_with_report(
     # The reference is the float model after fusing and equalising, so that layers compare one to one.
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
-    context = Context(model=quantized)
+    context = Context(model=quantized, note=notes.append)
     counted = coverage.count(quantized)
     technique.attach(quantized, context)
     notes += coverage.lines(coverage.of_run(counted, {"qat": technique}, quantized, allow_partial=True))
@@ -278,7 +279,7 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
         quantizer: Any = layer.quantizer
         scheme = quantizer.scheme
         # at 8 bits clipping gains nothing, and a shared weight is baked once, with the scale of one of its owners
-        if scheme.weight != "channel" or scheme.weight_bits == 8 or isinstance(layer, (nn.Embedding, nn.RNNBase)):
+        if scheme.weight != "channel" or scheme.weight_bits == 8 or isinstance(layer, OWN_SCALES):
             continue
         weight: Any = layer.weight
         if owners[id(weight)] == 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import weights_of
 from shared_core.numerics.deferred_checks import checked_together
 from shared_core.quantization.config import QatConfig
@@ -303,14 +304,15 @@ class NoDecay:
         self._before = []
 
 
-_STOCK_WEIGHTS = (nn.Embedding, nn.RNNBase)
+OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, nn.RNNBase, StackedExperts)
+"""Layers whose weights are quantised with the scales that they give, neither learned nor searched."""
 
 
 class LearnedRanges(ObservedRanges):
     """Scales are parameters that layers learn beside their weights (LSQ, LSQ+, PACT); an observed range starts them.
 
-    Embeddings and recurrent layers keep the scales that their weights give: of the one a step sees few rows, of the
-    other a library sees all weights at once. So do layers that share a weight: it is baked once, for all of them.
+    Embeddings, recurrent layers and stacked experts keep the scales that their weights give: of the one a step sees few
+    rows, the others have several weights. So do layers that share a weight: it is baked once, for all of them.
     """
 
     quantizer_class = LearnedQuantizer
@@ -342,7 +344,7 @@ class LearnedRanges(ObservedRanges):
                 quantizer.learned_input = InputRange(layer, kind, scheme, rounded)
             # Two layers with one weight would learn two scales for it; it keeps the one that its values give.
             alone = all(owners[id(weight)] == 1 for weight in weights_of(layer).values())
-            learnable = scheme.weight == "channel" and alone and not isinstance(layer, _STOCK_WEIGHTS)
+            learnable = scheme.weight == "channel" and alone and not isinstance(layer, OWN_SCALES)
             if kind != "pact" and learnable:
                 quantizer.weight_scale = WeightScale(layer, scheme, kind == "lsq_plus", rounded)
 

@@ -19,7 +19,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
     STOCK,
     fold_and_swap,
     is_quantized,
-    know_conv1d,
+    know_layers,
     layer_entry,
     restore,
     swap,
@@ -87,7 +87,7 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
     Raises:
         MatchError: If there is no name, or one that is no such layer.
     """
-    know_conv1d(model)
+    know_layers(model)
     known = {plain_name(name): module for name, module in model.named_modules()}
     able = [name for name, module in known.items() if type(module) in FAKE_QUANT or is_quantized(module)]
     layers: dict[str, nn.Module] = {}

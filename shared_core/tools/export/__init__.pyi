@@ -1,3 +1,5 @@
+from .compressed_tensors import ServedReport as ServedReport
+from .compressed_tensors import export_compressed_tensors as export_compressed_tensors
 from .executorch import ProgramReport as ProgramReport
 from .executorch import export_executorch as export_executorch
 from .onnx import ExportReport as ExportReport

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,12 +50,15 @@ def check_inputs(inputs: Any, where: str) -> None:
         )
 
 
-def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[str, ...]]:
+def quantized_reference(
+    model: nn.Module, where: str, check: Callable[[str, Any, str], None] = check_exportable
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any.
 
     Args:
         model: As `export_onnx` takes it.
         where: The function, for errors.
+        check: Refuses a layer that cannot be exported: its name, the layer and `where`.
 
     Raises:
         CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
@@ -80,7 +83,7 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
         apply_ranges(reference, after)
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
     for name in names:
-        check_exportable(name, reference.get_submodule(name), where)
+        check(name, reference.get_submodule(name), where)
     half = (torch.float16, torch.bfloat16)  # the runtimes compute neither on a CPU as torch does
     odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
     if odd is not None:
@@ -91,14 +94,14 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
 
 
 def baked_copy(
-    reference: nn.Module, names: tuple[str, ...], inputs: Any
+    reference: nn.Module, names: tuple[str, ...], inputs: Any = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
     """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges.
 
     Args:
         reference: From `quantized_reference`.
         names: Its quantised layers.
-        inputs: To trace it with.
+        inputs: To trace it with; None: batch norms stay.
     """
     exported = copy.deepcopy(reference)
     layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
@@ -117,8 +120,9 @@ def baked_copy(
             bake_(layer, baked)
     for layer in layers.values():
         restore(layer)
-    with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
-        fuse_batch_norm(exported, plain(inputs))
+    if inputs is not None:
+        with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
+            fuse_batch_norm(exported, plain(inputs))
     return exported, layers, schemes, qparams
 
 

@@ -5,27 +5,18 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from qat_step import qat_step
 from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
-from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges
+from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
 
 
 def quantized(model, inputs, **options):
-    technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
-    context = Context(model=model, total_steps=1)
-    technique.attach(model, context)
-    technique.begin(context)
-    model.train()
-    model(**inputs).logits.square().mean().backward()
-    technique.before_optimizer_step(context)
-    context.step += 1
-    technique.after_optimizer_step(context)
-    return model.eval()
+    return qat_step(model, inputs, **{"scheme": "int8", **options})[0]
 
 
 def session(path):

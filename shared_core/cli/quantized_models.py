@@ -1,0 +1,99 @@
+"""Quantised models that a command reads: of a folder or of the user's function, with the ranges that qat saved."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared_core.cli.loading import build_model, load_folder, load_weights
+from shared_core.cli.shrink import made_up_inputs
+from shared_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+
+def model_and_inputs(
+    model: str, weights: Path | None, length: int | None, default_length: int | None, *, traced: bool
+) -> tuple[nn.Module, Any]:
+    """Return a model that quantises as it did in training, in float32, and example inputs.
+
+    Args:
+        model: A folder, or ``module:function``.
+        weights: For the model of a function: what qat saved.
+        length: Tokens of the example inputs of a folder's model.
+        default_length: The same where none is given; None: a model that reads tokens needs one.
+        traced: Whether torch.export will trace a folder's model.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+        CheckpointError: If the folder, or the weights, cannot be loaded.
+    """
+    if (folder := Path(model)).is_dir():
+        if weights is not None:
+            raise ConfigError("eff export", f"--weights must be left out for a folder, got {weights}")
+        from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+        from shared_core.quantization import apply_ranges
+
+        network: Any = load_folder(folder, "eff export").float()
+        for module in network.modules() if traced else ():
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+        if traced:
+            network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
+        if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
+            apply_ranges(network, ranges)
+        return network, _inputs(network, default_length if length is None else length)
+    if length is not None:
+        raise ConfigError(
+            "eff export", f"--length must come with a folder, got {model}", "its function returns the inputs"
+        )
+    network, example = build_model(model, "eff export")
+    if example is None:
+        raise ConfigError(
+            "eff export", f"{model} must return (model, example_inputs), got a model alone", "return both"
+        )
+    if weights is not None:
+        load_quantized(network, weights)
+    return network, example
+
+
+def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
+    import torch
+
+    inputs = made_up_inputs(network, "eff export", length or 8)
+    if (tokens := inputs.get("input_ids")) is None:
+        return inputs
+    if length is None or length < 2:
+        raise ConfigError("eff export", f"--length must be at least 2 for a model that reads tokens, got {length}")
+    if "attention_mask" in inspect.signature(network.forward).parameters:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
+    return inputs
+
+
+def _saved_ranges(folder: Path) -> dict[str, Any]:
+    from shared_core.checkpoint_formats.plain import read_deployment
+
+    ranges: dict[str, Any] = read_deployment(folder).get("qat", {}).get("ranges", {})
+    return ranges
+
+
+def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
+    """Load the baked weights and the ranges that training with qat saved into a plain model.
+
+    Args:
+        model: The plain model; changed in place.
+        path: A folder, a ``.safetensors`` file beside ``eff_deployment.json``, or a ``.ckpt``.
+        where: The command, for errors.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of another model, or without ranges.
+    """
+    from shared_core.quantization import apply_ranges
+
+    beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
+    ranges = _saved_ranges(beside)
+    prefix = load_weights(model, path, where)
+    apply_ranges(model, {name.removeprefix(prefix): value for name, value in ranges.items() if name.startswith(prefix)})

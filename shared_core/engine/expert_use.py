@@ -1,0 +1,95 @@
+"""Which experts of a mixture no token has reached: their weights were pruned or quantised, and trained by nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.distributed.collectives import all_reduce_, world_size
+from shared_core.errors import CheckpointError
+from shared_core.modules.experts import StackedExperts, expert_weights
+from shared_core.modules.matching import plain_name
+
+_TOLD = 5
+
+
+class ExpertUse:
+    """Notes in training forwards to which stacked experts of transformers tokens were sent, until `close`."""
+
+    def __init__(self) -> None:
+        self._reached: dict[str, Tensor] = {}  # uint8, (experts + 1,): the last stands for those of other processes
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the experts of a model whose forward is told each token's."""
+        for name, module in model.named_modules():
+            if isinstance(module, StackedExperts) and "has_gate" in vars(module):
+                stack = next(iter(expert_weights(module).values()))
+                self._reached[plain_name(name)] = torch.zeros(len(stack) + 1, dtype=torch.uint8, device=stack.device)
+                hook = self._hook(plain_name(name), module)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _hook(self, name: str, watched: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if module is not watched or not module.training:  # a copy has its hooks
+                return
+            index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
+            if isinstance(index, Tensor):
+                reached = self._reached[name]
+                if reached.device != index.device:
+                    reached = self._reached[name] = reached.to(index.device)
+                reached.index_fill_(0, index.detach().reshape(-1).long().clamp(0, len(reached) - 1), 1)
+
+        return hook
+
+    def join(self) -> None:
+        """Hold what all processes have seen; every process must call it."""
+        if world_size() > 1:
+            for reached in self._reached.values():
+                all_reduce_(reached, "max")
+
+    def without_tokens(self) -> dict[str, list[int]]:
+        """Return by module the experts that no token has reached."""
+        found = {name: (reached[:-1] == 0).nonzero().view(-1).tolist() for name, reached in self._reached.items()}
+        return {name: experts for name, experts in found.items() if experts}
+
+    def told(self) -> str | None:
+        """Return what a user should know of them, None if there are none."""
+        found = self.without_tokens()
+        if not found:
+            return None
+        lines = [f"{name} {', '.join(map(str, experts))}" for name, experts in [*found.items()][:_TOLD]]
+        more = f"; and of {len(found) - _TOLD} modules more" if len(found) > _TOLD else ""
+        return f"experts that no token reached in training, so that nothing was learned there: {'; '.join(lines)}{more}"
+
+    def close(self) -> None:
+        """Watch no more; what was seen stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what was seen."""
+        return {name: reached.clone() for name, reached in self._reached.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take in what a run saw until it was saved; modules that it did not watch begin anew.
+
+        Raises:
+            CheckpointError: If a module had another number of experts.
+        """
+        for name, seen in state.items():
+            if name not in self._reached:
+                continue
+            reached = self._reached[name]
+            if seen.shape != reached.shape:
+                raise CheckpointError(
+                    "resume",
+                    f"experts of {name} must be {len(reached) - 1} as now, got {seen.numel() - 1} in the checkpoint",
+                    "resume with the model that wrote the checkpoint",
+                )
+            reached.copy_(seen)

@@ -1,0 +1,87 @@
+"""Stacked experts: one parameter holds the matrices of all of them, as transformers keeps a mixture's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+STACKED_DIMS = 3
+"""The experts first, then outputs and inputs in the order that `output_axis_of_experts` tells."""
+
+
+def output_axis_of_experts(module: nn.Module) -> int | None:
+    """Return the axis along which the outputs of each expert lie in the parameters that stack them; None of others.
+
+    1 in (experts, out, in), as Mixtral, Qwen3-MoE and DeepSeek have them; 2 in (experts, in, out), as GPT-OSS and
+    Llama 4 have them. Modules of transformers say it themselves (`is_transposed`), or are laid out as sizes tell that
+    gate, up and down projections have in common.
+
+    Example:
+        >>> module = nn.Module()
+        >>> module.gate_up_proj, module.down_proj = (nn.Parameter(Tensor(4, *size)) for size in ((16, 6), (6, 8)))
+        >>> output_axis_of_experts(module), output_axis_of_experts(nn.Linear(2, 2))
+        (1, None)
+    """
+    stacked = [value for value in module._parameters.values() if value is not None and value.ndim == STACKED_DIMS]
+    if not stacked or len({len(value) for value in stacked}) > 1:
+        return None
+    told = vars(module).get("is_transposed")
+    if isinstance(told, bool) and "has_gate" in vars(module):
+        return 2 if told else 1
+    sizes = vars(module).get("output_size"), vars(module).get("input_size")
+    if len(stacked) == 1 and None not in sizes and sizes[0] != sizes[1]:  # JetMoE
+        shape = tuple(stacked[0].shape[1:])
+        return 1 if shape == sizes else 2 if shape == sizes[::-1] else None
+    up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if up is None or down is None or len(stacked) > 2:
+        return None
+    if up.shape[2] == down.shape[1] and up.shape[1] == 2 * down.shape[2]:
+        return 1
+    return 2 if up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1] else None
+
+
+class _Stacked(type):
+    """Makes `isinstance` ask what a module holds: the classes of experts have no base of their own."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Module) and output_axis_of_experts(instance) is not None
+
+
+class StackedExperts(nn.Module, metaclass=_Stacked):
+    """What a module that stacks experts is an instance of, for `match_modules` and `isinstance`; never made itself."""
+
+
+def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold the matrices of all experts, by name; none of a module of another kind.
+
+    Example:
+        >>> expert_weights(nn.Linear(2, 2))
+        {}
+    """
+    found = {n: value for n, value in module._parameters.items() if value is not None and value.ndim == STACKED_DIMS}
+    return found if isinstance(module, StackedExperts) else {}
+
+
+def gates_between_products(module: nn.Module) -> bool:
+    """Return whether what the second stack multiplies is what the module's own ``_apply_gate`` returns.
+
+    So transformers' batched and grouped products call it; its eager loops gate in their own code.
+    """
+    how = getattr(vars(module).get("config"), "_experts_implementation", None)
+    return vars(module).get("has_gate") is True and how in ("batched_mm", "grouped_mm")
+
+
+def matrices(module: nn.Module, tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor of the shape of a module's weight as the matrix of each layer: of each expert, or itself."""
+    return tensor.unbind(0) if isinstance(module, StackedExperts) else (tensor,)
+
+
+def matrix_names(name: str, module: nn.Module, num: int) -> list[str]:
+    """Return what the matrices of a weight are called.
+
+    Example:
+        >>> matrix_names("up.weight", nn.Linear(2, 2), 2)
+        ['up.weight']
+    """
+    return [f"{name}[{expert}]" for expert in range(num)] if isinstance(module, StackedExperts) else [name]

@@ -1,0 +1,60 @@
+"""What an export wrote, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def export_lines(kind: str, report: Any) -> Iterator[str]:
+    """Yield lines on what was written.
+
+    Args:
+        kind: As ``eff export --format`` takes it.
+        report: Of the function that writes that format.
+    """
+    how = f"{len(report.quantized)} layers quantised" if report.quantized else "all of it in float"
+    yield f"wrote {report.path}: {report.bytes} bytes, {how}"
+    if report.quantized and report.float_layers:
+        yield f"left in float: {', '.join(report.float_layers)}"
+    yield from {"onnx": _onnx, "executorch": _program, "compressed-tensors": _served}[kind](report)
+
+
+def _onnx(report: Any) -> Iterator[str]:
+    taken = (f"{name} ({', '.join(map(str, shape))})" for name, shape in report.inputs.items())
+    yield f"it takes {', '.join(taken)}"
+    if report.largest_difference is None:
+        yield "not compared with the model"
+    else:
+        yield f"largest difference to the model: {report.largest_difference:.2g}"
+    if report.relative_change is not None:
+        yield f"codes between layers change the outputs by {report.relative_change:.2%}"
+    nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
+    yield f"integer kernels of onnxruntime here: {nodes or 'none'}"
+    if report.unsigned_weights and nodes:
+        yield "weights as unsigned codes: exact without VNNI; --weight-codes signed is faster with it"
+
+
+def _program(report: Any) -> Iterator[str]:
+    yield f"integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}"
+    others = ", ".join(f"{count} {name}" for name, count in report.other_operators.items())
+    yield f"portable kernels: {others or 'none'}"
+    change = report.relative_change
+    yield "not compared with the model" if change is None else f"outputs change by {change:.2%} of the largest"
+
+
+def _served(report: Any) -> Iterator[str]:
+    yield f"format: {report.format}"
+    if report.values:
+        yield f"values of their codes, in float: {', '.join(report.values)}"
+    if report.unrounded_inputs:
+        yield f"inputs that training rounded and engines do not: {', '.join(report.unrounded_inputs)}"
+    if report.equal_layers is None:
+        yield "not compared with the model"
+        return
+    yield f"dequantised, the weights of {report.equal_layers} layers are the model's, to the bit"
+    if report.largest_difference is None:
+        yield "outputs not compared: transformers loads neither float experts nor zero points beside other schemes"
+        return
+    yield f"largest difference in transformers, with inputs of layers in float: {report.largest_difference:.2g}"
+    yield f"inputs as transformers rounds them change the outputs by {report.relative_change:.2%}"

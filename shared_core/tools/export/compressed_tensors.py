@@ -1,0 +1,430 @@
+"""A model of transformers as a folder in the format of compressed-tensors, which vLLM and transformers load."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.files.atomic import atomic_folder
+from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.measuring import difference, outputs
+
+_WHERE = "export_compressed_tensors"
+_GROUP_SIZES = (32, 64, 128)
+_OUTPUTS = 32
+# What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedReport:
+    """What `export_compressed_tensors` wrote.
+
+    Attributes:
+        path: The folder.
+        bytes: Of its files of weights.
+        format: How codes lie in them, in the format's words.
+        quantized: Layers with codes in the file.
+        values: Embeddings and heads tied to one, with the values of their codes in float.
+        unrounded_inputs: Those of `values` whose input training rounded, and engines do not.
+        float_layers: Layers of the same types that stay in float.
+        equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
+        largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
+            the largest output; None if they were not compared: transformers loads neither float experts nor zero
+            points beside other schemes.
+        relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
+            model's and vLLM's.
+    """
+
+    path: Path
+    bytes: int
+    format: str
+    quantized: tuple[str, ...]
+    values: tuple[str, ...]
+    unrounded_inputs: tuple[str, ...]
+    float_layers: tuple[str, ...]
+    equal_layers: int | None
+    largest_difference: float | None
+    relative_change: float | None
+
+
+def export_compressed_tensors(
+    model: nn.Module, folder: Path | str, *, example_inputs: Any = None, verify: bool = True
+) -> ServedReport:
+    """Write a quantised model to a folder that vLLM and `from_pretrained` load; return what was written.
+
+    The codes are those that training saw: dequantised, the file gives the weights of the model, to the bit.
+
+    Args:
+        model: A model of transformers in or after quantization-aware training, or one on which `apply_ranges` was
+            called; float32. Its configuration tells the type that weights without codes are saved in. It is not
+            changed.
+        folder: New or empty.
+        example_inputs: What the model and the folder, loaded by transformers, are compared on.
+        verify: Compare the weights of the file with the model's and, with `example_inputs`, the outputs.
+
+    Raises:
+        MissingExtraError: If compressed-tensors is not installed.
+        CompatibilityError: If the format or vLLM has no place for a layer, or the folder is not the model; nothing is
+            written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: compressed-tensors 0.20; vLLM 0.32.
+
+    Example:
+        ``export_compressed_tensors(apply_ranges(model, ranges), "served").format``
+    """
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise MissingExtraError(_WHERE, "compressed-tensors", "compressed-tensors")
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(_WHERE, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
+    _check_no_conv1d(model)
+    reference, names = quantized_reference(model, _WHERE, check_servable)
+    if not names:
+        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    _check_fused(reference, names)
+    exported, layers, schemes, qparams = baked_copy(reference, names)
+    embedded = {id(layer.weight) for layer in layers.values() if isinstance(layer, nn.Embedding)}
+    values = tuple(name for name, layer in layers.items() if id(layer.weight) in embedded)
+    coded = tuple(name for name in names if name not in values)
+    if not coded:
+        raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
+    compares = (
+        verify and example_inputs is not None and _transformers_loads(exported, [schemes[name] for name in coded])
+    )
+    expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
+    for name in coded:
+        _set_codes(name, layers[name], schemes[name], layer_entry(reference.get_submodule(name)) or {}, dtype)
+        if schemes[name].input == "static":
+            _set_input(layers[name], qparams[name])
+    left = float_layers(exported)
+    with atomic_folder(folder) as temporary:
+        kind = _write(exported, {name: layers[name] for name in coded}, schemes, dtype, temporary)
+        if verify:
+            _check_weights(temporary, weights, layers)
+        change = (None, None) if expected is None else _check_outputs(temporary, model, expected, example_inputs, dtype)
+        size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
+    return ServedReport(
+        path=Path(folder), bytes=size, format=kind, quantized=coded, values=values,
+        unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
+        float_layers=tuple(name for name in left if name not in names),
+        equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
+    )  # fmt: skip
+
+
+def _transformers_loads(model: nn.Module, schemes: list[LayerScheme]) -> bool:
+    """Return whether transformers loads the folder: not zero points beside other schemes, nor float experts (5.23)."""
+    mixed = len(set(schemes)) > 1 and any(scheme.affine for scheme in schemes)
+    return not mixed and not _has_experts(model)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Return whether a model has the matrices of several experts in one parameter."""
+    return any(value.dim() > 2 for value in model.parameters())
+
+
+def _check_no_conv1d(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_transformers_conv1d(module) and layer_entry(module) is not None:
+            raise CompatibilityError(
+                _WHERE, f"{name} must be a linear layer for compressed-tensors, got transformers' Conv1D", "use onnx"
+            )
+
+
+def check_servable(name: str, module: Any, where: str) -> None:
+    """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for.
+
+    Raises:
+        CompatibilityError: Naming the layer, the engine, and what would work.
+    """
+    scheme: LayerScheme = module.quantizer.scheme
+    kind = STOCK[type(module)]
+    pair = (scheme.weight, "none" if kind is nn.Embedding else scheme.input)
+    known = {("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8")}
+    if kind not in (nn.Linear, nn.Embedding):
+        raise CompatibilityError(
+            where, f"{name} must be Linear or Embedding for vLLM, got {kind.__name__}", "skip it in qat"
+        )
+    if kind is nn.Embedding:
+        return  # its values are written
+    rounds = scheme.input in ("token", "static")
+    if pair not in known or (rounds and (scheme.affine_input or scheme.activation_bits != 8)):
+        tokens = " with zero points" if scheme.affine_input else ""
+        raise CompatibilityError(
+            where,
+            f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
+            f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
+            "choose scheme int8, int8_dynamic, int8_weight, int4_weight or fp8",
+        )
+    if scheme.input == "none" and module.out_features % _OUTPUTS:
+        raise CompatibilityError(
+            where,
+            f"{name} must have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got "
+            f"{module.out_features}",
+            "skip it in qat",
+        )
+    if scheme.weight == "group" and scheme.group_size not in _GROUP_SIZES:
+        raise CompatibilityError(
+            where,
+            f"{name} must have a group_size of {', '.join(map(str, _GROUP_SIZES))} for vLLM, got {scheme.group_size}",
+            "set qat.group_size, or skip the layer",
+        )
+    if scheme.input == "static" and not module.quantizer.has_range:
+        raise CompatibilityError(where, f"{name} must have a range of its input for vLLM, got none", "skip it in qat")
+
+
+def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
+    """Refuse layers that vLLM fuses and that do not fit together."""
+    known = set(names)
+    for parent, module in reference.named_modules():
+        for parts in _FUSED:
+            layers = {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}
+            if not known & layers.keys():
+                continue
+            found = {name: _as_served(layer) if name in known else "float" for name, layer in layers.items()}
+            first, *others = found
+            other = next((name for name in others if found[name] != found[first]), None)
+            if other is not None:
+                raise CompatibilityError(
+                    _WHERE,
+                    f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got "
+                    f"{found[first]} and {found[other]}",
+                    "override or skip both; with learned ranges take an observed one",
+                )
+
+
+def _as_served(layer: Any) -> str:
+    """Return in words what layers that are one matrix must have in common."""
+    scheme: LayerScheme = layer.quantizer.scheme
+    group = f" by {scheme.group_size}" if scheme.group_size else ""
+    words = f"{scheme.weight}{group} of {scheme.weight_bits} bits, input {scheme.input}"
+    qparams = layer.quantizer.qparams(layer)
+    return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
+
+
+def exact_grid(
+    rows: Tensor, largest: Iterable[float], levels: torch.dtype, dtype: torch.dtype, span: float = torch.inf
+) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
+
+    A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
+    numbers that give every value of the row.
+
+    Args:
+        rows: (rows, values), float32, finite, with values of `dtype`.
+        largest: Magnitudes that the largest code may have.
+        levels: int8 or an FP8 type: what codes are rounded to.
+        dtype: The type that the values were saved in.
+        span: Largest difference between the codes of a row, 0 among them.
+
+    Returns:
+        Both float32; a row of zeros has scale 1.
+
+    Example:
+        >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
+        >>> codes.tolist(), scale.tolist()
+        ([[1.0, -2.0, 3.0]], [0.5])
+    """
+    peaks = rows.abs().amax(1)
+    codes, scale = torch.zeros_like(rows), torch.ones_like(peaks)
+    left = torch.arange(len(rows))[peaks > 0]
+    for top in largest:
+        if not len(left):
+            break
+        exact = rows[left]
+        found = _rounded(exact / (peaks[left] / top).unsqueeze(1), levels)
+        step = _common_scale(exact, found, dtype)
+        fits = ((found * step.unsqueeze(1)).to(dtype) == exact.to(dtype)).all(1)
+        fits &= found.amax(1).clamp(min=0) - found.amin(1).clamp(max=0) <= span
+        codes[left[fits]], scale[left[fits]] = found[fits], step[fits]
+        left = left[~fits]
+    return None if len(left) else (codes, scale)
+
+
+def _rounded(codes: Tensor, levels: torch.dtype) -> Tensor:
+    return codes.to(levels).float() if levels.is_floating_point else codes.round()
+
+
+def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return for each row the middle of the scales that, times its codes, round to its values."""
+    value, code = values.abs().double(), codes.abs().double()
+    low, high = (_neighbour(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
+    never = torch.full_like(value, torch.inf)
+    some = code > 0
+    below = torch.where(some, (value + low) / 2 / code, -never).amax(1)
+    above = torch.where(some, (value + high) / 2 / code, never).amin(1)
+    return ((below + above) / 2).float()
+
+
+def _neighbour(values: Tensor, way: float) -> Tensor:
+    return torch.nextafter(values, torch.full_like(values, way))
+
+
+def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
+    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
+    from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+
+    rows = layer.weight.detach()
+    if not bool(torch.isfinite(rows).all()):
+        raise CompatibilityError(
+            _WHERE, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
+        )
+    groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
+    levels = torch.float8_e4m3fn if scheme.weight == "fp8" else torch.int8
+    qmax: float = 448.0 if scheme.weight == "fp8" else scheme.weight_qmax
+    if "weight_scale" in entry:
+        scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
+        codes = (groups / scale.unsqueeze(1)).round()
+        found = (codes, scale) if torch.equal((codes * scale.unsqueeze(1)).to(dtype), groups.to(dtype)) else None
+    elif scheme.affine:
+        span = 2**scheme.weight_bits - 1
+        found = exact_grid(groups, range(span, 0, -1), levels, dtype, span)
+    else:
+        found = exact_grid(groups, [qmax], levels, dtype)
+    if found is None:
+        raise CompatibilityError(
+            _WHERE,
+            f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
+            "are not",
+            "export what qat or eff quantize saved, unchanged",
+        )
+    codes, scale = found
+    layer.quantization_scheme = _format_scheme(scheme)
+    initialize_module_for_quantization(layer, force_zero_point=False)
+    layer.weight_scale.data = scale.view(len(rows), -1)
+    if scheme.affine:
+        # the smallest value, or 0, has the smallest code, as in training
+        zero_point = -(2 ** (scheme.weight_bits - 1)) - codes.amin(1).clamp(max=0)
+        layer.weight_zero_point.data = zero_point.to(torch.int8).view(len(rows), -1)
+
+
+def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
+    assert qparams is not None  # noqa: S101  # `check_servable`
+    scale, zero_point = qparams
+    layer.input_scale.data = scale.float().view(1)
+    layer.input_zero_point.data = zero_point.to(torch.int8).view(1)
+
+
+def _format_scheme(scheme: LayerScheme) -> Any:
+    """Return a scheme in the format's words, without targets."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    kind = "float" if scheme.weight == "fp8" else "int"
+    # engines have kernels for 4 and 8 bits, and beside codes of inputs for 8 alone; fewer are the same codes
+    bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
+    weights = QuantizationArgs(
+        num_bits=bits, type=kind, symmetric=not scheme.affine, dynamic=False,
+        strategy="group" if scheme.weight == "group" else "channel", group_size=scheme.group_size or None,
+    )  # fmt: skip
+    inputs = None
+    if scheme.input != "none":
+        static = scheme.input == "static"
+        inputs = QuantizationArgs(
+            num_bits=8, type=kind, symmetric=not static, dynamic=not static, strategy="tensor" if static else "token"
+        )
+    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
+
+
+def _write(
+    exported: Any, layers: dict[str, Any], schemes: dict[str, LayerScheme], dtype: torch.dtype, folder: Path
+) -> str:
+    """Write the folder; return its format."""
+    from compressed_tensors.compressors import ModelCompressor, compress_module
+
+    shared: dict[str, Any] = {}
+    for layer in layers.values():
+        layer.quantization_scheme = shared.setdefault(repr(layer.quantization_scheme), layer.quantization_scheme)
+    head = exported.get_output_embeddings()
+    for scheme in shared.values():
+        of_scheme = [name for name, layer in layers.items() if layer.quantization_scheme is scheme]
+        # vLLM counts experts as "Linear", and heads not
+        everywhere = len(shared) == 1 and not _has_experts(exported)
+        scheme.targets = ["Linear", *(name for name in of_scheme if layers[name] is head)] if everywhere else of_scheme
+    for layer in layers.values():
+        compress_module(layer)
+    for module in exported.modules():
+        for name, value in module._parameters.items():
+            if value is not None and value.dtype == torch.float32 and not name.endswith("_scale"):
+                value.data = value.data.to(dtype)
+    compressor = ModelCompressor.from_pretrained_model(exported)
+    exported.save_pretrained(folder)
+    compressor.update_config(folder)
+    if [scheme.weights.symmetric for scheme in shared.values()] == [False]:
+        # transformers' loader has no other way to packed zero points (compressed-tensors 0.20)
+        file = folder / "config.json"
+        values = json.loads(file.read_text())
+        values["quantization_config"]["dequantize"] = True
+        file.write_text(json.dumps(values, indent=2) + "\n")
+    return str(compressor.quantization_config.format.value)
+
+
+def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, Any]) -> None:
+    """Dequantise the file layer by layer, as the format's package does, and compare with the model's weights.
+
+    Raises:
+        CompatibilityError: Naming the first layer that is not in the file or has other weights there.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from safetensors.torch import load_file
+
+    found: dict[str, dict[str, Tensor]] = {}
+    for file in folder.glob("*.safetensors"):
+        for key, value in load_file(file).items():
+            name, _, part = key.rpartition(".")
+            if name in weights:
+                found.setdefault(name, {})[part] = value
+    for name, expected in weights.items():
+        scheme = layers[name].quantization_scheme
+        compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+        if name not in found:
+            raise CompatibilityError(_WHERE, f"{name} must be in the file, got another name", "skip it in qat")
+        values = compressor.decompress(found[name], scheme)["weight"]
+        if not torch.equal(values.to(expected.dtype), expected):
+            raise CompatibilityError(
+                _WHERE,
+                f"{name} must have the weights of the model in the file, got a difference of "
+                f"{float((values - expected.float()).abs().max()):.3g}",
+                "nothing was written",
+            )
+
+
+def _check_outputs(
+    folder: Path, model: Any, expected: tuple[Any, Any], inputs: Any, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Return what transformers' outputs differ by with inputs of layers in float, and rounded.
+
+    Raises:
+        CompatibilityError: If they differ with inputs in float.
+    """
+    with quiet():
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+        outputs(loaded, inputs)  # weights are dequantised in the first forward
+        found = []
+        for rounds in (False, True):
+            for module in loaded.modules():
+                module.quantization_enabled = rounds
+            found.append(outputs(loaded, inputs))
+    plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # what was rounded to 16 bits is not, in float32
+    if not plain <= tolerance:
+        raise CompatibilityError(
+            _WHERE,
+            f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
+            f"of {plain:.3g}",
+            "nothing was written",
+        )
+    return plain, rounded

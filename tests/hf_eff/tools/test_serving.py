@@ -1,0 +1,161 @@
+"""Folders in the format of compressed-tensors: transformers' own loader gives the weights that training saw."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from qat_step import qat_result
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from shared_core.checkpoint_formats.plain import write_deployment
+from shared_core.cli import app
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
+from shared_core.quantization import apply_ranges
+from shared_core.tools.export import export_compressed_tensors
+from shared_core.tools.export.compressed_tensors import exact_grid
+
+INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}
+FORMATS = {
+    "int8": ("int-quantized", {"weight", "weight_scale", "input_scale", "input_zero_point"}),
+    "int8_dynamic": ("int-quantized", {"weight", "weight_scale"}),
+    "int8_weight": ("pack-quantized", {"weight_packed", "weight_scale", "weight_shape"}),
+    "int4_weight": ("pack-quantized", {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}),
+    "fp8": ("float-quantized", {"weight", "weight_scale"}),
+}
+
+
+@pytest.fixture
+def folder(make, tmp_path):
+    def save(scheme="int8_dynamic", dtype=torch.float32, tied=False, vocabulary=32, **options):
+        shape = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "vocab_size": vocabulary}
+        network = make.language_model(**shape, tie_word_embeddings=tied).to(dtype)
+        model, ranges = qat_result(network, INPUTS, scheme=scheme, **options)
+        model.save_pretrained(tmp_path / "run")
+        write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
+        (tmp_path / "run" / "tokenizer.json").write_text("{}")
+        return model, ranges
+
+    return save
+
+
+def eff(tmp_path, *arguments):
+    command = ["export", tmp_path / "run", "--format", "compressed-tensors", "--out", tmp_path / "out", *arguments]
+    return CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, folder, tmp_path):
+    model, ranges = folder(scheme, **({"group_size": 32} if scheme == "int4_weight" else {}))
+    baked = {name: value.clone() for name, value in model.state_dict().items()}
+    report = json.loads(eff(tmp_path, "--json").stdout)
+    assert report["largest_difference"] <= 1e-6
+    assert report["relative_change"] <= (0.2 if scheme == "int8_dynamic" else 1e-3)
+    assert (report["equal_layers"], report["values"]) == (15, ["model.embed_tokens"])
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    kind, parts = FORMATS[scheme]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    described = config["quantization_config"]
+    assert (described["quant_method"], described["format"], described["ignore"]) == ("compressed-tensors", kind, [])
+    assert config["use_cache"] is True
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj."
+    assert {name.removeprefix(layer) for name in names if name.startswith(layer)} == parts
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        loaded(**INPUTS)
+    assert all(torch.equal(value, baked[name]) for name, value in loaded.state_dict().items() if name in baked)
+    if scheme == "int8":
+        scale, zero_point = names[layer + "input_scale"], names[layer + "input_zero_point"]
+        quantizer = apply_ranges(model, ranges).get_submodule(layer[:-1]).quantizer
+        assert quantizer.qparams(None) == (scale.item(), zero_point.item())
+
+
+def test_a_tied_head_stays_in_float_beside_its_embedding(folder, tmp_path):
+    model, _ = folder(tied=True)
+    output = eff(tmp_path).stdout
+    assert "values of their codes, in float: model.embed_tokens, lm_head" in output
+    assert "inputs that training rounded and engines do not: lm_head" in output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(saved["model.embed_tokens.weight"], model.lm_head.weight)
+    assert not any(name.startswith("lm_head") for name in saved)
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int4_weight"])
+def test_weights_of_16_bits_have_the_codes_of_training(scheme, folder, tmp_path):
+    folder(scheme, torch.bfloat16)
+    assert "the weights of 15 layers are the model's, to the bit" in eff(tmp_path).stdout
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved["model.norm.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("other", "loads"), [("int8_weight", True), ("int4_weight", False)])
+def test_layers_of_several_schemes(other, loads, folder, tmp_path):
+    folder("int8_dynamic", overrides={"*down_proj": {"scheme": other}})
+    report = json.loads(eff(tmp_path, "--json").stdout)
+    assert (report["format"], report["equal_layers"]) == ("mixed-precision", 15)
+    # transformers loads zero points of one scheme alone
+    assert report["largest_difference"] == (0.0 if loads else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"scheme": "ternary"}, r"q_proj must have codes that vLLM multiplies, got weight ternary"),
+        ({"scheme": "int8_dynamic_int4_weight"}, "must have codes that vLLM .* input token with zero points"),
+        ({"scheme": "int8", "activation_bits": 4}, "must have codes that vLLM .* input static of 4 bits"),
+        ({"scheme": "int4_weight", "group_size": 16}, "must have a group_size of 32, 64, 128 for vLLM, got 16"),
+        (
+            {"scheme": "int4_weight", "vocabulary": 24},
+            "lm_head must have a multiple of 32 outputs for vLLM's kernels .* got 24",
+        ),
+        ({"skip": ("*k_proj",)}, "q_proj and .*k_proj must be quantised alike for vLLM"),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused(options, rule, folder, tmp_path):
+    folder(**options)
+    with pytest.raises(CompatibilityError, match=rule):
+        eff(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_refusals(folder, tmp_path, monkeypatch, make):
+    model, ranges = folder()
+    with pytest.raises(ConfigError, match="--opset must come with --format onnx, got compressed-tensors"):
+        eff(tmp_path, "--opset", "22")
+    assert "not compared with the model" in eff(tmp_path, "--no-verify").stdout
+    with pytest.raises(CheckpointError, match="--out must be a new or empty folder"):
+        eff(tmp_path)
+    with pytest.raises(ConfigError, match="model must have quantised layers, got none"):
+        export_compressed_tensors(make.language_model(), tmp_path / "other")
+    with pytest.raises(ConfigError, match="model must be one of transformers, got Linear"):
+        export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "other")
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)
+    gpt2, _ = qat_result(GPT2LMHeadModel(config), INPUTS, scheme="int8_weight")
+    with pytest.raises(CompatibilityError, match="must be a linear layer for compressed-tensors, got transformers'"):
+        export_compressed_tensors(gpt2, tmp_path / "other")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] *= 0.999
+    with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
+        export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="needs compressed-tensors"):
+        export_compressed_tensors(model, tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_grid_is_found_from_values_alone(dtype):
+    torch.manual_seed(0)
+    codes = torch.randint(-8, 8, (50, 32)).float()
+    codes[:, 0] = -8
+    values = (codes * torch.rand(50, 1).add(0.1)).to(dtype).float()
+    found, scale = exact_grid(values, range(15, 0, -1), torch.int8, dtype)
+    assert torch.equal(found, codes)
+    assert torch.equal((found * scale.unsqueeze(1)).to(dtype).float(), values)
+    values[3, 5] += 0.01
+    assert exact_grid(values, range(15, 0, -1), torch.int8, dtype) is None
