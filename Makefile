@@ -15,7 +15,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
-	@echo "make bench-gpu    measure every operation beside the peers on a CUDA GPU"
+	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
 	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"

@@ -87,6 +87,49 @@ class Row:
 Times = dict[str, list[float]]
 
 
+class Runs:
+    """The results of single runs, told as they come, and kept in a file so that a stopped benchmark can go on.
+
+    Args:
+        file: One line of JSON for each finished run; None keeps nothing. A line that was cut off is not there.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        text = file.read_text() if file is not None and file.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if file is not None and whole != text:
+            os.truncate(file, len(whole.encode()))
+        self._done: dict[str, dict[str, Any]] = dict(json.loads(line) for line in whole.splitlines())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._done
+
+    def of(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a run, from the file if it was finished earlier."""
+        if name not in self._done:
+            self._done[name] = run()
+            if self._file is not None:
+                with self._file.open("a") as lines:
+                    lines.write(json.dumps([name, self._done[name]]) + "\n")
+                    lines.flush()
+                    os.fsync(lines.fileno())
+            told = {key: value for key, value in self._done[name].items() if not isinstance(value, list | dict)}
+            print(f"{name}: {json.dumps(told)}", flush=True)
+        return self._done[name]
+
+    def forget(self) -> None:
+        """Begin with nothing."""
+        self._done.clear()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        """What all runs took that say so."""
+        return sum(result.get("seconds", 0.0) for result in self._done.values())
+
+
 SECONDS = 8.0  # of CPU time for one comparison: a slow machine makes fewer rounds, not a longer benchmark
 FEWEST = 3
 
@@ -265,14 +308,18 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "") -> Path:
-    """Write one result file, named after the day and the device that `on` begins with, and return it."""
+def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "", day: str = "") -> Path:
+    """Write one result file, named after the day, today's or another, and the device that `on` begins with."""
+    from shared_core.files.atomic import atomic_write  # here: what is measured may be an import
+
+    day = day or today()
     slug = re.sub(r"[^a-z0-9]+", "-", on.split(":")[0].split(",")[0].lower()).strip("-")
-    file = RESULTS / f"{today()}-{slug}{f'-{suffix}' if suffix else ''}.md"
+    file = RESULTS / f"{day}-{slug}{f'-{suffix}' if suffix else ''}.md"
     installed = ", ".join(f"{name} {number}" for name, number in versions().items())
-    text = f"# Benchmarks, {today()}\n\nDevice: {on}. {installed}.\n\n{method}\n\n{table(rows)}\n"
+    text = f"# Benchmarks, {day}\n\nDevice: {on}. {installed}.\n\n{method}\n\n{table(rows)}\n"
     RESULTS.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    with atomic_write(file) as aside:
+        aside.write_text(text, encoding="utf-8")
     return file
 
 

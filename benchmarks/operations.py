@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,8 @@ def _tensors(result: Any) -> list[Tensor]:
     return [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def usable_peers(case: Case) -> tuple[dict[str, Call], dict[str, str]]:
-    """Return the peers that run here, warmed up, and why the others do not.
+def usable_peers(case: Case, until: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return the peers that run here, warmed up, and why the others do not: from a time on, for want of time.
 
     Raises:
         RuntimeError: If a peer that runs gives other numbers than ours.
@@ -85,6 +85,9 @@ def usable_peers(case: Case) -> tuple[dict[str, Call], dict[str, str]]:
     expected = _tensors(case.ours())
     usable, reasons = {}, {}
     for name, call in case.peers.items():
+        if time.perf_counter() > until:
+            reasons[name] = "no time was left"
+            continue
         try:
             found = call()
         except Exception as error:  # a peer that this device, version or memory does not allow is a result
@@ -167,9 +170,9 @@ def ceilings(at: At) -> Ceilings:
     return Ceilings(2 * source.nbytes / best["copy"], 2 * width**3 / best["product"] if width else 0.0)
 
 
-def measured(case: Case, at: At, best: Ceilings) -> Row:
+def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row:
     """Return ours beside the peers that run here: time, share of what the device can do, paired ratios, memory."""
-    peers, reasons = usable_peers(case)
+    peers, reasons = usable_peers(case, until)
     calls = {"ours": case.ours, **peers}
     peaks = {name: peak_of(call, at.device) for name, call in calls.items()}
     times = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3))
@@ -192,30 +195,17 @@ def measured(case: Case, at: At, best: Ceilings) -> Row:
     )
 
 
-def rows_of(
-    cases: Sequence[Callable[[At], Case]], at: At, words: Sequence[str] = ()
-) -> tuple[list[Row], list[str], Ceilings]:
-    """Return a row for each case whose name holds one of the words, what failed and why, and the device's ceilings."""
-    best = ceilings(at)
-    rows, failed = [], []
-    for make in cases:
-        begun = time.perf_counter()
-        try:
-            row = _row_of(make, at, best, words)
-        except Exception as error:  # the other cases are still worth their time
-            failed.append(f"{make}: {error}")
-            print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
-            row = None
-        if row:
-            rows.append(row)
-            print(f"{time.perf_counter() - begun:5.1f} s  {row.what}: {row.ours}", flush=True)
-        torch.compiler.reset()
-        if at.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows, failed, best
+def row_of(make: Callable[[At], Case], at: At, best: Ceilings, until: float = math.inf) -> Row:
+    """Make a case and return its row.
 
-
-def _row_of(make: Callable[[At], Case], at: At, best: Ceilings, words: Sequence[str]) -> Row | None:
+    Args:
+        make: Makes the case.
+        at: Where it runs.
+        best: What the device does at best.
+        until: The reading of `time.perf_counter` from which on no further peer is tried.
+    """
+    torch.compiler.reset()  # and free what a case before left
+    if at.device.type == "cuda":
+        torch.cuda.empty_cache()
     torch.manual_seed(0)
-    case = make(at)
-    return measured(case, at, best) if not words or any(word in case.name for word in words) else None
+    return measured(make(at), at, best, until)

@@ -6,13 +6,13 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from measure import RESULTS, Row, device, rows_of_program, today, versions
+from measure import RESULTS, Row, Runs, device, rows_of_program, today, versions
 
 NAMES = (
     "loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "low_rank", "distillation",
@@ -24,33 +24,6 @@ Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed s
 "Prototype" is what a separate, plain torch prototype of the same experiment had measured before; the targets rest on
 it. ± is the standard deviation over seeds. Written by `make replicas`; other machines sum in another order, so the last
 digits will differ."""
-
-
-class Runs:
-    """The results of single runs, told as they come, and kept in a file so that a stopped benchmark can go on.
-
-    Args:
-        file: One line of JSON for each finished run; None keeps nothing.
-    """
-
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
-        lines = file.read_text().splitlines() if file is not None and file.exists() else []
-        self._done: dict[str, dict[str, Any]] = dict(json.loads(line) for line in lines)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._done
-
-    def of(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a run, from the file if it was finished earlier."""
-        if name not in self._done:
-            self._done[name] = run()
-            if self._file is not None:
-                with self._file.open("a") as lines:
-                    lines.write(json.dumps([name, self._done[name]]) + "\n")
-            told = {key: value for key, value in self._done[name].items() if not isinstance(value, list | dict)}
-            print(f"{name}: {json.dumps(told)}", flush=True)
-        return self._done[name]
 
 
 class Measure(Protocol):

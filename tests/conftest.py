@@ -14,7 +14,6 @@ from _pytest.mark.expression import Expression
 
 # Triton settles at its import, in whichever test, whether it interprets: yes, unless a GPU run says TRITON_INTERPRET=0
 os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 MANY_MODULES = 200
 _modules = 0
 

@@ -1,5 +1,6 @@
 """Every case of the GPU benchmark runs and agrees with its peers, on this CPU and in sizes for a test."""
 
+import subprocess
 import sys
 
 import gpu
@@ -67,7 +68,148 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
 
 
 def test_a_word_of_no_case_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "cases", lambda: ())
+    monkeypatch.setattr(gpu, "cases", lambda: (operations.ceilings,))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "nosuch", "--device", "cpu", "--quick"])
     assert gpu.main() == 2
-    assert "WORD must be in a case's name, got nosuch" in capsys.readouterr().err
+    assert "WORD must be in a case's name, got nosuch; of ceilings" in capsys.readouterr().err
+
+
+def made_here(name):
+    def make(at): ...
+
+    make.__name__ = name
+    return make
+
+
+class Bench:
+    """`gpu.main` over stand-ins: cases of which one may be cut off, a clock that they move, tests that passed."""
+
+    def __init__(self, monkeypatch, folder):
+        self.now, self.made, self.tests, self.device = 0.0, [], 0, "NVIDIA H200"
+        self.does = dict.fromkeys("abc", lambda: None)
+        for module in (gpu, measure):
+            monkeypatch.setattr(module, "RESULTS", folder)
+        for name, stand_in in {
+            "cases": lambda: tuple(made_here(name) for name in self.does), "code": lambda: "commit 1",
+            "ceilings": lambda at: operations.Ceilings(1e12, 1e14), "row_of": self.row, "run_tests": self.tested,
+            "_is_lost": lambda device: False,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(gpu, name, stand_in)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: self.device)
+        monkeypatch.setattr(gpu.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(sys, "argv", ["gpu.py"])
+        self.folder = folder
+
+    def row(self, make, at, best, until):
+        self.made.append(make.__name__)
+        self.until = until
+        self.does[make.__name__]()
+        return measure.Row(make.__name__, "1 ms")
+
+    def tested(self):
+        self.tests += 1
+        return {"what": "tests", "ours": "9 passed", "met": True, "seconds": 300.0}
+
+    def cells(self):
+        (file,) = self.folder.glob("*.md")
+        return [line.split(" | ")[:2] for line in file.read_text().splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    return Bench(monkeypatch, tmp_path)
+
+
+def cut_off():
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_was_cut_off_goes_on_and_leaves_one_table(bench, capsys):
+    bench.does["b"] = cut_off
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    kept = [["| tests", "9 passed"], ["| a", "1 ms"], ["| b", "not yet measured"], ["| c", "not yet measured"]]
+    assert bench.cells() == kept
+    (unfinished,) = bench.folder.glob("*.jsonl")
+    unfinished.write_text(unfinished.read_text() + '["c", {"wh')  # cut off while it was written
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    assert "goes on" in capsys.readouterr().out
+    assert bench.made == ["a", "b", "c", "b"]  # what was begun in vain comes last
+    bench.does["b"] = lambda: None
+    assert gpu.main() == 0
+    assert bench.cells() == [["| tests", "9 passed"], *(["| " + name, "1 ms"] for name in "abc")]
+    assert bench.tests == 1
+    assert [file.name for file in bench.folder.iterdir()] == [f"{measure.today()}-nvidia-h200.md"]
+
+
+def test_a_run_of_another_device_starts_anew_and_says_so(bench, capsys):
+    bench.does["b"] = cut_off
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    bench.does["b"], bench.device = lambda: None, "NVIDIA H100"
+    assert gpu.main() == 0
+    assert "starts anew: device was NVIDIA H200, is NVIDIA H100" in capsys.readouterr().out
+    assert bench.made == ["a", "b", "a", "b", "c"]
+    assert bench.tests == 2
+
+
+def test_cases_share_the_time_that_is_left_and_those_that_do_not_fit_are_told(bench):
+    bench.does["a"] = lambda: setattr(bench, "now", gpu.SECONDS - 300)
+    assert gpu.main() == 0
+    assert bench.until == (gpu.SECONDS - 300) / 3  # those of the tests are spent
+    assert bench.cells()[1:] == [["| a", "1 ms"], *([f"| {name}", "not measured: no time was left"] for name in "bc")]
+    one = lambda: torch.ones(2)  # noqa: E731
+    usable, reasons = operations.usable_peers(operations.Case("sum", one, {"same": one}), until=bench.now - 1)
+    assert (usable, reasons) == ({}, {"same": "no time was left"})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_case_that_fails_is_told_and_a_process_whose_gpu_is_lost_is_replaced(bench, monkeypatch, lost):
+    bench.does["a"] = lambda: torch.ones(2) @ torch.ones(3)
+    monkeypatch.setattr(gpu, "_is_lost", lambda device: lost)
+    monkeypatch.setattr(gpu.os, "execv", lambda *_: cut_off())
+    if lost:
+        with pytest.raises(KeyboardInterrupt):
+            gpu.main()
+    assert gpu.main() == 1
+    assert bench.made == ["a", "b", "c"]
+    assert bench.cells()[1][1].startswith("failed: RuntimeError: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "met", "told"),
+    [
+        (0, "..\n2 passed, 9 deselected in 1.20s", True, "2 passed, 9 deselected in 1.20s"),
+        (0, "SKIPPED [1] tests/a.py: none\n= 2 passed, 1 skipped in 1s =", False, "2 passed, 1 skipped in 1s; SKIPPED"),
+        (1, "FAILED tests/a.py::b - a | b\n1 failed, 2 passed in 1s", False, "1 failed, 2 passed in 1s; FAILED"),
+        (5, "9 deselected in 1.20s", False, "9 deselected"),
+        (None, "", False, "not finished after 480 s"),
+    ],
+)
+def test_the_row_of_the_gpu_tests(monkeypatch, code, output, met, told):
+    def run(command, *, env, timeout, **_):
+        assert env["TRITON_INTERPRET"] == "0"
+        assert "gpu" in command
+        if code is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, code, output, "")
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    row = gpu.run_tests()
+    assert row["met"] is met
+    assert row["ours"].startswith(told)
+    assert "|" not in row["ours"]
+
+
+def test_code_names_the_commit_where_there_is_git_and_always_the_files(monkeypatch):
+    def absent(*_, **__):
+        raise FileNotFoundError("git")
+
+    run = lambda *_, **__: subprocess.CompletedProcess([], 0, "12ab\n", "")  # noqa: E731
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    named = gpu.code()
+    monkeypatch.setattr(gpu.subprocess, "run", absent)
+    assert named == f"commit 12ab, {gpu.code()}"
+    assert gpu.code().startswith("sources ")

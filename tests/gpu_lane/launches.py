@@ -14,6 +14,8 @@ DTYPES = B, F, H
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N = 4096
 _SHAPES = (1, 1), (1, 16), (16, 1), (1, 3), (3, 1), (17, 33), (16, 48), (1, N), (N, N), (2**16 + 1, 2**16)
+_WIDE = 3, 2**24
+"""More tiles beside one another than a grid has on its second axis."""
 _PATTERNS = {B: (torch.int16, 7, 8), H: (torch.int16, 10, 5), F: (torch.int32, 23, 8)}
 
 Call = Callable[[], object]
@@ -51,7 +53,7 @@ def fp8_sweep() -> Iterator[Call]:
     exact = [(block, "exact") for block in ((0, 0), (1, 0), (1, 128), (128, 128))]
     blocks = [*exact, ((1, 0), "power_of_two"), ((1, 32), "mx")]
     past, flag, largest = empty(1, dtype=F), empty(1, dtype=torch.int32), empty(1, dtype=F)
-    for dtype, shape, both in itertools.product(DTYPES, _SHAPES, (False, True)):
+    for dtype, shape, both in itertools.product(DTYPES, (*_SHAPES, _WIDE), (False, True)):
         x = empty(*shape, dtype=dtype)
         for block, rounding in blocks:
             for seen in (None, flag):
@@ -118,7 +120,7 @@ def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
 def block_formats_sweep() -> Iterator[Call]:
     from eff_kernels._triton.block_formats import mx_round_triton, nvfp4_round_triton
 
-    shapes = (1, 32), (3, 32), (1, N), (17, 96), (N, N), (2**16 + 1, 2**16)
+    shapes = (1, 32), (3, 32), (1, N), (17, 96), (N, N), (2**16 + 1, 2**16), (3, 2**26)
     for dtype, shape, offset in itertools.product(DTYPES, shapes, (0, 1)):
         x = empty(*shape, dtype=dtype)
         if offset:

@@ -123,6 +123,8 @@ def recording(architecture: str) -> Iterator[Callable[[Callable[[], object]], li
     def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         if not all(0 < size <= largest for size, largest in zip(grid, _LARGEST_GRID, strict=False)):
             raise AssertionError(f"{self.fn.__name__}: CUDA takes no grid of {grid}")
+        if "enable_fp_fusion" not in kwargs:
+            raise AssertionError(f"{self.fn.__name__}: enable_fp_fusion must be given, its default changes")
         grids.append(grid)
         self.device_caches.clear()
         run(self, *args, grid=grid, warmup=warmup, **kwargs)

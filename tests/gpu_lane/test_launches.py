@@ -39,3 +39,14 @@ def _cause(error):
 
 def test_every_kernel_belongs_to_a_family():
     assert set(stand_in_driver.kernels()) == set(launches.FAMILIES)
+
+
+def test_a_launch_that_leaves_products_and_sums_open_is_refused():
+    from eff_kernels._triton import masks
+
+    bits = launches.empty(8, dtype=launches.torch.uint8)
+    with (
+        stand_in_driver.recording("sm_90") as record,
+        pytest.raises(AssertionError, match="pack: enable_fp_fusion must be given"),
+    ):
+        record(lambda: masks.pack[(1,)](bits, bits, 8, block=8, num_warps=1))

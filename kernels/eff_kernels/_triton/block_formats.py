@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
 from eff_kernels._triton.fp8 import measure_amax
-from eff_kernels._triton.launch import has_triton
+from eff_kernels._triton.launch import grid_of_tiles, has_triton
 
 if has_triton():
     import triton
@@ -34,8 +34,9 @@ def _mx_values(
     height: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
+    column = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
-    j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
+    j = column * width + tl.arange(0, width)[None, :]
     at, inside = i.to(tl.int64) * columns + j, (i < rows) & (j < columns)
     tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     # (height, blocks, group): the maximum of a block is a reduction of the last dim, in registers.
@@ -69,8 +70,9 @@ def _nvfp4_values(
         tensor_scale = tl.div_rn(tensor_scale, tl.full((1, 1, 1), 2688.0, tl.float32))
     finite = magnitude(tensor_scale) < 0x7F800000
     tensor_scale = tl.where(finite, tl.maximum(tensor_scale, 2.0**-121), float("nan"))
+    column = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
-    j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
+    j = column * width + tl.arange(0, width)[None, :]
     at, inside = i.to(tl.int64) * columns + j, (i < rows) & (j < columns)
     tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     blocks = tl.reshape(tile, (height, width // 16, 16))
@@ -120,9 +122,9 @@ def nvfp4_round_triton(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.
     return y
 
 
-def _tiles(x: Tensor, group_size: int) -> tuple[int, int, int, int, tuple[int, int]]:
+def _tiles(x: Tensor, group_size: int) -> tuple[int, int, int, int, tuple[int, int, int]]:
     columns = x.shape[-1]
     rows = x.numel() // columns
     width = max(group_size, min(_WIDEST, triton.next_power_of_2(columns)))
     height = max(1, min(triton.next_power_of_2(rows), _TILE // width))
-    return rows, columns, height, width, (triton.cdiv(rows, height), triton.cdiv(columns, width))
+    return rows, columns, height, width, grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))

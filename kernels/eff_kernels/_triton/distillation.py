@@ -205,5 +205,6 @@ def kd_rows_triton_(
         tiles=triton.cdiv(classes, block),
         block=block,
         num_warps=_WARPS,
+        enable_fp_fusion=True,
     )
     return soft, hard

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
-from eff_kernels._triton.launch import has_triton
+from eff_kernels._triton.launch import grid_of_tiles, has_triton
 from eff_kernels.fp8 import Block, Source
 
 if has_triton():
@@ -340,13 +340,14 @@ def _block_codes(
     height: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
-    j = tl.program_id(1) * width + tl.arange(0, width)[None, :]
+    row, column = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    i = row * height + tl.arange(0, height)[:, None]
+    j = column * width + tl.arange(0, width)[None, :]
     tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
     code, s, amax = quantized_tile(tile, high, wide, mantissa, rounding, native)
     tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
-    k = tl.program_id(0) * (height // high) + tl.arange(0, height // high)[:, None]
-    m = tl.program_id(1) * (width // wide) + tl.arange(0, width // wide)[None, :]
+    k = row * (height // high) + tl.arange(0, height // high)[:, None]
+    m = column * (width // wide) + tl.arange(0, width // wide)[None, :]
     inside = (k < scale_height) & (m < scale_width)
     tl.store(scale + k * scale_row_stride + m * scale_column_stride, s, mask=inside)
     noted(seen + k * 0 + m * 0, amax, inside, seen_as)
@@ -357,8 +358,8 @@ def _block_codes(
     if both:
         code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native)
         tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
-        k = tl.program_id(0) * (height // wide) + tl.arange(0, height // wide)[:, None]
-        m = tl.program_id(1) * (width // high) + tl.arange(0, width // high)[None, :]
+        k = row * (height // wide) + tl.arange(0, height // wide)[:, None]
+        m = column * (width // high) + tl.arange(0, width // high)[None, :]
         inside = (k < turned_scale_width) & (m < turned_scale_height)
         tl.store(turned_scale + m * turned_row_stride + k * turned_column_stride, s, mask=inside)
         if high == wide:
@@ -538,7 +539,7 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     turned_scale = _block_scale(x, columns, rows, block) if both else scale
     # two casts of a tile take twice the registers
     constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
-    block_codes[(triton.cdiv(rows, height), triton.cdiv(columns, width))](
+    block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
         x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
         turned.view(torch.uint8), rows, columns, *x.stride(), *scale.shape, *scale.stride(),
         rows + -rows % _MULTIPLE, *turned_scale.shape, *turned_scale.stride(), high=high, wide=wide, both=both,

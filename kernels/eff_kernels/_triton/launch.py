@@ -69,6 +69,23 @@ def compiles_for(device: torch.device) -> bool:
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+_LARGEST_AXIS = 65_535  # programs on the second and on the third axis of a grid
+
+
+def grid_of_tiles(rows: int, columns: int) -> tuple[int, int, int]:
+    """Return a grid for so many tiles.
+
+    A program's column is its place on the third axis times the second's size plus its place there; it may lie behind
+    the last.
+
+    Example:
+        >>> grid_of_tiles(100_000, 4), grid_of_tiles(1, 65_536)
+        ((100000, 4, 1), (1, 32768, 2))
+    """
+    slices = -(-columns // _LARGEST_AXIS)
+    return rows, -(-columns // slices), slices
+
+
 _ALIGNED = 16
 
 

@@ -163,6 +163,7 @@ def scan_triton_(
             chunk=chunk,
             block=block,
             num_warps=_WARPS,
+            enable_fp_fusion=True,
         )
     return histogram, rest
 
@@ -195,5 +196,6 @@ def count_exponents_triton(
             chunk=chunk,
             block=block,
             num_warps=_WARPS,
+            enable_fp_fusion=True,
         )
     return counts

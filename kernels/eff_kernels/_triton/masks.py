@@ -168,10 +168,14 @@ def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = 
     if not scores.numel():
         pass
     elif m in (4, 8, 16) and inner == 1:
-        rank_vectors[grid](scores, mask, has_nan, scores.numel(), n=n, m=m, block=block, num_warps=_WARPS)
+        rank_vectors[grid](
+            scores, mask, has_nan, scores.numel(), n=n, m=m, block=block, num_warps=_WARPS, enable_fp_fusion=True
+        )
     else:
         groups = scores.numel() // m
-        rank_groups[grid](scores, mask, has_nan, groups, inner, n=n, m=m, block=block, num_warps=_WARPS)
+        rank_groups[grid](
+            scores, mask, has_nan, groups, inner, n=n, m=m, block=block, num_warps=_WARPS, enable_fp_fusion=True
+        )
     return mask.view(torch.bool), has_nan.view(torch.bool)
 
 
@@ -185,7 +189,7 @@ def pack_bits_triton(mask: Tensor, block: int = _BYTES) -> Tensor:
     packed = torch.empty((mask.numel() + 7) // 8, dtype=torch.uint8, device=mask.device)
     if mask.numel():
         grid = (triton.cdiv(len(packed), block),)
-        pack[grid](mask.view(torch.uint8), packed, mask.numel(), block=block, num_warps=_WARPS)
+        pack[grid](mask.view(torch.uint8), packed, mask.numel(), block=block, num_warps=_WARPS, enable_fp_fusion=True)
     return packed
 
 
@@ -199,5 +203,7 @@ def unpack_bits_triton(packed: Tensor, shape: Sequence[int], block: int = _BYTES
     """
     mask = torch.empty(tuple(shape), dtype=torch.uint8, device=packed.device)
     if size := math.prod(shape):
-        unpack[(triton.cdiv(size, 8 * block),)](packed, mask, size, block=block, num_warps=_WARPS)
+        unpack[(triton.cdiv(size, 8 * block),)](
+            packed, mask, size, block=block, num_warps=_WARPS, enable_fp_fusion=True
+        )
     return mask.view(torch.bool)

@@ -105,6 +105,7 @@ def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], chunk: i
             chunk=chunk,
             block=vector_block(part.like[0].dtype, chunk, _WARPS),
             num_warps=_WARPS,
+            enable_fp_fusion=True,
         )
 
 
@@ -133,4 +134,5 @@ def count_digits_triton_(
             chunk=chunk,
             block=block,
             num_warps=_WARPS,
+            enable_fp_fusion=True,
         )

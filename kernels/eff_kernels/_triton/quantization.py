@@ -327,6 +327,7 @@ def grid_forward_triton(
         block_rows=block_rows,
         block_columns=block_columns,
         num_warps=_warps(block_rows, block_columns, across),
+        enable_fp_fusion=True,
     )
     return y
 
@@ -377,6 +378,7 @@ def grid_backward_triton(
         block_rows=block_rows,
         block_columns=block_columns,
         num_warps=_warps(block_rows, block_columns, across),
+        enable_fp_fusion=True,
     )
     return x_grad, sums.sum((1, 3))
 
@@ -422,5 +424,6 @@ def rows_forward_triton(
         block_rows=block_rows,
         block_columns=block_columns,
         num_warps=_warps(block_rows, block_columns),
+        enable_fp_fusion=True,
     )
     return y
