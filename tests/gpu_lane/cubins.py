@@ -132,8 +132,7 @@ def _code(sample: Sample, lines: list[_Line], start: int) -> Code:
         widths[_bits(line.opcode)] += _bits(line.opcode)
     executed = sum(time for time, line in zip(times, lines, strict=True) if line.opcode != "NOP")
     return Code(
-        # the same bytes may stand for something else: a thread has no more than 255 registers
-        registers=max(count for found in registers for count in struct.unpack("<I", found) if count <= 255),
+        registers=max(struct.unpack("<I", found)[0] for found in registers),
         instructions=round(executed / sample.elements, 1),
         load_bits=widths.most_common(1)[0][0],
         spilled=any(line.opcode.startswith(("LDL", "STL")) for line in lines),
