@@ -43,11 +43,12 @@ test-long: $(VENV)/.dev
 test-processors: $(VENV)/.dev # ISA=sse4, avx2 or mixed takes one of the three; some 2 minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/processors.py $(ISA)
 
-gpu-check: $(VENV)/.dev # after a change that is meant, gpu-table writes tests/gpu_lane/cubins.csv anew
+gpu-check: $(VENV)/.dev # after a change that is meant, gpu-table writes cubins.csv and steps.csv in tests/gpu_lane anew
 	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m gpu_lane tests/gpu_lane
 
 gpu-table: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/gpu_lane/cubins.py
+	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/gpu_lane/test_steps.py
 
 package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
