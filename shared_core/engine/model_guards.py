@@ -1,8 +1,10 @@
-"""Checks of the user's model and optimizers: what techniques hold stays, and what they are can be worked with."""
+"""Checks of the user's model and optimizers: one session for a model, what techniques hold, what they can work with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.errors import CompatibilityError, TrainingError
 
 if TYPE_CHECKING:
+    from shared_core.engine.session import Session
     from shared_core.engine.technique import Context, Technique
 
 # Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
@@ -26,6 +29,43 @@ _ELEMENT_WISE = frozenset(
     )
 )  # fmt: skip
 _Held = tuple[str, str, nn.Module | Tensor]
+# of sessions, not of models: a copy of a model, or one that was pickled, has none
+_ATTACHED: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def refuse_second_session(session: Session, model: nn.Module) -> None:
+    """Note that a session attaches to a model, which no other may do then.
+
+    A trainer's session that has not begun gives way: it attaches again when its trainer trains.
+
+    Raises:
+        TrainingError: If the model, one of its parts, or one that it is a part of, is another session's.
+    """
+    if not session.techniques:
+        return
+    if any(True for _ in _others(session, model)):
+        gc.collect()  # sessions are in cycles with what they drive, so that one nobody holds may still be there
+    for other in _others(session, model):
+        if other.front_end == "bare" or other.has_begun:
+            raise TrainingError(
+                "session",
+                f"a model must have one session, got {type(model).__name__}, which a {other.front_end} session with "
+                f"{', '.join(other.recipe)} is attached to",
+                "put all techniques into one recipe, or call finish or detach of the other one first",
+            )
+        other.detach()
+    _ATTACHED.add(session)
+
+
+def _others(session: Session, model: nn.Module) -> Iterator[Session]:
+    # Also a part of a model, or a model around it: they share modules.
+    parts = {*map(id, model.modules())}
+    for other in list(_ATTACHED):
+        if other is session or not other.is_attached or other.context is None:
+            continue
+        theirs = other.context.model
+        if id(theirs) in parts or any(part is model for part in theirs.modules()):
+            yield other
 
 
 def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> None:

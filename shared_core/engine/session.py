@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine import claims, compatibility, coverage, live_sessions, model_guards, preview
+from shared_core.engine import claims, compatibility, coverage, model_guards, preview
 from shared_core.engine.claims import Where
 from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
@@ -256,7 +256,7 @@ class Session:
                 return
             raise TrainingError("session", "must be attached to one model only", "make a session for each")
         # Before anything is changed: two sessions on one model would undo each other's work.
-        live_sessions.claim(self, model)
+        model_guards.refuse_second_session(self, model)
         # Keys as the user's model has them, to compare saved ones with.
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
