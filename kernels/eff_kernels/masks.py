@@ -47,7 +47,14 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
 
 @torch.no_grad()
 def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
-    """Return `n_of_m_mask`, and a flag, bool of one element: whether a score was NaN; arguments are those of it."""
+    """Return `n_of_m_mask`, and a flag, bool of one element: whether a score was NaN.
+
+    Args:
+        scores: As of `n_of_m_mask`.
+        n: As there.
+        m: As there.
+        axis: As there.
+    """
     axis %= scores.ndim
     if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
         mask, has_nan = rank_groups(scores.detach(), n, m, axis)
