@@ -38,22 +38,30 @@ def markdown() -> str:
 
 
 def flags(
+    techniques: Annotated[
+        list[str] | None, typer.Argument(help="Keys of techniques, such as prune; all if left out.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/flags.md.")] = False,
 ) -> None:
-    """List the flags of all techniques with type, default and meaning."""
+    """List the flags of techniques with type, default and meaning."""
+    from shared_core.engine.registry import registration
+
+    keys = [registration(key).key for key in techniques or ()]
+    rows = [row for row in describe_flags() if not keys or row["flag"].startswith(tuple(f"--{key}_" for key in keys))]
     if as_json:
-        typer.echo(json.dumps(describe_flags(), indent=2))
+        typer.echo(json.dumps(rows, indent=2))
         return
     if as_markdown:
         typer.echo(markdown(), nl=False)
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("flag", "type", "default", "meaning"):
-        table.add_column(heading)
-    for row in describe_flags():
+        table.add_column(heading, overflow="fold", no_wrap=heading == "flag")
+    for row in rows:
         table.add_row(*row.values())
     Console().print(table)
