@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from shared_core.distributed.collectives import digest, world_size
 from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import packed, rng_state, set_rng_state, unpacked
+from shared_core.engine.state_file import packed, rng_snapshot, rng_state, set_rng_state, unpacked
 from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class WatchedLoader:
         self.is_fresh = True
         """Whether workers were started for this epoch."""
         self._ahead: Any = None
-        self._before_ahead: dict[str, Any] = {}
+        self._before_ahead: Callable[[], dict[str, Any]] = dict
         self._iteration = self._runs = 0
         self._is_recording = self._is_complete = False
         base = loader.base_dataloader
@@ -204,7 +204,7 @@ class WatchedLoader:
         Args:
             taken: How many batches of the epoch were trained on.
         """
-        found = {"iteration": self._iteration, "before_ahead": self._before_ahead, "mark": self.mark()}
+        found = {"iteration": self._iteration, "before_ahead": self._before_ahead(), "mark": self.mark()}
         return {**found, "is_fresh": self.is_fresh, "made": self.made, "in_workers": self._in_workers(taken)}
 
     def _in_workers(self, taken: int) -> list[dict[str, Any]] | None:
@@ -257,7 +257,7 @@ class WatchedLoader:
         elif self.tracked is not None and not self.tracked.given:
             self.made, self.is_fresh = [0] * self.loader.num_workers, True
         self._iteration = self.loader.iteration
-        self._ahead, self._before_ahead, self._is_complete = None, {}, False
+        self._ahead, self._before_ahead, self._is_complete = None, dict, False
         # Taken out first: what they do may begin another iteration, with none of its own.
         before, self.before, after, self.after = self.before, {}, self.after, {}
         # The iterator is made and has drawn its seeds: what follows begins from where the checkpoint says.
@@ -277,7 +277,7 @@ class WatchedLoader:
             # run redraws it from, since accelerate holds one batch that the trainer has not seen. A dispatcher's one
             # batch is several fetches.
             if self.loader.num_workers == 0 and number % self.fetches == 0:
-                self._before_ahead = {**rng_state(), "own": self.own.states()}
+                self._before_ahead = functools.partial(_with, rng_snapshot(), self.own.states())
             try:
                 self._ahead = next(batches)
             except StopIteration:
@@ -288,6 +288,10 @@ class WatchedLoader:
             after.get(number, _nothing)()
             number += 1
             yield self._ahead
+
+
+def _with(generators: Callable[[], dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**generators(), "own": own}
 
 
 def _nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,26 +116,35 @@ def rng_state(*, on_gpu: bool = True) -> dict[str, Any]:
     Args:
         on_gpu: Whether those of GPUs are among them, which a data loader's workers must leave alone.
     """
+    return rng_snapshot(on_gpu=on_gpu)()
+
+
+def rng_snapshot(*, on_gpu: bool = True) -> Callable[[], dict[str, Any]]:
+    """Return what makes `rng_state` of now when it is called: most snapshots are never saved, and making it is dear."""
     import random
 
     import numpy as np
 
-    # As tensors and numbers: a state is saved without pickle.
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "name": name,
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-    }
-    if on_gpu and torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    keys, of_torch = np.array(keys), torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if on_gpu and torch.cuda.is_available() else None
+
+    def state() -> dict[str, Any]:
+        # As tensors and numbers: a state is saved without pickle.
+        found: dict[str, Any] = {
+            "torch": of_torch,
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "numpy": {
+                "name": name,
+                "keys": torch.from_numpy(keys.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+        }
+        return found if of_gpus is None else {**found, "cuda": of_gpus}
+
     return state
 
 
