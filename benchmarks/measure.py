@@ -126,7 +126,7 @@ class Runs:
 
     @property
     def seconds(self) -> float:
-        """What all runs took that say so."""
+        """Seconds that all runs took, of those that recorded it."""
         return sum(result.get("seconds", 0.0) for result in self._done.values())
 
 

@@ -303,8 +303,8 @@ def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | Non
         values = torch.from_numpy(array[(array >= found[1]) & (array <= found[2])])
     kind = _BITS[dtype.itemsize]
     bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
-    # Two's complement orders positive floats as they are and negative ones reversed: all but their sign is flipped.
-    # as integers in the order of the floats
+    # The key is an integer in the order of the floats: two's complement has positive ones so already, and negative ones
+    # reversed, of which all bits but the sign are flipped.
     key = bits ^ ((bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(kind).max)
     if found:
         key = key[(key >> (shift + _DIGIT)) == found[0]]

@@ -104,7 +104,7 @@ class Task:
 
     @property
     def weight(self) -> float:
-        """What each position's cross-entropy is multiplied by in the loss; 0 if not all by one number above it."""
+        """The factor of every position's cross-entropy in the loss; 0 if factors differ or are not above 0."""
         if len(self.parts) != 1 or not self.parts[0][1].numel():
             return 0.0
         low, high = (float(end) for end in self.parts[0][1].aminmax())

@@ -385,7 +385,7 @@ if has_triton():
 
 
 class Cast(NamedTuple):
-    """What a cast of one matrix writes: codes, a scale a block, the transpose's, and the largest magnitude or None."""
+    """Results of casting one matrix: codes and scales of it and of its transpose, and the largest magnitude or None."""
 
     codes: Tensor
     scale: Tensor
