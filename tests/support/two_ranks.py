@@ -60,6 +60,7 @@ def run_as_script(arguments, environment, log):
     with Path(log).open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(environment)
     sys.argv = arguments
