@@ -12,12 +12,14 @@ FLOORS = {
     "shared_core": ROOT / "shared_core",
     "hf_eff": ROOT / "hf_eff",
     "lightning_eff": ROOT / "lightning_eff",
+    "efftrain": ROOT / "efftrain",
 }
 MAY_IMPORT = {
     "eff_kernels": {"eff_kernels"},
     "shared_core": {"eff_kernels", "shared_core"},
     "hf_eff": {"eff_kernels", "shared_core", "hf_eff"},
     "lightning_eff": {"eff_kernels", "shared_core", "lightning_eff"},
+    "efftrain": {"hf_eff", "lightning_eff", "shared_core"},
 }
 ONLY_ON = {
     "triton": {"eff_kernels"},

@@ -1,13 +1,17 @@
 """What an import or a `--help` must not load: time to start, checked without a clock."""
 
 import importlib
+import importlib.metadata
 import py_compile
 import subprocess
 import sys
 
 import pytest
 
-from shared_core import quantization
+import efftrain
+import hf_eff
+import lightning_eff
+from shared_core import Session, quantization, register
 from shared_core.errors import MissingExtraError
 
 HEAVY = (
@@ -24,8 +28,20 @@ def loaded(code):
 
 
 def test_front_ends_load_nothing_before_they_are_used():
-    names = loaded("import hf_eff, lightning_eff")
+    names = loaded("import efftrain.hf, efftrain.lightning, hf_eff, lightning_eff")
     assert not names & {"torch", "transformers", "pytorch_lightning", "lightning", *HEAVY}
+
+
+def test_the_front_door_leads_to_the_packages_themselves():
+    from efftrain.hf import EffTrainer
+
+    assert EffTrainer is hf_eff.EffTrainer
+    assert efftrain.lightning is lightning_eff
+    assert (efftrain.Session, efftrain.register) == (Session, register)
+    assert efftrain.__version__ == importlib.metadata.version("efftrain")
+    assert set(efftrain.__all__) == set(dir(efftrain))
+    with pytest.raises(AttributeError, match="efftrain"):
+        efftrain.Sesion  # noqa: B018
 
 
 def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"eff_kernels": "kernels/eff_kernels", **{name: name for name in ("hf_eff", "lightning_eff", "shared_core")}}
+FOLDERS = ("efftrain", "hf_eff", "lightning_eff", "shared_core")
+PACKAGES = {"eff_kernels": "kernels/eff_kernels", **{name: name for name in FOLDERS}}
 NOT_OURS = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "build", "dist", "site", "runs", "lightning_runs", "lightning_logs",
     "checkpoints", "tmp_trainer",

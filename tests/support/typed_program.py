@@ -7,6 +7,8 @@ import pytorch_lightning as pl
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+import efftrain
+import efftrain.lightning
 import hf_eff
 import lightning_eff.lightning
 import lightning_eff.pytorch
@@ -23,6 +25,9 @@ from shared_core.tools.shrink import shrink
 def program(model: nn.Module, inputs: Any) -> None:
     recipe = Recipe.from_dict({"prune": {"sparsity": 0.8}})
     assert_type(recipe["prune"], TechniqueConfig)
+    assert_type(efftrain.Recipe.from_dict({}), Recipe)
+    assert_type(efftrain.hf.Pruning(sparsity=0.5), Pruning)
+    assert_type(efftrain.lightning.EffDDPStrategy(), EffDDPStrategy)
     assert_type(PruneConfig(sparsity=0.8).sparsity, float)
     assert_type(Session(recipe).receipt(), Receipt)
     assert_type(convert(model), nn.Module)

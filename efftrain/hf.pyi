@@ -1,0 +1,1 @@
+from hf_eff import *  # noqa: F403

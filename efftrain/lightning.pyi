@@ -1,0 +1,1 @@
+from lightning_eff import *  # noqa: F403
