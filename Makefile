@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What pip installs as torch, with options of its own: TORCH="torch --index-url ..." takes a build from another index.
+TORCH ?= torch
 
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
@@ -23,7 +25,7 @@ help:
 $(VENV)/.examples: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...'"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[examples]"
 	touch $@
 
