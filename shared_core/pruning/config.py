@@ -23,6 +23,8 @@ UNITS = ("neuron", "channel", "filter", "head", "layer")
 """Granularities that prune output units whole."""
 TRACED = ("neuron", "channel", "head")
 """Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
+OF_WEIGHTS = ("tower", "erdos_renyi", "erdos_renyi_kernel")
+"""Scopes of single weights and tiles, not of units."""
 MOST_OF_WEIGHTS, MOST_OF_STRUCTURES = 0.98, 0.9
 """The largest share of one layer that goes by default, unless more is asked of all."""
 DURING_TRAINING = (
@@ -90,9 +92,10 @@ class PruneConfig(OverridableConfig):
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
     end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
     every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
-    scope: Literal["auto", "global", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
+    scope: Literal["auto", "global", "tower", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
         "auto",
-        help="global: all compete under one threshold; local: every tensor gets the same sparsity; erdos_renyi: large "
+        help="global: all compete under one threshold; tower: those of each part at the top (a vision and a text "
+        "encoder) under one of its own; local: every tensor gets the same sparsity; erdos_renyi: large "
         "tensors get more of it, by their layers' sizes (kernel: by kernels' too); auto: local for structures without "
         "a cost, else global.",
     )
@@ -151,7 +154,7 @@ class PruneConfig(OverridableConfig):
                 raise self._error(name, f"must be left out without {other} {value}, where it plays no part")
         if self.regularizer == "none" and self.regularizer_strength != fields["regularizer_strength"].default:
             raise self._error("regularizer_strength", "must be left out without a regularizer")
-        alone = {"scope": self.resolved_scope != "global", "granularity": self.granularity == "n_m",
+        alone = {"scope": self.resolved_scope not in ("global", "tower"), "granularity": self.granularity == "n_m",
                  "criterion": self.criterion == "wanda"}  # fmt: skip
         for name in (name for name, is_so in alone.items() if is_so and self.cost != "none"):
             raise self._error("cost", f"must be none with {name} {getattr(self, name)}: layers do not compete, so it "
@@ -177,14 +180,14 @@ class PruneConfig(OverridableConfig):
         if self.criterion == "wanda" and self.granularity == "block":
             raise self._error("granularity", "must be unstructured or n_m with criterion wanda, which compares the "
                               "weights of one output")  # fmt: skip
-        if self.criterion == "wanda" and self.scope.startswith("erdos_renyi"):
+        if self.criterion == "wanda" and self.scope in OF_WEIGHTS:
             raise self._error("scope", "must be global or local with criterion wanda, which prunes every output alike")
         if self.granularity == "filter" and self.criterion == "bn_scale":
             raise self._error("criterion", "must be another with granularity filter, which knows no batch norms; "
                               "take channel")  # fmt: skip
         if self.granularity == "layer" and self.criterion in ("geometric_median", "bn_scale", "neuron_taylor"):
             raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
-        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block"):
+        if self.scope in OF_WEIGHTS and self.granularity not in ("unstructured", "block"):
             raise self._error("scope", f"must be global or local with granularity {self.granularity}")
         if self.granularity == "layer" and self.resolved_scope != "global":
             raise self._error("scope", "must be global with granularity layer")

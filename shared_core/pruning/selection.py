@@ -30,6 +30,7 @@ from shared_core.pruning.patterns import (
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
 from shared_core.pruning.targets import block_of
+from shared_core.pruning.towers import tower_names, tower_notes
 
 # Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
 _PIECE = 1 << 21
@@ -322,7 +323,7 @@ def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]
 
 
 def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return what a user should know of layers that lost most of what they had, a line each.
+    """Return what a user should know of layers and towers that lost most of what they had, a line each.
 
     Args:
         where: The technique that tells it.
@@ -344,7 +345,7 @@ def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping
     if nearly:
         named = [f"{name} ({gone:,} of {size:,})" for name, (size, gone) in nearly.items()]
         notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is gone: {_listed(named)}")
-    return notes
+    return notes + tower_notes(where, weights)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -463,11 +464,11 @@ def select_weights(
     if config.granularity == "block":
         blocks = [block_of(config, modules[name]) for name in owners]
         tiles = [block_scores(scores[i], block) for i, block in enumerate(blocks)]
-        masks = _by_scope(config, tiles, sparsity, alone)
+        masks = _by_scope(config, tiles, sparsity, alone, owners)
         shapes = [tensor.shape for tensor in scores.tensors]
         masks = [expand_blocks(*each) for each in zip(masks, shapes, blocks, strict=True)]
     else:
-        masks = _by_scope(config, scores, sparsity, alone)
+        masks = _by_scope(config, scores, sparsity, alone, owners)
     found = scores.joined(masks)
     if config.threshold is not None:
         # A threshold caps what goes: |w| at or above it stays, even if the sparsity is then not reached.
@@ -477,17 +478,25 @@ def select_weights(
 
 
 def _by_scope(
-    config: PruneConfig, scores: Sequence[Tensor], sparsity: float, alone: Sequence[float | None]
+    config: PruneConfig,
+    scores: Sequence[Tensor],
+    sparsity: float,
+    alone: Sequence[float | None],
+    names: Sequence[str] = (),
 ) -> list[Tensor]:
     """Return the masks of those with a share of their own, each by itself, and of the others as the scope says."""
     rest = [i for i, share in enumerate(alone) if share is None]
-    masks = dict(zip(rest, _together(config, some(scores, rest), sparsity), strict=True))
+    masks: dict[int, Tensor] = {}
+    towers = tower_names([names[i] for i in rest]) if config.resolved_scope == "tower" else [""] * len(rest)
+    for tower in dict.fromkeys(towers):
+        inside = [i for i, place in zip(rest, towers, strict=True) if place == tower]
+        masks |= zip(inside, _together(config, some(scores, inside), sparsity), strict=True)
     return [masks[i] if share is None else prune_masks([scores[i]], share)[0] for i, share in enumerate(alone)]
 
 
 def _together(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     shapes = [tensor.shape for tensor in getattr(scores, "tensors", scores)]
-    if config.resolved_scope == "global":
+    if config.resolved_scope in ("global", "tower"):
         # of the sparsity at the end: what a layer may lose is the same at every update
         sizes = [shape.numel() for shape in shapes]
         return prune_masks(scores, sparsity, layer_limits(config.most_of_a_layer, config.sparsity, sizes))

@@ -16,6 +16,7 @@ from shared_core.modules.experts import StackedExperts, expert_weights, matrix_n
 from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name, weight_of
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
+from shared_core.pruning.towers import tower_names
 
 _TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -169,7 +170,16 @@ def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own
                 "rounds to none",
                 "raise it, or give 0 to leave it dense",
             )
-    _refuse_nothing_together(config, [size for name, size in sizes.items() if name not in own], what)
+    rest = {name: size for name, size in sizes.items() if name not in own}
+    if config.resolved_scope == "tower":
+        towers = dict(zip(rest, tower_names([*rest]), strict=True))
+        if len(names := [*dict.fromkeys(towers.values())]) < 2:
+            found = f"one, {names[0] or 'the model'}" if names else "none"
+            raise MatchError("prune", f"scope tower must find two parts at the top, got {found}", "take scope global")
+        for tower in names:
+            _refuse_nothing_together(config, [size for name, size in rest.items() if towers[name] == tower], what)
+    else:
+        _refuse_nothing_together(config, [*rest.values()], what)
 
 
 def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -> None:

@@ -54,7 +54,10 @@ def _served(report: Any) -> Iterator[str]:
         return
     yield f"dequantised, the weights of {report.equal_layers} layers are the model's, to the bit"
     if report.largest_difference is None:
-        yield "outputs not compared: transformers loads neither float experts nor zero points beside other schemes"
+        yield (
+            "outputs not compared: transformers loads neither float experts, nor those in W8A8 or with zero points, "
+            "nor other zero points beside other schemes"
+        )
         return
     yield f"largest difference in transformers, with inputs of layers in float: {report.largest_difference:.2g}"
     yield f"inputs as transformers rounds them change the outputs by {report.relative_change:.2%}"

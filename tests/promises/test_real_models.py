@@ -4,7 +4,7 @@ import promise_drivers
 import promise_table
 import pytest
 import torch
-from mixtures import KINDS, mixture
+from mixtures import KINDS, mixture, stacks
 from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
 from real_models import BATCH, GROWING, MODELS, RECIPES, REFUSED, STEPS, VOCAB, recipe_for, use
 from stopped_runs import copied
@@ -100,21 +100,64 @@ def test_three_drivers_train_the_same_weights_and_their_receipts_say_what_happen
             assert COUNTED[key](told[key], end.weights) in (True, None), (name, key)
 
 
+EXPERTS = {
+    "prune": {"prune": {**GROWING, "scope": "local"}},
+    "prune-2:4": {"prune": {**GROWING, "granularity": "n_m", "schedule": "one_shot"}},
+    "prune+qat": {"prune": {**GROWING, "scope": "local"}, "qat": {"scheme": "int8_dynamic", "begin": 2}},
+    "qat-int4": {"qat": {"scheme": "int4_weight", "begin": 2}},
+    "lottery": {"lottery": {"rewind_to": 2}},
+}
+"""Recipes whose techniques reach stacked experts."""
+
+
+def check_stacks(key, told, stacked):
+    """Recount zeros and codes in the experts of a file."""
+    for name, weight in stacked.items():
+        if "prune" in told:
+            (found,) = (one for one in told["prune"]["tensors"] if one["name"].removeprefix("net.") == name)
+            zeros = (weight == 0).sum((1, 2)).tolist()
+            assert all(zero >= pruned > 0 for zero, pruned in zip(zeros, found["experts"], strict=True))
+        if "lottery" in told:
+            assert (weight == 0).any((1, 2)).all()
+        if "qat" in told:
+            (found,) = (one for one in told["qat"]["per_layer"] if one["name"].endswith("experts"))
+            assert found["input"] == ("none" if key == "qat-int4" else "token")
+            groups = weight.unflatten(2, (-1, 8)) if key == "qat-int4" else weight.unsqueeze(2)
+            span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
+            step = span / 15 if key == "qat-int4" else groups.abs().amax(-1) / 127
+            codes = groups / step.clamp(min=1e-30).unsqueeze(-1)
+            torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("key", EXPERTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_stacked_experts_of_either_layout_train_alike_in_three_drivers(kind, tmp_path, monkeypatch):
+def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
     use("moe", monkeypatch.setattr)
     for module in (promise_table, promise_drivers):
         monkeypatch.setattr(module, "make_net", lambda *_, **__: mixture(kind, vocab_size=VOCAB))
-    recipe = {"prune": {**GROWING, "scope": "local"}, "qat": {"scheme": "int8_dynamic", "begin": 2}}
-    options = {"max_steps": STEPS, "batch": BATCH}
-    ends = {"bare": run_bare(recipe)}
-    ends["hf"] = run_hf(recipe, tmp_path / "hf", **options)
-    ends["lightning"] = run_lightning(recipe, tmp_path / "lightning", **options)
-    for name, end in ends.items():
-        assert difference(ends["bare"].weights, end.weights) is None, name
-        check_prune(end.receipt["techniques"]["prune"], end.weights)
-        (experts,) = (one for one in end.receipt["techniques"]["qat"]["per_layer"] if one["name"].endswith("experts"))
-        assert experts["input"] == "token"
+
+    def recipe():
+        made = {name: dict(options) for name, options in EXPERTS[key].items()}
+        if "lottery" in made:
+            made["lottery"] |= promise_table.make_ticket("weights", 2)
+        return made
+
+    options = {"max_steps": STEPS, "batch": BATCH, "save_every": 1}
+    ends = {"bare": run_bare(recipe())}
+    for name, run in (("hf", run_hf), ("lightning", run_lightning)):
+        ends[name] = whole = run(recipe(), tmp_path / name, **options)
+        assert difference(ends["bare"].weights, whole.weights) is None, name
+        stop = 2 if name == "hf" else 4  # within an epoch, at its end
+        resumed = tmp_path / f"{name}-again"
+        again = run(recipe(), resumed, resume=copied(whole, stop, resumed), **options)
+        assert difference(saved_state(whole.checkpoints[STEPS]), saved_state(again.checkpoints[STEPS])) is None, name
+        check_plain(name, whole.checkpoints[STEPS], factorised=False)
+        whole.model.save_pretrained(tmp_path / f"{name}-final")
+        loaded, info = type(whole.model).from_pretrained(tmp_path / f"{name}-final", output_loading_info=True)
+        assert not any(info.values())
+        assert difference(whole.weights, dict(loaded.state_dict())) is None
+        check_stacks(key, whole.receipt["techniques"], stacks(loaded))
 
 
 def check_plain(front_end, path, factorised):

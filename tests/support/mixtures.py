@@ -32,7 +32,7 @@ def mixture(kind: str, **options: Any) -> Any:
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **_SIZES | options))
     if kind == "qwen3_moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, moe_intermediate_size=8, **_SIZES | options))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=4, **{"moe_intermediate_size": 8} | _SIZES | options))
     return GptOssForCausalLM(GptOssConfig(num_local_experts=4, pad_token_id=0, eos_token_id=1, **_SIZES | options))
 
 

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.atomic import atomic_folder
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.expert_layers import split_experts_
 from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
 from shared_core.tools.measuring import difference, outputs
 
@@ -35,14 +38,14 @@ class ServedReport:
         path: The folder.
         bytes: Of its files of weights.
         format: How codes lie in them, in the format's words.
-        quantized: Layers with codes in the file.
+        quantized: Layers with codes in the file; of stacked experts each matrix, by its name there.
         values: Embeddings and heads tied to one, with the values of their codes in float.
         unrounded_inputs: Those of `values` whose input training rounded, and engines do not.
         float_layers: Layers of the same types that stay in float.
         equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
         largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
-            the largest output; None if they were not compared: transformers loads neither float experts nor zero
-            points beside other schemes.
+            the largest output; None if they were not compared: transformers loads neither float experts, nor those
+            in W8A8 or with zero points, nor zero points of other layers beside other schemes.
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
     """
@@ -96,24 +99,36 @@ def export_compressed_tensors(
     _check_fused(reference, names)
     exported, layers, schemes, qparams = baked_copy(reference, names)
     embedded = {id(layer.weight) for layer in layers.values() if isinstance(layer, nn.Embedding)}
-    values = tuple(name for name, layer in layers.items() if id(layer.weight) in embedded)
+    values = tuple(name for name, layer in layers.items() if not embedded.isdisjoint(map(id, layer.parameters())))
     coded = tuple(name for name in names if name not in values)
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
     dtype = getattr(model.config, "dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
-    compares = (
-        verify and example_inputs is not None and _transformers_loads(exported, [schemes[name] for name in coded])
+    mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
+    float_experts = _has_experts(exported, mixture)
+    loads = _transformers_loads(
+        float_experts, {schemes[name] for name in coded if name not in mixture}, {schemes[name] for name in mixture}
     )
+    compares = verify and example_inputs is not None and loads
     expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    left = tuple(name for name in float_layers(exported) if name not in names)
+    experts = split_experts_(exported, mixture, _WHERE)
+    coded = tuple(name for name in coded if name not in mixture)
+    for name, parts in zip(mixture, experts.values(), strict=True):
+        layers |= parts
+        schemes |= dict.fromkeys(parts, schemes[name])
+        coded += tuple(parts)
     weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
     for name in coded:
-        _set_codes(name, layers[name], schemes[name], layer_entry(reference.get_submodule(name)) or {}, dtype)
+        entry = layer_entry(reference.get_submodule(name)) if name in names else None
+        _set_codes(name, layers[name], schemes[name], entry or {}, dtype)
         if schemes[name].input == "static":
             _set_input(layers[name], qparams[name])
-    left = float_layers(exported)
     with atomic_folder(folder) as temporary:
-        kind = _write(exported, {name: layers[name] for name in coded}, schemes, dtype, temporary)
+        kind = _write(exported, {name: layers[name] for name in coded}, experts, dtype, temporary)
+        if loads if experts else [scheme.affine for scheme in {schemes[name] for name in coded}] == [True]:
+            _load_as_float(temporary)
         if verify:
             _check_weights(temporary, weights, layers)
         change = (None, None) if expected is None else _check_outputs(temporary, model, expected, example_inputs, dtype)
@@ -121,20 +136,28 @@ def export_compressed_tensors(
     return ServedReport(
         path=Path(folder), bytes=size, format=kind, quantized=coded, values=values,
         unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
-        float_layers=tuple(name for name in left if name not in names),
+        float_layers=left,
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
     )  # fmt: skip
 
 
-def _transformers_loads(model: nn.Module, schemes: list[LayerScheme]) -> bool:
-    """Return whether transformers loads the folder: not zero points beside other schemes, nor float experts (5.23)."""
-    mixed = len(set(schemes)) > 1 and any(scheme.affine for scheme in schemes)
-    return not mixed and not _has_experts(model)
+def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
+    """Return whether transformers (5.23) loads the folder.
+
+    Not zero points beside other schemes, nor float experts. Of others it reads FP8 and packed codes without zero
+    points, and then one scheme of the layers beside them.
+    """
+    if experts:
+        read = all(scheme.weight == "fp8" or (scheme.input == "none" and not scheme.affine) for scheme in experts)
+        return read and len(experts) == 1 and len(schemes) <= 1 and not float_experts
+    mixed = len(schemes) > 1 and any(scheme.affine for scheme in schemes)
+    return not mixed and not float_experts
 
 
-def _has_experts(model: nn.Module) -> bool:
-    """Return whether a model has the matrices of several experts in one parameter."""
-    return any(value.dim() > 2 for value in model.parameters())
+def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
+    """Return whether a model has the matrices of several experts in one parameter, beside those of some modules."""
+    inside = {id(value) for name in coded for value in model.get_submodule(name).parameters()}
+    return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
 def _check_no_conv1d(model: nn.Module) -> None:
@@ -155,9 +178,10 @@ def check_servable(name: str, module: Any, where: str) -> None:
     kind = STOCK[type(module)]
     pair = (scheme.weight, "none" if kind is nn.Embedding else scheme.input)
     known = {("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8")}
-    if kind not in (nn.Linear, nn.Embedding):
+    experts = isinstance(module, StackedExperts)
+    if kind not in (nn.Linear, nn.Embedding) and not experts:
         raise CompatibilityError(
-            where, f"{name} must be Linear or Embedding for vLLM, got {kind.__name__}", "skip it in qat"
+            where, f"{name} must be Linear, Embedding or experts for vLLM, got {kind.__name__}", "skip it in qat"
         )
     if kind is nn.Embedding:
         return  # its values are written
@@ -170,11 +194,13 @@ def check_servable(name: str, module: Any, where: str) -> None:
             f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
             "choose scheme int8, int8_dynamic, int8_weight, int4_weight or fp8",
         )
-    if scheme.input == "none" and module.out_features % _OUTPUTS:
+    # an expert's second matrix has the inputs that its first one's halves give
+    sizes = [size for stack in weights_of(module).values() for size in stack.shape[1:]] if experts else []
+    odd = [size for size in sizes or [module.out_features] if size % _OUTPUTS]
+    if scheme.input == "none" and odd:
         raise CompatibilityError(
             where,
-            f"{name} must have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got "
-            f"{module.out_features}",
+            f"{name} must have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got {odd[0]}",
             "skip it in qat",
         )
     if scheme.weight == "group" and scheme.group_size not in _GROUP_SIZES:
@@ -340,7 +366,11 @@ def _format_scheme(scheme: LayerScheme) -> Any:
 
 
 def _write(
-    exported: Any, layers: dict[str, Any], schemes: dict[str, LayerScheme], dtype: torch.dtype, folder: Path
+    exported: Any,
+    layers: dict[str, Any],
+    experts: dict[str, dict[str, nn.Linear]],
+    dtype: torch.dtype,
+    folder: Path,
 ) -> str:
     """Write the folder; return its format."""
     from compressed_tensors.compressors import ModelCompressor, compress_module
@@ -349,11 +379,13 @@ def _write(
     for layer in layers.values():
         layer.quantization_scheme = shared.setdefault(repr(layer.quantization_scheme), layer.quantization_scheme)
     head = exported.get_output_embeddings()
+    patterns = {name: pattern for pattern, parts in experts.items() for name in parts}
     for scheme in shared.values():
         of_scheme = [name for name, layer in layers.items() if layer.quantization_scheme is scheme]
         # vLLM counts experts as "Linear", and heads not
-        everywhere = len(shared) == 1 and not _has_experts(exported)
-        scheme.targets = ["Linear", *(name for name in of_scheme if layers[name] is head)] if everywhere else of_scheme
+        everywhere = len(shared) == 1 and not experts and not _has_experts(exported)
+        heads = [name for name in of_scheme if layers[name] is head]
+        scheme.targets = ["Linear", *heads] if everywhere else [*dict.fromkeys(patterns.get(n, n) for n in of_scheme)]
     for layer in layers.values():
         compress_module(layer)
     for module in exported.modules():
@@ -363,13 +395,15 @@ def _write(
     compressor = ModelCompressor.from_pretrained_model(exported)
     exported.save_pretrained(folder)
     compressor.update_config(folder)
-    if [scheme.weights.symmetric for scheme in shared.values()] == [False]:
-        # transformers' loader has no other way to packed zero points (compressed-tensors 0.20)
-        file = folder / "config.json"
-        values = json.loads(file.read_text())
-        values["quantization_config"]["dequantize"] = True
-        file.write_text(json.dumps(values, indent=2) + "\n")
     return str(compressor.quantization_config.format.value)
+
+
+def _load_as_float(folder: Path) -> None:
+    """Have transformers dequantise while it loads: it reads packed zero points and experts in no other way (5.23)."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    values["quantization_config"]["dequantize"] = True
+    file.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, Any]) -> None:

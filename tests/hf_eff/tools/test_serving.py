@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
+from mixtures import mixture
 from qat_step import qat_result
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -101,6 +103,63 @@ def test_layers_of_several_schemes(other, loads, folder, tmp_path):
     assert (report["format"], report["equal_layers"]) == ("mixed-precision", 15)
     # transformers loads zero points of one scheme alone
     assert report["largest_difference"] == (0.0 if loads else None)
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+    "initializer_range": 0.3,
+}
+# kind → where the experts lie in the file, and the matrices of each: as checkpoints of these models have them
+EXPERTS = {
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.", {"w1", "w2", "w3"}),
+    "qwen3_moe": ("model.layers.0.mlp.experts.", {"gate_proj", "up_proj", "down_proj"}),
+}
+
+
+@pytest.mark.parametrize("scheme", FORMATS)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_path):
+    group = {"group_size": 32} if scheme == "int4_weight" else {}
+    model, ranges = qat_result(mixture(kind, **SIZES), INPUTS, scheme=scheme, **group)
+    report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    place, parts = EXPERTS[kind]
+    # inputs of experts stay in float where others have static ranges
+    stored = FORMATS["int8_weight" if scheme == "int8" else scheme][1]
+    names = {f"{place}{expert}.{part}.{tensor}" for expert in range(4) for part in parts for tensor in stored}
+    assert {name for name in saved if ".experts." in name} == names
+    assert report.equal_layers == len(report.quantized) == 5 + 4 * 3
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    targets = [target for group in groups.values() for target in group["targets"]]
+    (pattern,) = (target.removeprefix("re:") for target in targets if target.startswith("re:"))
+    assert all(re.match(pattern, name) for name in names)
+    assert not any(re.match(pattern, name) for name in saved.keys() - names)
+    assert "Linear" not in targets  # the router of some is one to vLLM
+    if scheme in ("int8_dynamic", "int4_weight"):  # transformers reads neither such experts
+        assert report.largest_difference is None
+        return
+    assert report.largest_difference <= 1e-6
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_sizes_are_refused(tmp_path):
+    for kind, options, rule in (
+        ("gpt_oss", SIZES | {"scheme": "int8_dynamic"}, "must be a matrix for each expert .* for vLLM, got parameters"),
+        (
+            "mixtral",
+            {"scheme": "int8_weight", "skip": ("*_proj", "lm_head")},
+            "experts must have a multiple of 32 outputs for vLLM's",
+        ),
+    ):
+        sizes = {name: options.pop(name) for name in SIZES if name in options}
+        model, ranges = qat_result(mixture(kind, **sizes), INPUTS, **options)
+        with pytest.raises(CompatibilityError, match=rule):
+            export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

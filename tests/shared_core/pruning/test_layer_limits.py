@@ -9,13 +9,24 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, MatchError
 from shared_core.lottery_ticket import LotterySearch
 from shared_core.lottery_ticket.selection import next_masks
 from shared_core.pruning import PruneConfig, erdos_renyi_sparsities, prune
+from shared_core.pruning.towers import tower_names
 from shared_core.tools.shrink import shrink
 
 
@@ -243,3 +254,87 @@ def test_a_pruned_and_shrunk_residual_net_learns_digits_again():
         assert report.scope == ("local" if scope == "auto" else scope)
         assert all(entry["pruned"] <= 0.9 * entry["units"] for entry in report.units)
         assert fit(shrink(pruned, images[:2], latency_repeats=0).model, 3) > dense - 0.05
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SEEN = {**SMALL, "image_size": 8, "patch_size": 4}
+
+
+def two_towers():
+    """CLIP with a vision tower of weights smaller than any of the text tower."""
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config={**SMALL, "vocab_size": 32}, vision_config=SEEN, projection_dim=16))
+    with torch.no_grad():
+        for parameter in model.vision_model.parameters():
+            parameter.mul_(1e-4)
+    return model
+
+
+def tower_shares(model):
+    """Of the vision and the text tower, without embeddings, which are not pruned."""
+    towers = (model.vision_model, model.text_model)
+    kinds = (nn.Linear, nn.Conv2d)
+    weights = [[module.weight.flatten() for module in tower.modules() if isinstance(module, kinds)] for tower in towers]
+    return [float(torch.cat(found).eq(0).float().mean()) for found in weights]
+
+
+@pytest.mark.parametrize("granularity", ["unstructured", "block"])
+def test_a_tower_that_one_threshold_empties_is_told_and_keeps_its_share_under_one_of_its_own(granularity):
+    options = {"sparsity": 0.5, "granularity": granularity} | ({"block": "2x2"} if granularity == "block" else {})
+    model = two_towers()
+    report = prune(model, options)
+    vision, text = tower_shares(model)
+    assert vision > 0.97
+    assert text < 0.2
+    (told,) = (note for note in report.notes if "scope tower" in note)
+    assert told.startswith(f"prune: {100 * vision:.1f} % of the weights of vision_model is gone, of the others")
+    model = two_towers()
+    report = prune(model, {**options, "scope": "tower"})
+    assert tower_shares(model) == pytest.approx([0.5, 0.5], abs=0.01)
+    assert not any("scope tower" in note for note in report.notes)
+    assert len({round(float(w.eq(0).float().mean()), 2) for n, w in model.text_model.named_parameters()
+                if n.endswith("fc1.weight") or n.endswith("q_proj.weight")}) > 1  # fmt: skip
+
+
+def test_a_run_prunes_by_tower_and_tells_of_an_emptied_one():
+    receipts = []
+    for scope in ("tower", "global"):
+        model = two_towers()
+        session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "scope": scope, "schedule": "one_shot"}}))
+        session.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        session.begin([optimizer], total_steps=2)
+        inputs = {"input_ids": torch.arange(8).view(2, 4), "pixel_values": torch.ones(2, 3, 8, 8)}
+        for _ in range(2):
+            session.loss(model(**inputs, return_loss=True).loss).backward()
+            session.before_optimizer_step()
+            optimizer.step()
+            session.after_optimizer_step()
+        session.finish()
+        receipts.append((session.receipt().values, tower_shares(model)))
+    (by_tower, even), (by_all, uneven) = receipts
+    assert even == pytest.approx([0.5, 0.5], abs=0.01)
+    assert by_tower["techniques"]["prune"]["scope"] == "tower"
+    assert uneven[0] > 0.97
+    assert not any("scope tower" in note for note in by_tower["notes"])
+    assert any("of the weights of vision_model is gone" in note for note in by_all["notes"])
+
+
+def test_towers_are_the_parts_at_the_top_of_models_as_they_come():
+    text = LlamaConfig(vocab_size=32, **SMALL)
+    llava = LlavaForConditionalGeneration(LlavaConfig(vision_config=CLIPVisionConfig(**SEEN), text_config=text))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
+    digits = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    expected = {
+        llava: {"model.vision_tower", "model.language_model", "model.multi_modal_projector", "lm_head"},
+        t5: {"encoder", "decoder"},
+        digits: {"net"},
+    }
+    for model, towers in expected.items():
+        names = [f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear]
+        assert {*tower_names(names)} - {"lm_head"} == towers - {"lm_head"}
+    with pytest.raises(MatchError, match="scope tower must find two parts at the top, got one, net"):
+        prune(digits, {"sparsity": 0.5, "scope": "tower"})
+    for options in ({"criterion": "wanda"}, {"granularity": "neuron"}):
+        with pytest.raises(ConfigError, match=r"scope must be global or local with"):
+            PruneConfig(sparsity=0.5, scope="tower", **options)
