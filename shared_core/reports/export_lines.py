@@ -17,7 +17,7 @@ def export_lines(kind: str, report: Any) -> Iterator[str]:
     yield f"wrote {report.path}: {report.bytes} bytes, {how}"
     if report.quantized and report.float_layers:
         yield f"left in float: {', '.join(report.float_layers)}"
-    yield from {"onnx": _onnx, "executorch": _program, "compressed-tensors": _served}[kind](report)
+    yield from {"onnx": _onnx, "executorch": _program, "compressed-tensors": _served, "torchao": _served}[kind](report)
 
 
 def _onnx(report: Any) -> Iterator[str]:

@@ -4,3 +4,4 @@ from .executorch import ProgramReport as ProgramReport
 from .executorch import export_executorch as export_executorch
 from .onnx import ExportReport as ExportReport
 from .onnx import export_onnx as export_onnx
+from .torchao import export_torchao as export_torchao

@@ -1,4 +1,4 @@
-"""Folders in the format of compressed-tensors: transformers' own loader gives the weights that training saw."""
+"""Folders for engines: transformers' own loaders give the weights that training saw."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
-from shared_core.tools.export import export_compressed_tensors
+from shared_core.tools.export import export_compressed_tensors, export_torchao
 from shared_core.tools.export.compressed_tensors import exact_grid
 
 INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}
@@ -41,8 +41,8 @@ def folder(make, tmp_path):
     return save
 
 
-def eff(tmp_path, *arguments):
-    command = ["export", tmp_path / "run", "--format", "compressed-tensors", "--out", tmp_path / "out", *arguments]
+def eff(tmp_path, *arguments, kind="compressed-tensors"):
+    command = ["export", tmp_path / "run", "--format", kind, "--out", tmp_path / "out", *arguments]
     return CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
 
 
@@ -144,8 +144,60 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
     with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="needs compressed-tensors"):
-        export_compressed_tensors(model, tmp_path / "other")
+    for write in (export_compressed_tensors, export_torchao):
+        with pytest.raises(MissingExtraError, match=r"needs (compressed-tensors|torchao)"):
+            write(model, tmp_path / "other")
+
+
+TORCHAO = {
+    "int8_dynamic": "Int8Tensor",
+    "int8_weight": "Int8Tensor",
+    "int4_weight": "IntxUnpackedToInt8Tensor",
+    "fp8": "Float8Tensor",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scheme", "tied"), [*((scheme, False) for scheme in TORCHAO), ("int8_dynamic", True)])
+def test_a_folder_of_torchao_loads_with_the_codes_of_training(scheme, tied, dtype, folder, tmp_path):
+    model, _ = folder(scheme, dtype, tied)
+    baked = {name: value.clone() for name, value in model.state_dict().items()}
+    report = json.loads(eff(tmp_path, "--json", kind="torchao").stdout)
+    assert (report["equal_layers"], report["format"], report["values"]) == (16, TORCHAO[scheme], [])
+    assert report["largest_difference"] <= (1e-5 if dtype == torch.float32 else 5e-2)
+    assert report["relative_change"] <= 0.2
+    assert len(report["unrounded_inputs"]) == (15 if scheme == "fp8" else 0)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+            assert type(layer.weight).__name__ == TORCHAO[scheme]
+            assert torch.equal(layer.weight.dequantize(), baked[f"{name}.weight"])
+    assert (loaded.lm_head.weight.dtype, loaded.model.norm.weight.dtype) == (dtype, dtype)
+    with torch.no_grad():
+        loaded(**INPUTS)
+
+
+def test_torchao_keeps_skipped_layers_in_float_and_mixes_schemes(folder, tmp_path):
+    folder("int8_dynamic", skip=("*q_proj",), overrides={"*down_proj": {"scheme": "int4_weight"}})
+    report = json.loads(eff(tmp_path, "--json", kind="torchao").stdout)
+    assert report["format"] == "Int8Tensor, IntxUnpackedToInt8Tensor"
+    assert [name.rpartition(".")[2] for name in report["float_layers"]] == ["q_proj", "q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rule"),
+    [
+        ("int8", "q_proj must have no fixed range of its input, for which transformers' loader of torchao"),
+        ("int8_dynamic_int4_weight", "q_proj must have codes that torchao's safetensors hold, got weight group"),
+        ("ternary", "embed_tokens must have codes that torchao's safetensors hold, got weight ternary"),
+    ],
+)
+def test_what_torchao_cannot_hold_is_refused(scheme, rule, folder, tmp_path):
+    folder(scheme)
+    with pytest.raises(CompatibilityError, match=rule):
+        eff(tmp_path, kind="torchao")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
