@@ -17,7 +17,7 @@ from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.reports.export_lines import export_lines
 
-_SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": ""}
+_SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
 _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
 
 
@@ -45,7 +45,7 @@ def export(
         typer.Option(
             "--format",
             help="onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; torchao for "
-            "transformers.",
+            "transformers; gguf for llama.cpp.",
         ),
     ] = "onnx",
     opset: Annotated[int, typer.Option(help="Of onnx: 21 to 23.")] = 21,
@@ -110,12 +110,14 @@ def export(
 
             report = export_executorch(network, example, target, verify=not no_verify, calibration=batches)
         else:
-            module = importlib.import_module(f"shared_core.tools.export.{kind.replace('-', '_')}")
-            write = getattr(module, f"export_{kind.replace('-', '_')}")
-            report = write(network, target, example_inputs=example, verify=not no_verify)
-            if (folder := Path(model)).is_dir():
+            name = kind.replace("-", "_")
+            write = getattr(importlib.import_module(f"shared_core.tools.export.{name}"), f"export_{name}")
+            folder = Path(model)
+            extra = {"tokenizer": folder} if kind == "gguf" and (folder / "tokenizer.json").exists() else {}
+            report = write(network, target, example_inputs=example, verify=not no_verify, **extra)
+            if folder.is_dir() and target.is_dir():
                 copy_beside(folder, target)
-    keep_report(target if traced else target / "model.safetensors", dataclasses.asdict(report))
+    keep_report(target if _SUFFIX[kind] else target / "model.safetensors", dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return

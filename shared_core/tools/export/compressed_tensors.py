@@ -45,6 +45,8 @@ class ServedReport:
             points beside other schemes.
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
+        scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
+            layer; None elsewhere.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class ServedReport:
     equal_layers: int | None
     largest_difference: float | None
     relative_change: float | None
+    scale_error: float | None = None
 
 
 def export_compressed_tensors(
@@ -332,8 +335,8 @@ def codes_of(
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:
     """Return what each affine group adds to its codes: the smallest value, or 0, has the smallest, as in training."""
-    lowest: Tensor = codes.amin(1).clamp(max=0)
-    return lowest.neg() - 2 ** (bits - 1)
+    lowest: Tensor = codes.amin(1).clamp(max=0).neg().sub(2 ** (bits - 1))
+    return lowest
 
 
 def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
