@@ -102,6 +102,8 @@ EXTRAS = [  # a command that must fail, and the extra that it must name
     ("eff export model:build --out model.onnx", "onnx"),
     ("eff export model:build --out model.pte --format executorch", "executorch"),
     ("eff export model:build --out served --format compressed-tensors", "compressed-tensors"),
+    ("eff export model:build --out served --format torchao", "torchao"),
+    ("eff export model:build --out served.gguf --format gguf", "gguf"),
     ("eff privacy --noise-multiplier 1.0 --sample-rate 0.01 --steps 100", "privacy"),
     ("eff quantize model:build --out quantized --report page.html", "plots"),
     ("eff compress large.safetensors --out small.eff", "compress"),

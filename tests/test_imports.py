@@ -16,7 +16,7 @@ from shared_core.errors import MissingExtraError
 
 HEAVY = (
     "torchao", "bitsandbytes", "peft", "onnx", "onnxscript", "matplotlib", "opacus", "sklearn", "scipy", "rich",
-    "executorch", "compressed_tensors", "torch._dynamo", "torch._inductor",
+    "executorch", "compressed_tensors", "gguf", "torch._dynamo", "torch._inductor",
 )  # fmt: skip
 
 

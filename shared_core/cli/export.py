@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.reports.export_lines import export_lines
 
-_SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": ""}
+_SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
 _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
 
 
@@ -27,7 +28,7 @@ def export(
             help="A Hugging Face folder, or module:function that returns (model, inputs); inputs: tensor, tuple, dict."
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="The file to write; of compressed-tensors: the folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file, or of compressed-tensors and torchao the folder.")] = None,
     weights: Annotated[
         Path | None,
         typer.Option(help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt."),
@@ -42,7 +43,9 @@ def export(
     kind: Annotated[
         str,
         typer.Option(
-            "--format", help="onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers."
+            "--format",
+            help="onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; torchao for "
+            "transformers; gguf for llama.cpp.",
         ),
     ] = "onnx",
     opset: Annotated[int, typer.Option(help="Of onnx: 21 to 23.")] = 21,
@@ -82,7 +85,7 @@ def export(
                 "eff export", f"{name} must come with --format {' or '.join(formats)}, got {kind}", "leave it out"
             )
     target = _checked_out(out, kind)
-    traced = kind != "compressed-tensors"
+    traced = kind in ("onnx", "executorch")
     network, example = model_and_inputs(
         model, weights, length, None if kind == "executorch" else _EXAMPLE_LENGTH, traced=traced
     )
@@ -107,12 +110,14 @@ def export(
 
             report = export_executorch(network, example, target, verify=not no_verify, calibration=batches)
         else:
-            from shared_core.tools.export.compressed_tensors import export_compressed_tensors
-
-            report = export_compressed_tensors(network, target, example_inputs=example, verify=not no_verify)
-            if (folder := Path(model)).is_dir():
+            name = kind.replace("-", "_")
+            write = getattr(importlib.import_module(f"shared_core.tools.export.{name}"), f"export_{name}")
+            folder = Path(model)
+            extra = {"tokenizer": folder} if kind == "gguf" and (folder / "tokenizer.json").exists() else {}
+            report = write(network, target, example_inputs=example, verify=not no_verify, **extra)
+            if folder.is_dir() and target.is_dir():
                 copy_beside(folder, target)
-    keep_report(target if traced else target / "model.safetensors", dataclasses.asdict(report))
+    keep_report(target if _SUFFIX[kind] else target / "model.safetensors", dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return

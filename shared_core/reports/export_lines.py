@@ -17,7 +17,13 @@ def export_lines(kind: str, report: Any) -> Iterator[str]:
     yield f"wrote {report.path}: {report.bytes} bytes, {how}"
     if report.quantized and report.float_layers:
         yield f"left in float: {', '.join(report.float_layers)}"
-    yield from {"onnx": _onnx, "executorch": _program, "compressed-tensors": _served}[kind](report)
+    yield from {
+        "onnx": _onnx,
+        "executorch": _program,
+        "compressed-tensors": _served,
+        "torchao": _served,
+        "gguf": _llama,
+    }[kind](report)
 
 
 def _onnx(report: Any) -> Iterator[str]:
@@ -61,3 +67,13 @@ def _served(report: Any) -> Iterator[str]:
         return
     yield f"largest difference in transformers, with inputs of layers in float: {report.largest_difference:.2g}"
     yield f"inputs as transformers rounds them change the outputs by {report.relative_change:.2%}"
+
+
+def _llama(report: Any) -> Iterator[str]:
+    yield f"types: {report.format}"
+    if report.equal_layers is None:
+        yield "not compared with the model"
+        return
+    yield f"the codes of {report.equal_layers} layers are the model's; float16 scales change {report.scale_error:.2g}"
+    if report.largest_difference is not None:
+        yield f"largest difference in transformers, in float: {report.largest_difference:.2g}"

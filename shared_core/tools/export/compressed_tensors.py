@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class ServedReport:
             in W8A8 or with zero points, nor zero points of other layers beside other schemes.
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
+        scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
+            layer; None elsewhere.
     """
 
     path: Path
@@ -60,6 +62,7 @@ class ServedReport:
     equal_layers: int | None
     largest_difference: float | None
     relative_change: float | None
+    scale_error: float | None = None
 
 
 def export_compressed_tensors(
@@ -92,7 +95,7 @@ def export_compressed_tensors(
         raise MissingExtraError(_WHERE, "compressed-tensors", "compressed-tensors")
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(_WHERE, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
-    _check_no_conv1d(model)
+    check_no_conv1d(model, _WHERE, "compressed-tensors")
     reference, names = quantized_reference(model, _WHERE, check_servable)
     if not names:
         raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
@@ -103,8 +106,7 @@ def export_compressed_tensors(
     coded = tuple(name for name in names if name not in values)
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
-    dtype = getattr(model.config, "dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
+    dtype = saved_type(model)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
     float_experts = _has_experts(exported, mixture)
     loads = _transformers_loads(
@@ -141,6 +143,12 @@ def export_compressed_tensors(
     )  # fmt: skip
 
 
+def saved_type(model: Any) -> torch.dtype:
+    """Return the type that a model of transformers saves its weights in."""
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
+
+
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
     """Return whether transformers (5.23) loads the folder.
 
@@ -160,11 +168,16 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
-def _check_no_conv1d(model: nn.Module) -> None:
+def check_no_conv1d(model: nn.Module, where: str, engine: str) -> None:
+    """Refuse GPT-2's linear layers, whose weights lie the other way round.
+
+    Raises:
+        CompatibilityError: If there is one that is quantised.
+    """
     for name, module in model.named_modules():
         if is_transformers_conv1d(module) and layer_entry(module) is not None:
             raise CompatibilityError(
-                _WHERE, f"{name} must be a linear layer for compressed-tensors, got transformers' Conv1D", "use onnx"
+                where, f"{name} must be a linear layer for {engine}, got transformers' Conv1D", "use onnx"
             )
 
 
@@ -300,14 +313,29 @@ def _neighbour(values: Tensor, way: float) -> Tensor:
     return torch.nextafter(values, torch.full_like(values, way))
 
 
-def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
-    from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+def codes_of(
+    where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of a weight that holds the values of its codes.
 
-    rows = layer.weight.detach()
+    Args:
+        where: The function, for errors.
+        name: The layer.
+        rows: Its weight, (outputs, inputs), float32.
+        scheme: How it is quantised.
+        entry: What deployment knows of it.
+        dtype: The type that its values were saved in.
+
+    Returns:
+        Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
+        `zero_points`.
+
+    Raises:
+        CompatibilityError: If the weight is not finite, or lies on no grid.
+    """
     if not bool(torch.isfinite(rows).all()):
         raise CompatibilityError(
-            _WHERE, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
+            where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
         )
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     levels = torch.float8_e4m3fn if scheme.weight == "fp8" else torch.int8
@@ -323,19 +351,31 @@ def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any]
         found = exact_grid(groups, [qmax], levels, dtype)
     if found is None:
         raise CompatibilityError(
-            _WHERE,
+            where,
             f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
             "are not",
             "export what qat or eff quantize saved, unchanged",
         )
-    codes, scale = found
+    return found
+
+
+def zero_points(codes: Tensor, bits: int) -> Tensor:
+    """Return what each affine group adds to its codes: the smallest value, or 0, has the smallest, as in training."""
+    lowest: Tensor = codes.amin(1).clamp(max=0).neg().sub(2 ** (bits - 1))
+    return lowest
+
+
+def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
+    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
+    from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+
+    rows = layer.weight.detach()
+    codes, scale = codes_of(_WHERE, name, rows, scheme, entry, dtype)
     layer.quantization_scheme = _format_scheme(scheme)
     initialize_module_for_quantization(layer, force_zero_point=False)
     layer.weight_scale.data = scale.view(len(rows), -1)
     if scheme.affine:
-        # the smallest value, or 0, has the smallest code, as in training
-        zero_point = -(2 ** (scheme.weight_bits - 1)) - codes.amin(1).clamp(max=0)
-        layer.weight_zero_point.data = zero_point.to(torch.int8).view(len(rows), -1)
+        layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
 
 
 def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
@@ -439,24 +479,48 @@ def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, A
 def _check_outputs(
     folder: Path, model: Any, expected: tuple[Any, Any], inputs: Any, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return what transformers' outputs differ by with inputs of layers in float, and rounded.
+    with quiet():
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+        outputs(loaded, inputs)  # weights are dequantised in the first forward
+
+    def switch(rounds: bool) -> None:
+        for module in loaded.modules():
+            module.quantization_enabled = rounds
+
+    # what was rounded to 16 bits is not, in float32
+    return compare_outputs(_WHERE, loaded, switch, expected, inputs, 1e-4 if dtype == torch.float32 else 5e-2)
+
+
+def compare_outputs(
+    where: str,
+    loaded: nn.Module,
+    switch: Callable[[bool], None],
+    expected: tuple[Any, Any],
+    inputs: Any,
+    tolerance: float,
+) -> tuple[float, float]:
+    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded.
+
+    Args:
+        where: The function, for errors.
+        loaded: The model.
+        switch: Turns the rounding of its inputs off and on.
+        expected: The outputs that it should have without, and with it.
+        inputs: What it is called with.
+        tolerance: Of the first difference, relative to the largest output.
 
     Raises:
         CompatibilityError: If they differ with inputs in float.
     """
-    with quiet():
-        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
-        outputs(loaded, inputs)  # weights are dequantised in the first forward
-        found = []
-        for rounds in (False, True):
-            for module in loaded.modules():
-                module.quantization_enabled = rounds
+    found = []
+    for rounds in (False, True):
+        switch(rounds)
+        with quiet():
             found.append(outputs(loaded, inputs))
     plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2  # what was rounded to 16 bits is not, in float32
     if not plain <= tolerance:
         raise CompatibilityError(
-            _WHERE,
+            where,
             f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
             f"of {plain:.3g}",
             "nothing was written",

@@ -1,14 +1,17 @@
-"""Folders in the format of compressed-tensors: transformers' own loader gives the weights that training saw."""
+"""Folders for engines: transformers' own loaders give the weights that training saw."""
 
 import importlib.util
 import json
 import re
 
+import gguf
 import pytest
+import tokenizers
 import torch
 from mixtures import mixture
 from qat_step import qat_result
 from safetensors.torch import load_file
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -16,8 +19,9 @@ from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
-from shared_core.tools.export import export_compressed_tensors
+from shared_core.tools.export import export_compressed_tensors, export_gguf, export_torchao
 from shared_core.tools.export.compressed_tensors import exact_grid
+from shared_core.tools.export.gguf_tokenizer import add_tokenizer
 
 INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}
 FORMATS = {
@@ -43,8 +47,8 @@ def folder(make, tmp_path):
     return save
 
 
-def eff(tmp_path, *arguments):
-    command = ["export", tmp_path / "run", "--format", "compressed-tensors", "--out", tmp_path / "out", *arguments]
+def eff(tmp_path, *arguments, kind="compressed-tensors", out="out"):
+    command = ["export", tmp_path / "run", "--format", kind, "--out", tmp_path / out, *arguments]
     return CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
 
 
@@ -202,9 +206,130 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         model.lm_head.weight[0, 0] *= 0.999
     with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match=r"model must be one of llama, mistral, qwen2, qwen3 for llama\.cpp, got gpt2"
+    ):
+        export_gguf(gpt2, tmp_path / "other.gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="needs compressed-tensors"):
-        export_compressed_tensors(model, tmp_path / "other")
+    for write in (export_compressed_tensors, export_torchao, export_gguf):
+        with pytest.raises(MissingExtraError, match=r"needs (compressed-tensors|torchao|gguf)"):
+            write(model, tmp_path / "other")
+
+
+TORCHAO = {
+    "int8_dynamic": "Int8Tensor",
+    "int8_weight": "Int8Tensor",
+    "int4_weight": "IntxUnpackedToInt8Tensor",
+    "fp8": "Float8Tensor",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scheme", "tied"), [*((scheme, False) for scheme in TORCHAO), ("int8_dynamic", True)])
+def test_a_folder_of_torchao_loads_with_the_codes_of_training(scheme, tied, dtype, folder, tmp_path):
+    model, _ = folder(scheme, dtype, tied)
+    baked = {name: value.clone() for name, value in model.state_dict().items()}
+    report = json.loads(eff(tmp_path, "--json", kind="torchao").stdout)
+    assert (report["equal_layers"], report["format"], report["values"]) == (16, TORCHAO[scheme], [])
+    assert report["largest_difference"] <= (1e-5 if dtype == torch.float32 else 5e-2)
+    assert report["relative_change"] <= 0.2
+    assert len(report["unrounded_inputs"]) == (15 if scheme == "fp8" else 0)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, layer in loaded.named_modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+            assert type(layer.weight).__name__ == TORCHAO[scheme]
+            assert torch.equal(layer.weight.dequantize(), baked[f"{name}.weight"])
+    assert (loaded.lm_head.weight.dtype, loaded.model.norm.weight.dtype) == (dtype, dtype)
+    with torch.no_grad():
+        loaded(**INPUTS)
+
+
+def test_torchao_keeps_skipped_layers_in_float_and_mixes_schemes(folder, tmp_path):
+    folder("int8_dynamic", skip=("*q_proj",), overrides={"*down_proj": {"scheme": "int4_weight"}})
+    report = json.loads(eff(tmp_path, "--json", kind="torchao").stdout)
+    assert report["format"] == "Int8Tensor, IntxUnpackedToInt8Tensor"
+    assert [name.rpartition(".")[2] for name in report["float_layers"]] == ["q_proj", "q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rule"),
+    [
+        ("int8", "q_proj must have no fixed range of its input, for which transformers' loader of torchao"),
+        ("int8_dynamic_int4_weight", "q_proj must have codes that torchao's safetensors hold, got weight group"),
+        ("ternary", "embed_tokens must have codes that torchao's safetensors hold, got weight ternary"),
+    ],
+)
+def test_what_torchao_cannot_hold_is_refused(scheme, rule, folder, tmp_path):
+    folder(scheme)
+    with pytest.raises(CompatibilityError, match=rule):
+        eff(tmp_path, kind="torchao")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "types", "options"),
+    [
+        ("int8_dynamic", "Q8_0", {}),
+        ("int8_weight", "Q4_0", {"weight_bits": 4}),
+        ("int4_weight", "Q4_1", {"tied": True}),
+        ("int8_dynamic", "Q8_0", {"dtype": torch.bfloat16, "skip": ("*q_proj",)}),
+    ],
+)
+def test_a_gguf_file_has_the_codes_of_training(scheme, types, options, folder, tmp_path):
+    model, _ = folder(scheme, **options)
+    tokens = tokenizers.Tokenizer(BPE({"a": 0, "b": 1, "ab": 2, "<s>": 3}, [("a", "b")]))
+    tokens.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.add_special_tokens(["<s>"])
+    tokens.save(str(tmp_path / "run" / "tokenizer.json"))
+    report = json.loads(eff(tmp_path, "--json", kind="gguf", out="model.gguf").stdout)
+    assert (report["equal_layers"], report["format"]) == (16 - len(report["float_layers"]), types)
+    assert report["largest_difference"] <= (1e-2 if "dtype" not in options else 5e-2)
+    assert report["scale_error"] <= (1e-3 if "dtype" not in options else 4e-3) * (1 if types == "Q8_0" else 3)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    down = torch.from_numpy(
+        gguf.dequantize(found["blk.1.ffn_down.weight"].data, found["blk.1.ffn_down.weight"].tensor_type).copy()
+    )
+    torch.testing.assert_close(down, model.model.layers[1].mlp.down_proj.weight.float(), rtol=2e-2, atol=2e-3)
+    skipped = found["blk.0.attn_q.weight"].tensor_type.name
+    assert skipped == ("BF16" if "skip" in options else types)
+    assert found["output_norm.weight"].tensor_type.name == "F32"
+    assert ("output.weight" in found) != options.get("tied", False)
+    values = {
+        name: reader.get_field(f"tokenizer.ggml.{name}").contents()
+        for name in ("model", "pre", "tokens", "token_type", "merges")
+    }
+    assert (values["model"], values["pre"], values["merges"]) == ("gpt2", "gpt-2", ["a b"])
+    assert (values["tokens"][:5], values["token_type"][:5]) == (["a", "b", "ab", "<s>", "[PAD4]"], [1, 1, 1, 3, 5])
+
+
+def test_sentencepiece_tokens_have_the_order_of_their_merges(tmp_path):
+    vocabulary = {"<unk>": 0, "<0x41>": 1, "a": 2, "b": 3, "bb": 4, "ab": 5}
+    tokens = tokenizers.Tokenizer(BPE(vocabulary, [("a", "b"), ("b", "b")], unk_token="<unk>", byte_fallback=True))
+    tokens.normalizer = tokenizers.normalizers.Prepend("▁")
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    add_tokenizer(writer, tmp_path, 6, "here")
+    values = {name.removeprefix("tokenizer.ggml."): field.value for name, field in writer.kv_data[0].items()}
+    assert (values["model"], values["scores"]) == ("llama", [-2.0, -2.0, -2.0, -2.0, -1.0, 0.0])
+    assert (values["token_type"], values["add_space_prefix"]) == ([2, 6, 1, 1, 1, 1], True)
+    assert values["add_bos_token"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"scheme": "fp8"}, "embed_tokens must have codes of Q8_0, Q4_0 or Q4_1, got weight fp8"),
+        ({"scheme": "int4_weight", "group_size": 16}, "must have a multiple of 32 weights for each scale, got 16"),
+        ({"scheme": "int8_dynamic"}, "tokenizer must be BPE that splits text .* got None"),
+    ],
+)
+def test_what_llama_cpp_has_no_place_for_is_refused(options, rule, folder, tmp_path):
+    folder(**options)
+    with pytest.raises(CompatibilityError, match=rule):
+        eff(tmp_path, kind="gguf", out="model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

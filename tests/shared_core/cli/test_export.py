@@ -102,7 +102,7 @@ def test_the_command_refuses(room):
         (
             ["export_task:build", "--out", "m", "--format", "pt"],
             ConfigError,
-            "--format must be one of onnx, executorch, compressed-tensors, got 'pt'",
+            "--format must be one of onnx, executorch, compressed-tensors, torchao, gguf, got 'pt'",
         ),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),

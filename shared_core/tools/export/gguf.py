@@ -1,0 +1,346 @@
+"""A decoder of transformers as a GGUF file, which llama.cpp runs."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.files.atomic import atomic_write
+from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.compressed_tensors import ServedReport, codes_of, saved_type
+from shared_core.tools.export.gguf_tokenizer import add_tokenizer
+from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.measuring import difference, outputs
+
+_WHERE = "export_gguf"
+_BLOCK = 32  # weights that share a scale in the file
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_TOLERANCE = {torch.float32: 1e-2}  # of outputs: scales are float16 in the file
+
+
+def export_gguf(
+    model: nn.Module,
+    path: Path | str,
+    *,
+    tokenizer: Path | str | None = None,
+    example_inputs: Any = None,
+    verify: bool = True,
+) -> ServedReport:
+    """Write a quantised decoder to a GGUF file that llama.cpp runs; return what was written.
+
+    The codes are those that training saw, of linear layers and embeddings; their scales are float16, as the format
+    has them: `ServedReport.scale_error` says what that changes. llama.cpp rounds inputs in blocks of 32 by itself.
+
+    Args:
+        model: A Llama, Mistral, Qwen2 or Qwen3 of transformers in or after quantization-aware training, or one on which
+            `apply_ranges` was called; float32. Its configuration tells the type of weights without codes. It is not
+            changed.
+        path: The file.
+        tokenizer: A folder with ``tokenizer.json``, which goes into the file; None: the file has no tokenizer, and
+            llama.cpp takes tokens by number.
+        example_inputs: What the model and the file, loaded by transformers, are compared on.
+        verify: Compare the codes of the file with the model's and, with `example_inputs`, the outputs.
+
+    Raises:
+        MissingExtraError: If gguf is not installed.
+        CompatibilityError: If the format or llama.cpp has no place for a layer, a setting or the tokenizer, or the file
+            is not the model; nothing is written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: gguf 0.19; llama.cpp's convert_hf_to_gguf.py.
+
+    Example:
+        ``export_gguf(apply_ranges(model, ranges), "model.gguf", tokenizer="runs/student").format``
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError(_WHERE, "gguf", "gguf")
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in _ARCHITECTURES:
+        raise ConfigError(
+            _WHERE,
+            f"model must be one of {', '.join(_ARCHITECTURES)} for llama.cpp, got {kind or type(model).__name__}",
+        )
+    reference, names = quantized_reference(model, _WHERE, _check_layer)
+    if not names:
+        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    exported, layers, schemes, _ = baked_copy(reference, names)
+    dtype = saved_type(model)
+    made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    for name, layer in layers.items():
+        entry = layer_entry(reference.get_submodule(name)) or {}
+        codes, scale = codes_of(_WHERE, name, layer.weight.detach(), schemes[name], entry, dtype)
+        made[id(layer.weight)] = _blocks(name, codes, scale, layer.weight, schemes[name])
+    # transformers' loader of GGUF knows no Mistral (5.23)
+    compares = verify and example_inputs is not None and kind != "mistral"
+    expected = outputs(exported, example_inputs) if compares else None
+    with atomic_write(path) as temporary:
+        types = _write(exported, made, dtype, temporary, None if tokenizer is None else Path(tokenizer))
+        change = (
+            None
+            if expected is None
+            else _check_outputs(temporary, exported, expected, example_inputs, _TOLERANCE.get(dtype, 5e-2))
+        )
+        error = _check_codes(temporary, exported, made) if verify else None
+        size = temporary.stat().st_size
+    left = float_layers(exported)
+    return ServedReport(
+        path=Path(path), bytes=size, format=", ".join(types), quantized=names, values=(), unrounded_inputs=(),
+        float_layers=tuple(name for name in left if name not in names), equal_layers=len(names) if verify else None,
+        largest_difference=change, relative_change=None, scale_error=error,
+    )  # fmt: skip
+
+
+def _check_layer(name: str, module: Any, where: str) -> None:
+    """Refuse a layer that no type of the format holds.
+
+    Raises:
+        CompatibilityError: Naming the layer, and what would work.
+    """
+    scheme: LayerScheme = module.quantizer.scheme
+    kind = STOCK[type(module)]
+    if kind not in (nn.Linear, nn.Embedding):
+        raise CompatibilityError(
+            where, f"{name} must be Linear or Embedding for llama.cpp, got {kind.__name__}", "skip it in qat"
+        )
+    wide = scheme.affine and scheme.weight_bits > 4
+    if scheme.weight not in ("channel", "group") or wide:
+        raise CompatibilityError(
+            where,
+            f"{name} must have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits",
+            "choose scheme int8_dynamic, int8_weight or int4_weight",
+        )
+    width = scheme.group_size or module.weight.shape[1]
+    if width % _BLOCK:
+        raise CompatibilityError(
+            where,
+            f"{name} must have a multiple of {_BLOCK} weights for each scale, got {width}",
+            "set qat.group_size, or skip the layer",
+        )
+
+
+def _blocks(
+    name: str, codes: Tensor, scale: Tensor, weight: Tensor, scheme: LayerScheme
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, scales, smallest values) of blocks of 32 weights; symmetric ones have no smallest values.
+
+    Raises:
+        CompatibilityError: If float16 cannot hold a scale.
+    """
+    repeats = codes.shape[1] // _BLOCK
+    low = codes.amin(1).clamp(max=0) if scheme.affine else torch.zeros(0)
+    values = (scale * low).half() if scheme.affine else low.half()
+    half = scale.half()
+    off = (half.float() - scale).abs() > 1e-2 * scale
+    if bool(off.any()) or not bool(torch.isfinite(half).all() & torch.isfinite(values).all()):
+        raise CompatibilityError(
+            _WHERE,
+            f"{name} must have scales that float16 holds to 1 %, got {float(scale[off | half.isinf()].max()):.3g}",
+            "skip the layer in qat",
+        )
+    whole = codes - low.unsqueeze(1) if scheme.affine else codes
+    shape = (*weight.shape[:-1], weight.shape[-1] // _BLOCK)
+    spread = [part.repeat_interleave(repeats).view(shape) if len(part) else part for part in (half, values)]
+    return whole.to(torch.int8).view(*shape, _BLOCK), spread[0], spread[1]
+
+
+def _type_of(block: tuple[Tensor, Tensor, Tensor]) -> str:
+    codes, _, low = block
+    if low.numel():
+        return "Q4_1"
+    return "Q4_0" if int(codes.abs().max()) <= 7 else "Q8_0"
+
+
+def _packed(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return the bytes of a weight, (outputs, bytes)."""
+    codes, scale, low = block
+    parts = [scale.unsqueeze(-1).contiguous().view(torch.uint8)]
+    if low.numel():
+        parts.append(low.unsqueeze(-1).contiguous().view(torch.uint8))
+    if _type_of(block) == "Q8_0":
+        parts.append(codes.view(torch.uint8))
+    else:
+        nibbles = (codes if low.numel() else codes + 8).to(torch.uint8)
+        parts.append(nibbles[..., : _BLOCK // 2] | nibbles[..., _BLOCK // 2 :] << 4)
+    return torch.cat(parts, -1).flatten(1)
+
+
+def _values(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return the weight that a block stands for."""
+    codes, scale, low = block
+    values = codes.float() * scale.float().unsqueeze(-1)
+    return (values + low.float().unsqueeze(-1) if low.numel() else values).flatten(1)
+
+
+def _rotated(name: str, value: Tensor, config: Any) -> Tensor:
+    """Return rows of queries and keys as llama.cpp's llama has them: pairs that are rotated lie side by side."""
+    if config.model_type not in ("llama", "mistral") or (".q_proj." not in name and ".k_proj." not in name):
+        return value
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+
+
+def _tensors(exported: Any) -> dict[str, Tensor]:
+    """Return name → parameter, a tied head left out."""
+    state = {id(value): (name, value) for name, value in reversed(exported.state_dict(keep_vars=True).items())}
+    return {name: value for name, value in reversed(state.values())}
+
+
+def _gguf_names(exported: Any) -> dict[str, str]:
+    """Return each tensor's name in the file.
+
+    Raises:
+        CompatibilityError: If llama.cpp knows none.
+    """
+    import gguf
+
+    config = exported.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]], config.num_hidden_layers)
+    found = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in _tensors(exported)}
+    unknown = next((name for name, other in found.items() if other is None), None)
+    if unknown is not None:
+        raise CompatibilityError(
+            _WHERE, f"{unknown} must have a name in llama.cpp's {config.model_type}, got none", "export a causal model"
+        )
+    return {name: str(other) for name, other in found.items()}
+
+
+def _write(
+    exported: Any,
+    made: dict[int, tuple[Tensor, Tensor, Tensor]],
+    dtype: torch.dtype,
+    path: Path,
+    tokenizer: Path | None,
+) -> tuple[str, ...]:
+    """Write the file; return the types of its weights with codes, the commonest first."""
+    import gguf
+
+    config = exported.config
+    kind = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
+    types = Counter(_type_of(block) for block in made.values())
+    names = tuple(name for name, _ in types.most_common())
+    writer.add_name(config.model_type)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{names[0]}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    factors = _add_shape(writer, config)
+    add_tokenizer(writer, tokenizer, config.vocab_size, _WHERE)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    of_file = _gguf_names(exported)
+    for name, value in _tensors(exported).items():
+        if id(value) in made:
+            data = _rotated(name, _packed(made[id(value)]), config).contiguous().numpy()
+            writer.add_tensor(of_file[name], data, raw_dtype=gguf.GGMLQuantizationType[_type_of(made[id(value)])])
+            continue
+        rows = _rotated(name, value.detach(), config).contiguous()
+        if value.dim() == 1 or dtype == torch.float32:
+            writer.add_tensor(of_file[name], rows.float().numpy())
+        elif dtype == torch.float16:
+            writer.add_tensor(of_file[name], rows.half().numpy())
+        else:
+            data = rows.bfloat16().view(torch.uint8).numpy()
+            writer.add_tensor(of_file[name], data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return names
+
+
+def _add_shape(writer: Any, config: Any) -> Tensor | None:
+    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing.
+
+    Raises:
+        CompatibilityError: If llama.cpp's architecture has no such setting.
+    """
+    import gguf
+
+    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
+    scaling = rope.get("rope_type", "default")
+    if scaling not in ("default", "linear", "llama3") or config.hidden_act != "silu":
+        raise CompatibilityError(
+            _WHERE, f"model must have silu and default, linear or llama3 positions, got {config.hidden_act}, {scaling}"
+        )
+    window = getattr(config, "sliding_window", None) or math.inf  # llama.cpp's architectures have none
+    writer.add_context_length(int(min(config.max_position_embeddings, window)))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if scaling == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    return _frequency_factors(rope, width) if scaling == "llama3" else None
+
+
+def _frequency_factors(rope: dict[str, Any], width: int) -> Tensor:
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return factors.float()
+
+
+def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Dequantise the file with the format's own package; return what float16 scales change, of the largest weight.
+
+    Raises:
+        CompatibilityError: Naming the first layer with other codes.
+    """
+    import gguf
+
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    of_file = _gguf_names(exported)
+    worst = 0.0
+    for name, value in _tensors(exported).items():
+        if id(value) not in made:
+            continue
+        tensor = found[of_file[name]]
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        expected = _values(made[id(value)])
+        if not torch.equal(weight, _rotated(name, expected, exported.config)):
+            raise CompatibilityError(
+                _WHERE, f"{name} must have the codes of the model in the file, got others", "nothing was written"
+            )
+        peak = float(value.detach().abs().max())
+        worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)
+    return worst
+
+
+def _check_outputs(path: Path, exported: Any, expected: Any, inputs: Any, tolerance: float) -> float:
+    """Return what the outputs of the file, loaded by transformers in float, differ by.
+
+    Raises:
+        CompatibilityError: If by more than float16 scales can.
+    """
+    with quiet():
+        loaded = type(exported).from_pretrained(
+            path.parent, gguf_file=path.name, config=copy.deepcopy(exported.config), dtype=torch.float32
+        )
+    change = difference(expected, outputs(loaded, inputs))
+    if not change <= tolerance:
+        raise CompatibilityError(
+            _WHERE,
+            f"outputs of the file, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
+            f"of {change:.3g}",
+            "nothing was written",
+        )
+    return change

@@ -1,0 +1,200 @@
+"""A model of transformers as a folder with torchao's tensors, which `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.files.atomic import atomic_folder
+from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.compressed_tensors import (
+    ServedReport,
+    check_no_conv1d,
+    codes_of,
+    compare_outputs,
+    saved_type,
+    zero_points,
+)
+from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.measuring import outputs
+
+_WHERE = "export_torchao"
+
+
+def export_torchao(
+    model: nn.Module, folder: Path | str, *, example_inputs: Any = None, verify: bool = True
+) -> ServedReport:
+    """Write a quantised model to a folder that `from_pretrained` loads with torchao's kernels; return what was written.
+
+    The codes are those that training saw, of linear layers and embeddings: dequantised, the file gives the weights of
+    the model, to the bit. A head tied to an embedding gets codes of its own, as its input is rounded and the
+    embedding's is not. Weights lie in safetensors, nothing is pickled.
+
+    Args:
+        model: A model of transformers in or after quantization-aware training, or one on which `apply_ranges` was
+            called; float32. Its configuration tells the type that the folder computes in. It is not changed.
+        folder: New or empty.
+        example_inputs: What the model and the folder, loaded by transformers, are compared on.
+        verify: Compare the weights of the folder with the model's and, with `example_inputs`, the outputs.
+
+    Raises:
+        MissingExtraError: If torchao is not installed.
+        CompatibilityError: If torchao, or transformers' loader of its tensors, has no place for a layer, or the folder
+            is not the model; nothing is written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: torchao 0.18; transformers 5.23.
+
+    Example:
+        ``export_torchao(apply_ranges(model, ranges), "served").equal_layers``
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError(_WHERE, "torchao", "torchao")
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(_WHERE, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
+    check_no_conv1d(model, _WHERE, "torchao")
+    reference, names = quantized_reference(model, _WHERE, _check_layer)
+    if not names:
+        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    exported, layers, schemes, _ = baked_copy(reference, names)
+    dtype = saved_type(model)
+    unrounded = tuple(name for name in names if schemes[name].input == "fp8")
+    for name in unrounded:
+        reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
+    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    for value in exported.parameters():
+        value.data = value.data.to(dtype) if value.dtype == torch.float32 else value.data
+    compares = verify and example_inputs is not None
+    expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    for name, layer in layers.items():
+        entry = layer_entry(reference.get_submodule(name)) or {}
+        made = _tensor(schemes[name], *codes_of(_WHERE, name, weights[name], schemes[name], entry, dtype), layer, dtype)
+        layer.weight = nn.Parameter(made, requires_grad=False)
+    left = tuple(name for name in float_layers(exported) if name not in layers)
+    head = exported.get_output_embeddings()  # type: ignore[operator]
+    if head is not None and head in layers.values():
+        # transformers cannot load a tied weight that is one of these tensors (5.23)
+        exported.config.tie_word_embeddings = exported.config.get_text_config().tie_word_embeddings = False  # type: ignore[union-attr, operator]
+    with atomic_folder(folder) as temporary:
+        _write(exported, left, dtype, temporary)
+        check = (temporary, model, weights, expected, example_inputs, dtype)
+        change = _check_folder(*check) if verify else (None, None)
+        size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
+    kinds = sorted({type(layer.weight).__name__ for layer in layers.values()})
+    return ServedReport(
+        path=Path(folder), bytes=size, format=", ".join(kinds), quantized=names, values=(), unrounded_inputs=unrounded,
+        float_layers=left, equal_layers=len(names) if verify else None,
+        largest_difference=change[0], relative_change=change[1],
+    )  # fmt: skip
+
+
+def _check_layer(name: str, module: Any, where: str) -> None:
+    """Refuse a layer that torchao's tensors cannot hold.
+
+    Raises:
+        CompatibilityError: Naming the layer, and what would work.
+    """
+    scheme: LayerScheme = module.quantizer.scheme
+    kind = STOCK[type(module)]
+    if kind not in (nn.Linear, nn.Embedding):
+        raise CompatibilityError(
+            where, f"{name} must be Linear or Embedding for torchao, got {kind.__name__}", "skip it in qat"
+        )
+    fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
+    if scheme.input == "static":
+        raise CompatibilityError(
+            where,
+            f"{name} must have no fixed range of its input, for which transformers' loader of torchao has no place, "
+            "got one",
+            "choose scheme int8_dynamic, or --format compressed-tensors",
+        )
+    if scheme.weight not in ("channel", "group", "fp8") or not fits:
+        raise CompatibilityError(
+            where,
+            f"{name} must have codes that torchao's safetensors hold, got weight {scheme.weight} of "
+            f"{scheme.weight_bits} bits and input {scheme.input} of {scheme.activation_bits} bits",
+            "choose scheme int8_dynamic, int8_weight, int4_weight or fp8",
+        )
+
+
+def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return torchao's tensor of the codes and scales of a layer."""
+    from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, PerRow
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+
+    rows, width = layer.weight.shape
+    scale = scale.view(rows, -1)
+    made: Tensor
+    if scheme.weight == "fp8":
+        made = Float8Tensor(codes.to(torch.float8_e4m3fn), scale, block_size=[1, width], dtype=dtype)
+    elif scheme.weight == "channel":
+        kwargs = QuantizeTensorToInt8Kwargs(PerRow()) if scheme.input == "token" else None
+        made = Int8Tensor(codes.to(torch.int8), scale, [1, width], dtype, act_quant_kwargs=kwargs)
+    else:
+        zero = zero_points(codes, scheme.weight_bits) if scheme.affine else torch.zeros(len(codes))
+        made = IntxUnpackedToInt8Tensor(
+            (codes + zero.unsqueeze(1)).to(torch.int8).view(rows, width), scale, zero.to(torch.int8).view(rows, -1),
+            getattr(torch, f"int{scheme.weight_bits}"), (1, scheme.group_size), dtype,
+            None,
+        )  # fmt: skip
+    return made
+
+
+def _write(exported: Any, left: tuple[str, ...], dtype: torch.dtype, folder: Path) -> None:
+    from safetensors.torch import save_file
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    # which tensor a layer has stands in the file of weights; the type named here is not read for those
+    kind = {"default": config_to_dict(Int8WeightOnlyConfig(set_inductor_config=False))}
+    exported.config.quantization_config = {
+        "quant_method": "torchao", "quant_type": kind, "modules_to_not_convert": list(left),
+        "include_input_output_embeddings": True,
+    }  # fmt: skip
+    exported.config.dtype, exported.config.architectures = dtype, [type(exported).__name__]
+    exported.config.save_pretrained(folder)
+    if getattr(exported, "generation_config", None) is not None:
+        exported.generation_config.save_pretrained(folder)
+    once = {id(value): (name, value) for name, value in reversed(exported.state_dict(keep_vars=True).items())}
+    tensors, metadata = flatten_tensor_state_dict({name: value.detach() for name, value in once.values()})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", **metadata})
+
+
+def _check_folder(
+    folder: Path,
+    model: Any,
+    weights: dict[str, Tensor],
+    expected: tuple[Any, Any] | None,
+    inputs: Any,
+    dtype: torch.dtype,
+) -> tuple[float | None, float | None]:
+    """Load the folder as users do; compare each layer's weight and the outputs, return what these differ by.
+
+    Raises:
+        CompatibilityError: Naming the first layer that is not the model's.
+    """
+    with quiet():
+        loaded = type(model).from_pretrained(folder, dtype=dtype)
+    made = {name: loaded.get_submodule(name).weight for name in weights}
+    for name, weight in weights.items():
+        found = made[name].dequantize().float() if hasattr(made[name], "qdata") else None
+        if found is None or not torch.equal(found, weight.to(dtype).float()):
+            raise CompatibilityError(
+                _WHERE, f"{name} must have the weights of the model in the folder, got others", "nothing was written"
+            )
+    if expected is None:
+        return None, None
+    rounding = [(value, value.act_quant_kwargs) for value in made.values() if hasattr(value, "act_quant_kwargs")]
+
+    def switch(rounds: bool) -> None:
+        for value, how in rounding:
+            value.act_quant_kwargs = how if rounds else None
+
+    return compare_outputs(_WHERE, loaded, switch, expected, inputs, 1e-4 if dtype == torch.float32 else 5e-2)
