@@ -184,7 +184,7 @@ def index(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _any_places(index: Any) -> Any:
-    """Return an index for labels, on the CPU: they are equal along what is picked, so that how many it picks will do."""
+    """Return an index for labels, on the CPU: they are equal along what is picked, so how many it picks will do."""
     if not isinstance(index, Tensor):
         return index
     return index.cpu() if index.dtype in (torch.bool, torch.uint8) else torch.zeros_like(index, device="cpu")
