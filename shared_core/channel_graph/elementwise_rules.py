@@ -102,7 +102,7 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             for extra in labels[1:]:
                 tracer.positions.pin(extra, f"it is concatenated with another axis in {tracer.here()}")
             # An operand without a label along the dim takes its place with ids that can never be removed.
-            fixed = torch.full((1,), FIXED, device=tensor.device).expand(tensor.shape)
+            fixed = torch.full((1,), FIXED, device="cpu").expand(tensor.shape)
             pieces.append(labels[0] if labels else fixed)
         merged.append(torch.cat(pieces, dim))
     value = None
@@ -173,14 +173,21 @@ def index(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             picked |= {dim for dim in range(out.ndim) if out.shape[dim] != args[0].shape[dim]}
     else:
         picked = set(range(args[0].ndim))
-    labels = []
+    labels, places = [], tree_map(_any_places, args[1:])
     for label in source.labels:
         if picked & set(varying_dims(label)):
             tracer.positions.pin(label, f"its positions are picked by number in {tracer.here()}")
         else:
-            labels.append(func(label, *args[1:], **kwargs))
+            labels.append(func(label, *places, **kwargs))
     value = None if source.value is None else func(source.value, *args[1:], **kwargs)
     return Tracked(labels, value, source.is_parameter)
+
+
+def _any_places(index: Any) -> Any:
+    """Return an index for labels, on the CPU: they are equal along what is picked, so how many it picks will do."""
+    if not isinstance(index, Tensor):
+        return index
+    return index.cpu() if index.dtype in (torch.bool, torch.uint8) else torch.zeros_like(index, device="cpu")
 
 
 @rule("embedding")

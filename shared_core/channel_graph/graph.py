@@ -204,7 +204,8 @@ class Positions:
     def label(self, name: str, axis: int, like: Tensor) -> Tensor:
         """Return the label of one axis of a tensor, in the tensor's shape."""
         found = self.axes[name, axis]
-        ids = torch.arange(found.start, found.start + found.size, device=like.device)
+        # on the CPU whatever the device: labels are compared in every operator, and a GPU would be waited for each time
+        ids = torch.arange(found.start, found.start + found.size, device="cpu")
         # One arange along the axis, expanded to the tensor's shape: O(size) memory for any tensor.
         return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
 
@@ -214,7 +215,7 @@ class Positions:
         shape = np.broadcast_shapes(first.shape, second.shape)
         # Cores broadcast to the smallest common shape: a label of a (batch, tokens, channels) tensor has `channels`
         # ids.
-        flat = [label.expand(shape).reshape(-1).cpu().numpy() for label in (first, second)]
+        flat = [label.expand(shape).reshape(-1).numpy() for label in (first, second)]
         # Equal pairs repeat over every dim that neither varies along.
         pairs = np.unique(np.stack(flat), axis=1)
         self._pairs.append((pairs[0], pairs[1]))
@@ -275,7 +276,7 @@ class Positions:
 def flat_ids(label: Tensor) -> Ids:
     """Return the different ids of a label."""
     # Pins and marks repeat over batch and tokens; the core has each id once.
-    found: Ids = np.unique(core(label).reshape(-1).cpu().numpy())
+    found: Ids = np.unique(core(label).reshape(-1).numpy())
     return found
 
 
@@ -398,7 +399,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             label: Compact or not.
             value: Constants of the same shape as `core(label)`, NaN where unknown; None: nowhere known.
         """
-        ids = core(label).reshape(-1).cpu().numpy()
+        ids = core(label).reshape(-1).numpy()
         found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
         # The same ids may be met at several places of the label (heads, tokens): sort by id, then compare within each
         # run.

@@ -251,7 +251,7 @@ def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
 
 def _normalised(tracer: Tracer, components: Ids) -> set[int]:
     """Return the components of which only a part of what a norm divides by belongs to each."""
-    return {int(root) for norm in tracer.norms for root in np.unique(components[norm.label.reshape(-1).cpu().numpy()])}
+    return {int(root) for norm in tracer.norms for root in np.unique(components[norm.label.reshape(-1).numpy()])}
 
 
 def _kind(tracer: Tracer, ids: Ids, wide: set[int]) -> Kind:

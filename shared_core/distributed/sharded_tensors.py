@@ -81,7 +81,9 @@ def part_of(full: Tensor, like: Any) -> Tensor:
 @torch.no_grad()
 def fill_(tensor: Tensor, values: Tensor) -> None:
     """Overwrite a tensor, or the part of it that this process holds, by whole values."""
-    local_part(tensor).copy_(part_of(values.to(tensor.device), tensor))
+    # to a GPU nothing waits; from one a copy must be over when it is read
+    values = values.to(tensor.device, non_blocking=not tensor.is_cpu)
+    local_part(tensor).copy_(part_of(values, tensor))
 
 
 def shards(model: nn.Module) -> bool:

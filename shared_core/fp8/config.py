@@ -137,7 +137,7 @@ class Fp8Config(TechniqueConfig):
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return the bytes of a weight's codes and of its transpose's, which later micro-batches multiply too."""
-        why = "2 bytes a linear weight until the optimizer step; saved inputs take 1 byte a value for each layer"
+        why = "2 bytes a linear weight until the next step's forward; saved inputs take 1 byte a value for each layer"
         return [Cost("fp8: codes", during=2.0 * shape.matrices if run.parts == 1 else 0.0, why=why)]
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

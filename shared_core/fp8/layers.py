@@ -91,14 +91,14 @@ class LayerFp8:
         return self.arithmetic.layouts([self._observed(operand) for operand in operands], both)
 
     def keep_codes_of(self, weight: Tensor) -> None:
-        """Keep the codes of this parameter from now on, until it changes or `forget_codes`.
+        """Keep the codes of this parameter from now on, until it or the watch's `casts` changes, or `forget_codes`.
 
         Not of a sharded one: what is gathered of it is overwritten unseen, and its codes would be those of all shards.
         """
         self.parameter = weakref.ref(weight) if is_plain(weight) and self.arithmetic.saved_block else None
 
     def forget_codes(self) -> None:
-        """Cast the weight anew in the next product."""
+        """Cast the weight anew in the next product, and release the codes' memory now."""
         self.kept = None
 
     def forward_operands(self, x: Operand, weight: Operand, turn: bool) -> tuple[Operand, Operand, Operand]:
@@ -106,17 +106,17 @@ class LayerFp8:
         if (kept := self.kept_weight(weight.matrix, weight.record)) is not None:
             ((a, turned),) = self.layouts(x, both=[turn])
             return a, turned, kept.plain
-        parameter = self._kept_parameter(weight.matrix)
+        self.kept, parameter = None, self._kept_parameter(weight.matrix)
         (a, turned), (b, other) = self.layouts(x, weight, both=[turn, parameter is not None])
         if parameter is not None:
             record = self._observed(weight).record
-            self.kept = KeptWeight(weight.matrix.detach(), parameter._version, record, b, other)
+            self.kept = KeptWeight(weight.matrix.detach(), self._version_of(parameter), record, b, other)
         return a, turned, b
 
     def kept_weight(self, weight: Tensor, record: bool) -> KeptWeight | None:
         """Return the codes of a weight if it has not changed since, and was remembered where that is due now."""
         kept, parameter = self.kept, self._kept_parameter(weight)
-        if kept is None or parameter is None or kept.version != parameter._version or record > kept.recorded:
+        if kept is None or parameter is None or kept.version != self._version_of(parameter) or record > kept.recorded:
             return None
         before, now = ((w.data_ptr(), w.dtype, w.shape, w.stride()) for w in (kept.weight, weight))
         return kept if before == now else None
@@ -130,6 +130,9 @@ class LayerFp8:
             return None
         return parameter
 
+    def _version_of(self, parameter: Tensor) -> tuple[int, int]:
+        return parameter._version, self.watch.casts if self.watch is not None else 0
+
     def _observed(self, operand: Operand) -> Operand:
         return operand._replace(record=operand.record and self.watch is not None and self.watch.observing)
 
@@ -139,7 +142,8 @@ class KeptWeight(NamedTuple):
 
     weight: Tensor
     """Holds the memory, so that no other weight comes to lie there."""
-    version: int
+    version: tuple[int, int]
+    """Of the parameter, and the watch's `casts`."""
     recorded: bool
     plain: Operand
     turned: Operand

@@ -126,6 +126,8 @@ class NonFiniteWatch:
 
     def __init__(self) -> None:
         self.observing = False
+        self.casts = 0
+        """Counted up where weights must be cast anew: codes of an earlier count are not used."""
         self.flag = torch.zeros((), dtype=torch.int32)
 
     def move_(self, device: torch.device) -> None:

@@ -148,7 +148,7 @@ class Fp8(Technique):
         Raises:
             TrainingError: After `max_skips` such steps in a row.
         """
-        self._forget_codes()
+        self._watch.casts += 1
         if self._bank is not None:
             self._pending = self._bank.take_window()
         if self._met_non_finite():
@@ -177,7 +177,7 @@ class Fp8(Technique):
     def after_optimizer_step(self, context: Context) -> None:
         """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
         self._in_a_row = 0
-        self._forget_codes()
+        self._watch.casts += 1  # weights may have changed in ways that leave no trace, or their scales have
         if self._bank is not None and self._pending is not None:
             self._bank.commit(self._pending)
             self._pending = None
@@ -201,7 +201,7 @@ class Fp8(Technique):
             self._observe(True)
 
     def _forget_codes(self) -> None:
-        """Have weights cast anew: they may have changed in ways that leave no trace, or their scale has."""
+        """Have weights cast anew, and release what is kept of them."""
         for state in self.states.values():
             state.forget_codes()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_json
 from shared_core.modules.matching import plain_name
+from shared_core.numerics.deferred_checks import copied_to_cpu
 
 _FORMAT = 1
 _MASK, _WEIGHT = "mask.", "weight."
@@ -60,13 +62,13 @@ class Ticket:
     def digest(self) -> str:
         """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
-        for name, mask in sorted(self.masks.items()):
-            digest.update(name.encode() + pack_bits(mask).cpu().numpy().tobytes())
-        for name in sorted(self.weights):
-            # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
-            flat = self.weights[name].detach().reshape(-1)
-            ends = torch.cat([flat[:_ENDS], flat[-_ENDS:]]).cpu().contiguous()
-            digest.update(name.encode() + ends.view(torch.uint8).numpy().tobytes())
+        masks, weights = sorted(self.masks), sorted(self.weights)
+        # Two ends of each tensor: enough to tell runs apart, without hashing all of a large model.
+        flat = (self.weights[name].detach().reshape(-1) for name in weights)
+        ends = (torch.cat([values[:_ENDS], values[-_ENDS:]]) for values in flat)
+        packed = (pack_bits(self.masks[name]) for name in masks)
+        for name, found in zip(masks + weights, copied_to_cpu(itertools.chain(packed, ends)), strict=True):
+            digest.update(name.encode() + found.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -88,11 +90,10 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
         >>> read.masks["w"].tolist(), read.weights["w"].tolist(), read.step
         ([True, False], [0.5, 0.25], 3)
     """
+    names = [_WEIGHT + name for name in ticket.weights] + [_MASK + name for name in ticket.masks]
+    values = itertools.chain(ticket.weights.values(), map(pack_bits, ticket.masks.values()))
     # A copy each: safetensors refuses two names for one storage.
-    tensors = {
-        _WEIGHT + name: value.detach().to("cpu", copy=True).contiguous() for name, value in ticket.weights.items()
-    }
-    tensors |= {_MASK + name: pack_bits(mask).cpu() for name, mask in ticket.masks.items()}
+    tensors = {name: value.contiguous() for name, value in zip(names, copied_to_cpu(values), strict=True)}
     told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
     path = Path(path)
     with atomic_write(path) as temporary:

@@ -1,9 +1,9 @@
-"""Refuse bad values of many tensors by one read of their flags: each look at a GPU waits for it."""
+"""What is read of many tensors, or checked of them, in one read: each look at a GPU waits for it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared_core.errors import EffError
 
+_SHARED_BYTES = 1 << 26
 _open: list[list[tuple[Tensor, Callable[[], EffError]]]] = []
 
 
@@ -22,6 +23,33 @@ def read_together(values: Sequence[Tensor]) -> list[Any]:
         [3, 4]
     """
     return torch.stack([value.reshape(()).to(values[0].device) for value in values]).tolist() if values else []
+
+
+def copied_to_cpu(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield copies of tensors on the CPU, in order; up to 64 MiB of one device travel in one copy.
+
+    Example:
+        >>> list(copied_to_cpu([torch.tensor([1.5]), torch.tensor(2)]))
+        [tensor([1.5000]), tensor(2)]
+    """
+    held: list[Tensor] = []
+    for tensor in tensors:
+        found = [*held, tensor.detach()]
+        if held and (tensor.device != held[0].device or sum(each.nbytes for each in found) > _SHARED_BYTES):
+            yield from _in_one_copy(held)
+            found = found[-1:]
+        held = found
+    yield from _in_one_copy(held)
+
+
+def _in_one_copy(tensors: list[Tensor]) -> Iterator[Tensor]:
+    if len(tensors) < 2 or tensors[0].is_cpu:
+        yield from (tensor.to("cpu", copy=True) for tensor in tensors)
+        return
+    together = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    for tensor, part in zip(tensors, together.split([tensor.nbytes for tensor in tensors]), strict=True):
+        # cloned: aligned to its type, and not held in memory by the others
+        yield part.clone().view(tensor.dtype).view(tensor.shape)
 
 
 def refuse(flag: Tensor, error: Callable[[], EffError]) -> None:

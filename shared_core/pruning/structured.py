@@ -24,6 +24,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.modules.calls import ExampleCalls, evaluated
 from shared_core.modules.matching import plain_name, stock_layers
 from shared_core.modules.weight_views import output_axis
+from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
 from shared_core.pruning.masks import MaskPolicy
 from shared_core.pruning.schedules import Schedule
@@ -124,28 +125,30 @@ def masks_of_units(
             tensor = tensors[part.tensor]
             if part.tensor not in masks:
                 masks[part.tensor] = torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
-            places = torch.from_numpy(np.asarray(part.positions)[gone].reshape(-1)).to(tensor.device)
+            places = torch.from_numpy(np.asarray(part.positions)[gone].reshape(-1))
+            places = places.to(tensor.device, non_blocking=True)
             masks[part.tensor].index_fill_(part.axis, places, False)
     return masks
 
 
 @torch.no_grad()
-def kept_units(group: ChannelGroup, masks: Mapping[str, Tensor]) -> Tensor:
-    """Return which units of a group whole masks keep: those that keep any element of any output.
+def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output.
 
     Example:
-        >>> group = filter_groups({"weight": nn.Linear(2, 2, bias=False)})[0]
-        >>> kept_units(group, {"weight": torch.tensor([[True, False], [False, False]])})
-        tensor([ True, False])
+        >>> groups = filter_groups({"weight": nn.Linear(2, 2, bias=False)})
+        >>> kept_units(groups, {"weight": torch.tensor([[True, False], [False, False]])})
+        [tensor([ True, False])]
     """
-    keep = torch.zeros(group.units, dtype=torch.bool)
+    parts = [[part for part in masked_slices(group) if part.tensor in masks] for group in groups]
+    axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
+    kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))
+    keeps = [torch.zeros(group.units, dtype=torch.bool) for group in groups]
     # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
-    for part in masked_slices(group):
-        if part.tensor in masks:
-            mask = masks[part.tensor].movedim(part.axis, 0).cpu()
-            places = torch.from_numpy(np.asarray(part.positions))
-            keep |= mask[places].reshape(group.units, -1).any(1)
-    return keep
+    for keep, each in zip(keeps, parts, strict=True):
+        for part in each:
+            keep |= kept[part.tensor, part.axis][torch.from_numpy(np.asarray(part.positions))].any(1)
+    return keeps
 
 
 VALUE = "minus the squared change of the model's outputs on one micro-batch, relative to their square"
@@ -373,11 +376,11 @@ class UnitPruning(MaskPolicy):
         """Return the masks of every tensor that a group reaches; pruned units stay pruned."""
         before = dict(self.store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
-        live = [kept_units(group, before) for group in self.groups] if before else everything
+        live = kept_units(self.groups, before) if before else everything
         if self.config.criterion == "shapley":
             scores = self._shapley(context, live)
         else:
-            scores = [self._scores(group).float().cpu() for group in self.groups]
+            scores = list(copied_to_cpu(self._scores(group).float() for group in self.groups))
         if self.config.layers_differ and self.config.criterion in RELATIVE:
             # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
@@ -441,7 +444,7 @@ class UnitPruning(MaskPolicy):
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
         # Scores come in the layout of outputs (axis 0) or of the weight; each row of `gather_units` is one unit.
         rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
-        return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
+        return torch.stack([row.sum(1).to(rows[0].device) for row in rows]).sum(0)
 
     def _cost(self, group: ChannelGroup) -> float:
         """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
@@ -507,10 +510,10 @@ class UnitPruning(MaskPolicy):
     def layers(self) -> dict[str, tuple[int, int]]:
         """Return by the name of each group how many units it has, and how many of them are gone."""
         masks = dict(self.store)
-        return {
-            group.name: (group.units, group.units - int(kept_units(group, masks).sum()) if masks else 0)
-            for group in self.groups
-        }
+        if not masks:
+            return {group.name: (group.units, 0) for group in self.groups}
+        keeps = zip(self.groups, kept_units(self.groups, masks), strict=True)
+        return {group.name: (group.units, group.units - int(keep.sum())) for group, keep in keeps}
 
     def report(self) -> dict[str, Any]:
         """Return how many units each group has lost, and the groups that could not be pruned."""

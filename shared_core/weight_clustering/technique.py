@@ -22,6 +22,7 @@ from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import match_modules, plain_name
+from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
@@ -324,8 +325,8 @@ class WeightClustering(Technique):
     def _cluster(self, context: Context) -> None:
         codes = {}
         with torch.no_grad():
-            for name, weight in self._weights.items():
-                numbers = whole(weight)
+            there = copied_to_cpu(whole(weight) for weight in self._weights.values())
+            for (name, weight), numbers in zip(self._weights.items(), there, strict=True):
                 shared = share_values(numbers, self._targets.bits[name], name=f"cluster: {name}")
                 new = shared.weight()
                 # float64 before the difference: in float32 the error of near values would be rounding.
@@ -341,25 +342,29 @@ class WeightClustering(Technique):
 
     def _set_codes(self, codes: Mapping[str, Tensor]) -> None:
         self._codes, singles = {}, []
-        for name, weight in self._weights.items():
-            flat = codes[name].reshape(-1)
+        there = copied_to_cpu(codes[name] for name in self._weights)
+        for (name, weight), flat in zip(self._weights.items(), (found.view(-1) for found in there), strict=True):
             count = int(flat.max()) if flat.numel() else 0
             # The first place of each code: the smallest index among its members, by one scatter.
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
-            places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
+            places.scatter_reduce_(0, flat.long(), torch.arange(flat.numel()), "amin")
             # A code below the largest that no weight has: no member would carry the centroid.
             if count and int(places[1:].max()) == flat.numel():
                 raise CheckpointError("cluster", f"saved clusters of {name} must have members, got an empty one")
-            # Marked in the whole weight and then cut as the weight is: each process learns which first members it
-            # holds.
-            marked = torch.zeros(flat.numel(), dtype=torch.int64)
-            marked[places[1:]] = torch.arange(1, count + 1)
-            mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
-            first = mine.nonzero().view(-1)
-            # Sorted by cluster, so that sums by cluster and first members are in one order.
-            of, order = (mine[first] - 1).sort()
-            self._codes[name] = part_of(codes[name].to(weight.device), weight)
-            singles.append(Bundle((name,), self._codes[name].reshape(-1), first[order], of, count))
+            first, of = places[1:], torch.arange(count)
+            if is_sharded(weight):
+                # Marked in the whole weight and then cut as the weight is: each process learns which first members it
+                # holds.
+                marked = torch.zeros(flat.numel(), dtype=torch.int64)
+                marked[first] = of + 1
+                mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
+                first = mine.nonzero().view(-1)
+                # Sorted by cluster, so that sums by cluster and first members are in one order.
+                of, order = (mine[first] - 1).sort()
+                first = first[order]
+            first, of, new = (tensor.to(weight.device, non_blocking=True) for tensor in (first, of, codes[name]))
+            self._codes[name] = part_of(new, weight)
+            singles.append(Bundle((name,), self._codes[name].reshape(-1), first, of, count))
         self._bundles = Bundles(singles, self._weights)
         self._num_values = self._bundles.num_values
 

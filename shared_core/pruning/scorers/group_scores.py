@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+from shared_core.numerics.deferred_checks import checked_together, refuse
 from shared_core.pruning.scorers.scorer import wide
 
 _PIECE = 1 << 24
@@ -39,7 +40,7 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
         tensor([[1, 4],
                 [3, 6]])
     """
-    index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device)
+    index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device, non_blocking=True)
     # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
@@ -154,14 +155,17 @@ def group_scores(
     double = any(weight.dtype == torch.float64 for weight in weights)
     dtype = torch.float64 if double else torch.float32
     scores = _CRITERIA[criterion]([w.detach().to(dtype) for w in weights], [e.detach().to(dtype) for e in extras])
-    if scores.isnan().any():
-        unit = int(scores.isnan().nonzero()[0])
-        raise TrainingError(
-            "group_scores",
-            f"{criterion} scores must be numbers, got NaN for unit {unit}",
-            "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
-        )
+    refuse(scores.isnan().any(), lambda: _not_numbers(criterion, scores))
     return scores
+
+
+def _not_numbers(criterion: str, scores: Tensor) -> TrainingError:
+    unit = int(scores.isnan().nonzero()[0])
+    return TrainingError(
+        "group_scores",
+        f"{criterion} scores must be numbers, got NaN for unit {unit}",
+        "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
+    )
 
 
 @torch.no_grad()
@@ -207,18 +211,24 @@ class GroupTaylor:
 
         A tensor without a gradient adds nothing; sharded ones are gathered, group by group.
         """
-        for group, members in self.groups.items():
-            present = [member for member in members if member.name in gradients]
-            if not present:
-                continue
-            pairs = [
-                [wide(gather_units(whole(source[name].detach()), axis, positions)) for name, axis, positions in present]
-                for source in (tensors, gradients)
-            ]
-            step = group_scores("taylor", pairs[0], extras=pairs[1])
-            total = self._sums.get(group)
-            self._sums[group] = step if total is None else total.to(step.device) + step
+        with checked_together():
+            for group, members in self.groups.items():
+                self._observe_group(group, members, tensors, gradients)
         self.num_observed += 1
+
+    def _observe_group(
+        self, group: str, members: list[UnitSlices], tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> None:
+        present = [member for member in members if member.name in gradients]
+        if not present:
+            return
+        pairs = [
+            [wide(gather_units(whole(source[name].detach()), axis, positions)) for name, axis, positions in present]
+            for source in (tensors, gradients)
+        ]
+        step = group_scores("taylor", pairs[0], extras=pairs[1])
+        total = self._sums.get(group)
+        self._sums[group] = step if total is None else total.to(step.device) + step
 
     def scores(self, group: str) -> Tensor:
         """Return (units,) scores, 0 for a group that had no gradient.

@@ -61,7 +61,7 @@ def why_not_narrow(model: nn.Module, traced: Traced, allow_inexact: bool) -> dic
         # The numbers of all positions of this group, in whatever tensor.
         own = np.unique(np.concatenate(traced.unit_ids[group.name]))
         for norm in traced.tracer.norms:
-            if not np.isin(norm.label.reshape(-1).cpu().numpy(), own).any():
+            if not np.isin(norm.label.reshape(-1).numpy(), own).any():
                 continue
             module = model.get_submodule(norm.module)
             # A layer norm subtracts a mean, which removed positions belong to, even as zeros: only that of all
@@ -90,7 +90,7 @@ def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
     removed = np.unique(components[removed])
     found: dict[str, Rescale] = {}
     for norm in traced.tracer.norms:
-        ids = components[norm.label.reshape(-1).cpu().numpy()]
+        ids = components[norm.label.reshape(-1).numpy()]
         after = len(ids) - int(np.isin(ids, removed).sum())
         if after in (len(ids), 0):
             continue

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import sys
 from collections import deque
 
 import pytest
@@ -291,6 +292,21 @@ def test_codes_of_a_weight_are_kept_for_a_window_and_never_outlive_a_change(reci
     assert torch.equal(model[2].weight, after)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     torch._dynamo.reset()
+
+
+def test_no_verb_of_a_step_walks_over_layers():
+    calls = []
+    for depth in (6, 30):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth)))
+        session, _ = start(model, recipe="tensorwise")
+        session.loss(model(data()[0]).square().mean()).backward()
+        seen = []
+        sys.setprofile(lambda frame, event, _, seen=seen: seen.append(frame.f_code) if event == "call" else None)
+        session.before_optimizer_step()
+        session.after_optimizer_step()
+        sys.setprofile(None)
+        calls.append(sum("fp8" in code.co_filename for code in seen))
+    assert calls[0] == calls[1]
 
 
 def test_stock_layers_with_the_same_parameters_come_back():
