@@ -76,7 +76,7 @@ class PowerSgd:
             sending.wait()
         # Error feedback: what was lost in earlier steps is added before compression, so that it is sent later and
         # never dropped.
-        matrices = {name: self._with_error(name, gradient) for name, gradient in low.items()}
+        matrices = self._with_errors(low)
         # Q of the last step is a warm start: one step of subspace iteration each time follows the slowly turning
         # gradient.
         queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
@@ -88,8 +88,8 @@ class PowerSgd:
             # A chain of futures, not waits: DDP goes on with backward, and the next bucket, meanwhile. The order of
             # collectives is that of the buckets, which is the same on every process.
             flat.div_(world_size())
-            for gradient, part in zip(whole, _cut(flat, whole), strict=True):
-                gradient.copy_(part)
+            if whole:
+                torch._foreach_copy_(whole, _cut(flat, whole))
             left[:] = _summed(left)
 
         def reduce_right(future: Future[Any]) -> None:
@@ -99,23 +99,32 @@ class PowerSgd:
             right[:] = _summed([matrix.T @ product for matrix, product in zip(matrices.values(), left, strict=True)])
 
         def multiply(future: Future[Any]) -> None:
-            for (name, gradient), product, query in zip(low.items(), left, right, strict=True):
-                # query: kept as the mean, for the next step. Every process has the same sums, so all keep the same Q.
-                self.queries[name] = query.div_(world_size())
+            if not low:
+                return
+            # kept as the mean, for the next step. Every process has the same sums, so all keep the same Q.
+            torch._foreach_div_(right, world_size())
+            self.queries |= zip(low, right, strict=True)
+            for gradient, product, query in zip(low.values(), left, right, strict=True):
                 # In place: DDP goes on to read the bucket that this gradient is a view of.
                 gradient.copy_((product @ query.T).view(gradient.shape))
-                # what the gradient's own dtype rounded away is lost too
-                self.errors[name] = matrices[name].sub_(gradient.flatten(1))
+            # what the gradient's own dtype rounded away is lost too
+            torch._foreach_sub_([*matrices.values()], [gradient.flatten(1) for gradient in low.values()])
+            self.errors |= matrices
 
         sent = flat.nbytes + sum(product.nbytes for product in left) + sum(query.nbytes for query in queries.values())
         return sending.then(reduce_left).then(reduce_right).then(multiply), sent
 
-    def _with_error(self, name: str, gradient: Tensor) -> Tensor:
-        # In float32 at least: an error of a 16-bit gradient lies below its last bit.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        # copy: M becomes the error in place below, and the gradient is overwritten before that.
-        matrix = gradient.detach().flatten(1).to(wide, copy=True)
-        return matrix.add_(self.errors[name].to(matrix)) if name in self.errors else matrix
+    def _with_errors(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        matrices = {}
+        for name, gradient in gradients.items():
+            # In float32 at least: an error of a 16-bit gradient lies below its last bit.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            # copy: M becomes the error in place later, and the gradient is overwritten before that.
+            matrices[name] = gradient.detach().flatten(1).to(wide, copy=True)
+        if known := [name for name in gradients if name in self.errors]:
+            errors = [self.errors[name].to(matrices[name]) for name in known]
+            torch._foreach_add_([matrices[name] for name in known], errors)
+        return matrices
 
     def _query(self, name: str, matrix: Tensor) -> Tensor:
         if name in self.queries:

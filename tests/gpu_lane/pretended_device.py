@@ -90,7 +90,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _device().handle(func, args, kwargs or {})
+        return entered().handle(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
@@ -115,7 +115,7 @@ class DeviceTensor(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _device().waited("save")
+        entered().waited("save")
         return _on_device, (self.values, isinstance(self, torch.nn.Parameter), self.requires_grad)
 
     def data_ptr(self) -> int:
@@ -128,7 +128,7 @@ class DeviceTensor(Tensor):
         raise RuntimeError("cannot pin a tensor of a device, only dense CPU tensors")
 
     def tolist(self) -> Any:
-        _device().waited("tolist")
+        entered().waited("tolist")
         return self.values.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -218,6 +218,8 @@ class PretendedDevice(TorchDispatchMode):
                 self.waited("bool index")
             if any(not isinstance(index, DeviceTensor) for index in indices):
                 self.waited("index from host")
+        elif name == "bitsandbytes::int8_vectorwise_quant" and args[1:] not in ((), (0.0,)):
+            self.waited("outliers")  # their columns are picked, in every product
         elif func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self.waited("repeat_interleave")
 
@@ -245,7 +247,8 @@ def _launches_nothing(func: Any, name: str) -> bool:
 _current: list[PretendedDevice] = []
 
 
-def _device() -> PretendedDevice:
+def entered() -> PretendedDevice:
+    """Return the device that runs what is dispatched."""
     return _current[0]
 
 
@@ -297,6 +300,8 @@ def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return func(*[arg.float() if isinstance(arg, Tensor) else arg for arg in args[:3]], torch.float32).to(args[3])
     if name in ("aten::_scaled_mm", "aten::_scaled_mm_v2"):
         dtype = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)), torch.bfloat16)
+        if args[0].dtype == torch.float4_e2m1fn_x2:  # which the CPU does not read
+            return torch.zeros(args[0].shape[0], args[1].shape[1], dtype=dtype)
         return (args[0].float() @ args[1].float()).to(dtype)
     if name in _BY_TRITON:
         return _like_declared(func, args, kwargs)
@@ -379,7 +384,7 @@ class _Stream(contextlib.nullcontext[None]):
         return 1.0
 
     def synchronize(self) -> None:
-        _device().waited("synchronize")
+        entered().waited("synchronize")
 
 
 def _state() -> Tensor:
@@ -391,19 +396,19 @@ def _quantized(sources: Any, dtype: torch.dtype, block: Any, rounding: Any) -> l
     from eff_kernels import fp8
     from eff_kernels._triton.fp8 import Cast
 
-    found, before = [], _device().launches.copy()
+    found, before = [], entered().launches.copy()
     for source in sources:
         matrix, turned = fp8._quantize(source, dtype, block, rounding)
         other = matrix if turned is None else turned
         found.append(Cast(matrix.codes, matrix.scale, other.codes, other.scale, None))
     # what the plain code launched is not: two kernels for two matrices of one scale each, one for any other
     before["eff_kernels::fp8_quantize"] += len(sources) + len(sources) % 2 if block == (0, 0) else len(sources)
-    _device().launches = before
+    entered().launches = before
     return found
 
 
 def _fake_quantized(x: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
-    _device().launches["eff_kernels::fp8_fake_quantize"] += 1 if by_row else 2
+    entered().launches["eff_kernels::fp8_fake_quantize"] += 1 if by_row else 2
     return DeviceTensor(x.values.clone())
 
 
@@ -423,7 +428,7 @@ def _patch() -> None:
         "is_initialized": lambda: False, "is_current_stream_capturing": lambda: False,
         "current_stream": _Stream, "default_stream": _Stream, "Stream": _Stream, "Event": _Stream,
         "stream": _Stream, "device": _Stream, "device_of": _Stream,
-        "synchronize": lambda *_: _device().waited("synchronize"),
+        "synchronize": lambda *_: entered().waited("synchronize"),
         "get_rng_state": lambda *_: _state(), "get_rng_state_all": lambda: [_state()],
         "mem_get_info": lambda *_: (80 << 30, 80 << 30),
     }  # fmt: skip
@@ -443,6 +448,9 @@ def _patch() -> None:
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     for name in ("empty", "zeros"):
         setattr(torch, name, _pinned(getattr(torch, name)))
+    torch.Tensor._make_subclass = staticmethod(_made_subclass(torch.Tensor._make_subclass))  # type: ignore[method-assign]
+    if "bitsandbytes" in sys.modules:
+        sys.modules["bitsandbytes"].nn.Int8Params._quantize = _quantized_to
     saved_tensors._PLAIN += (DeviceTensor,)
     fp8.quantize_triton = _quantized
     fp8.fake_quantize_triton = _fake_quantized
@@ -450,6 +458,31 @@ def _patch() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "is_plain", None) is is_plain:
             module.is_plain = lambda x: is_plain(x) or isinstance(x, DeviceTensor)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _on_device_too(cls: type) -> type:
+    return type(cls.__name__, (cls, DeviceTensor), {})
+
+
+def _made_subclass(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what makes a tensor one of a subclass: bitsandbytes has its own parameters."""
+
+    @functools.wraps(make)
+    def made(cls: type, data: Tensor, requires_grad: bool = False) -> Tensor:
+        if not isinstance(data, DeviceTensor):
+            return make(cls, data, requires_grad)
+        return DeviceTensor.__new__(_on_device_too(cls), data.values).requires_grad_(requires_grad)
+
+    return made
+
+
+def _quantized_to(self: Any, device: Any) -> Any:
+    """Stand in for what gives a parameter of the CPU codes on the device: a tensor has one kind here."""
+    import bitsandbytes as bnb
+
+    codes, scales, _ = bnb.functional.int8_vectorwise_quant(self.data.to(device, torch.float16))
+    return bnb.nn.Int8Params(codes, False, CB=codes, SCB=scales)
 
 
 def _made_on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

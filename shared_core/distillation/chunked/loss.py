@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
-from eff_kernels._triton.launch import is_plain
+from eff_kernels._triton.launch import compiles_for, is_plain
 from eff_kernels.distillation import DIVERGENCES as FUSED
 from eff_kernels.distillation import arithmetic_dtype, kd_rows_, tile_rows
 from torch import Tensor, nn
@@ -494,14 +494,15 @@ def _in(weight: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 SMALLEST = 1 << 19
-"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU)."""
+"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU); where a kernel
+takes all rows at once, none are too few."""
 
 
 def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
     """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
     return (
         divergence in FUSED
-        and student.numel() >= SMALLEST
+        and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))
         and torch.is_grad_enabled()
         # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
         # compiled graphs and functorch need autograd's own operations.

@@ -53,15 +53,15 @@ def learned_value(module: nn.Module, name: str) -> Tensor:
     return gathered[name] if name in gathered else whole(getattr(module, name))
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+    def forward(ctx: Any, magnitude: Tensor, steps: float) -> Tensor:
+        ctx.steps = steps
+        return magnitude / steps
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
+        return grads[0] * ctx.steps, None  # steps² / steps
 
 
 def _scale_of(magnitude: Tensor, steps: float) -> Tensor:
@@ -72,8 +72,8 @@ def _scale_of(magnitude: Tensor, steps: float) -> Tensor:
     of the values is learned. SGD moves the scale as if it were learned itself: ``steps²`` is what the division takes
     from its gradient and its step.
     """
-    scaled: Tensor = _ScaleGradient.apply(magnitude, steps**2)  # type: ignore[no-untyped-call]
-    return scaled / steps
+    scale: Tensor = _Scale.apply(magnitude, steps)  # type: ignore[no-untyped-call]
+    return scale
 
 
 SMALLEST_MAGNITUDE = 2.0**-50

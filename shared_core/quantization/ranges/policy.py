@@ -274,34 +274,33 @@ class NoDecay:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._ids = {id(parameter) for parameter in parameters}
-        self._before: list[tuple[nn.Parameter, Tensor, float]] = []
+        self._taken: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
 
     @torch.no_grad()
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Subtract a coupled decay from the gradient; remember the values that a decoupled one will shrink."""
-        self._before = []
+        """Subtract a coupled decay from the gradient; remember what a decoupled one will take."""
+        self._taken = []
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 decay = float(group.get("weight_decay") or 0.0)
                 if not decay:
                     continue
-                for parameter in group["params"]:
-                    if id(parameter) not in self._ids or parameter.grad is None:
-                        continue
-                    if _is_decoupled(optimizer, group):
-                        self._before.append((parameter, parameter.detach().clone(), float(group["lr"]) * decay))
-                    else:
-                        # A coupled decay λp is in the gradient that the optimizer makes; subtracted before, it
-                        # cancels.
-                        parameter.grad.add_(parameter, alpha=-decay)
+                spared = [p for p in group["params"] if id(p) in self._ids and p.grad is not None]
+                if spared and _is_decoupled(optimizer, group):
+                    # it multiplies by (1 - lr λ): lr λ p, of p before the step, is given back
+                    values = [local_part(parameter.detach()) for parameter in spared]
+                    self._taken.append((values, torch._foreach_mul(values, float(group["lr"]) * decay)))
+                    continue
+                for parameter in spared:
+                    # A coupled decay λp is in the gradient that the optimizer makes; subtracted before, it cancels.
+                    parameter.grad.add_(parameter, alpha=-decay)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Restore what a decoupled decay took."""
-        for parameter, before, share in self._before:
-            # A decoupled one multiplies by (1 - lr λ): lr λ p_before is given back.
-            parameter.add_(before, alpha=share)
-        self._before = []
+        for values, taken in self._taken:
+            torch._foreach_add_(values, taken)
+        self._taken = []
 
 
 OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, nn.RNNBase, StackedExperts)
