@@ -48,11 +48,9 @@ def _clamped(x: tl.tensor, largest: tl.constexpr) -> tl.tensor:
 
 def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
     """Return bits of e4m3 (3 mantissa bits) or e5m2 (2): nearest, saturating, NaN kept."""
-    if native and mantissa == 3:
+    if native:
         # cvt.rn.satfinite
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif native:
-        code = clamped(x, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        code = x.to(tl.float8e4nv if mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         # Without the instructions (before sm_89, or interpreted): rounded as a float32, then its bits moved into
         # place.
