@@ -57,7 +57,7 @@ def test_every_float_format(mode, in_triton):
 def test_given_random_bits(monkeypatch, in_triton):
     from eff_kernels.rounding import round_float_
 
-    # multiples of 2^25, which count in every format, and which float64 carries: the fraction of 1 that torch's path compares
+    # multiples of 2^25 count in every format, and float64 carries them: the fraction of 1 that torch's path compares
     noise = torch.randint(1, 2**37, (1013,), generator=torch.Generator().manual_seed(1)) << 25
     noise[::5] = 1 << 25
     monkeypatch.setattr(rounding, "_uniform", lambda x, generator: noise.double() * 2.0**-62)

@@ -118,26 +118,34 @@ def _inverse_of_power(scale: tl.tensor) -> tl.tensor:
     return tl.where(scale != scale, scale, inverse)
 
 
-def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
-    """Return x/scale, rounded to nearest where FP8 has a value other than zero or the largest.
+def _rough_inverse(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
-    Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
+
+def _inverse_in_interpreter(x: tl.tensor) -> tl.tensor:
+    return 1.0 / x
+
+
+def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
+    """Return x/scale, rounded to nearest where FP8 lies between two values: what it rounds to is that of a division.
+
+    Scales are few and values many: with 1/scale in two parts a value takes two operations. Tried for all mantissas of
+    scales beside all ties; above scales of 2^103 the lower part has fewer bits, and the quotient is within 2^-31.
     """
     if rounding != "exact":
         quotient = x * inverse_of_power(scale)
     else:
-        # Below 2^-64 the products of the corrections would leave float32's normal range: numerator and scale are
-        # lifted alike.
-        lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
-        by = tl.broadcast_to(scale * lift, x.shape)
-        reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
-        quotient = x * lift * reciprocal
-        # Newton's correction: q + (x - q s) / s, the residual exact by fma. Twice gives the rounded quotient.
-        closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
-        closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
-        # corrected, an infinity becomes NaN and -0 becomes 0
-        a = tl.abs(quotient)
-        quotient = tl.where((a < 2.0**17) & (a > 2.0**-30), closer, quotient)
+        one = tl.full(scale.shape, 1.0, tl.float32)
+        rough = rough_inverse(scale)
+        inverse = fused(fused(-rough, scale, one), rough, rough)
+        # rounded down: no part is negative, and the sign of zero is that of x
+        down = fused(-inverse, scale, one).to(tl.int32, bitcast=True) >> 31
+        inverse = (inverse.to(tl.int32, bitcast=True) + down).to(tl.float32, bitcast=True)
+        rest = fused(-inverse, scale, one) * inverse
+        # the last bit, where without it a tie fell to the wrong side (three mantissas)
+        up = (scale.to(tl.int32, bitcast=True) >> 22) & 1
+        rest = (rest.to(tl.int32, bitcast=True) + up).to(tl.float32, bitcast=True)
+        quotient = fused(x, tl.broadcast_to(inverse, x.shape), x * rest)
     return quotient
 
 
@@ -152,6 +160,7 @@ if has_triton():
     fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     scale_of = triton.jit(_scale_of)
     inverse_of_power = triton.jit(_inverse_of_power)
+    rough_inverse = triton.jit(_inverse_in_interpreter if triton.knobs.runtime.interpret else _rough_inverse)
     divided = triton.jit(_divided)
 
 
