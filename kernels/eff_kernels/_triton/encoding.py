@@ -25,25 +25,15 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
-    """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
-    # float32's bits below the last one that is kept; `half` plus that last bit rounds halves to even.
-    shift: tl.constexpr = 23 - mantissa
-    half: tl.constexpr = (1 << (shift - 1)) - 1
-    # its ulp is the smallest subnormal
-    magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
-    a = magnitude(x)
-    # A carry out of the mantissa raises the exponent by one, which is the next power of two: integers do it right.
-    normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
-    # Below the smallest normal: adding `magic` makes float32's own rounding happen at the format's last bit.
-    subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
-    # The sign bit is the only one in which x and its magnitude differ.
-    y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
-    return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
-
-
-def _clamped(x: tl.tensor, largest: tl.constexpr) -> tl.tensor:
-    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+def _saturated(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr) -> tl.tensor:
+    """Return float32 rounded to a float with that many mantissa bits, halves to even, and clamped; NaN kept."""
+    x = tl.clamp(x, -largest, largest, tl.PropagateNan.ALL)
+    # Adding 1.5 times 2^23 units of the last bit that is kept makes float32's own rounding happen there; below the
+    # smallest normal number that is the bit of the smallest subnormal one.
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
+    magic = (exponent + (((23 - mantissa) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    bits = ((x + magic) - magic).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
 
 
 def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
@@ -54,9 +44,8 @@ def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.
     else:
         # Without the instructions (before sm_89, or interpreted): rounded as a float32, then its bits moved into
         # place.
-        x = clamped(x, 448.0 if mantissa == 3 else 57344.0)
         bias: tl.constexpr = 7 if mantissa == 3 else 15
-        y = nearest(x, mantissa, bias)
+        y = saturated(x, mantissa, bias, 448.0 if mantissa == 3 else 57344.0)
         a = magnitude(y)
         magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
         subnormal = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
@@ -152,8 +141,7 @@ def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tenso
 if has_triton():
     # a kernel finds what it calls among its module's globals
     magnitude = triton.jit(_magnitude)
-    nearest = triton.jit(_nearest)
-    clamped = triton.jit(_clamped)
+    saturated = triton.jit(_saturated)
     fp8_code = triton.jit(_fp8_code)
     narrowed = triton.jit(_narrowed)
     # the interpreter's own rounds twice (Triton 3.9)

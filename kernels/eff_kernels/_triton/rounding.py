@@ -14,10 +14,27 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import fp8_code, fused, magnitude, narrowed, nearest
+    from eff_kernels._triton.encoding import fp8_code, fused, magnitude, narrowed
 
 _BLOCK, _WARPS = 2048, 4
 _FP8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
+def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
+    """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
+    # float32's bits below the last one that is kept; `half` plus that last bit rounds halves to even.
+    shift: tl.constexpr = 23 - mantissa
+    half: tl.constexpr = (1 << (shift - 1)) - 1
+    # its ulp is the smallest subnormal
+    magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
+    a = magnitude(x)
+    # A carry out of the mantissa raises the exponent by one, which is the next power of two: integers do it right.
+    normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
+    # Below the smallest normal: adding `magic` makes float32's own rounding happen at the format's last bit.
+    subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
+    # The sign bit is the only one in which x and its magnitude differ.
+    y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
+    return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
 
 
 def _raised(a: tl.tensor, low: tl.tensor, is_small: tl.tensor, smallest: tl.constexpr) -> tl.tensor:
@@ -150,6 +167,7 @@ def _rounded(
 if has_triton():
     # the interpreter knows no assembler
     raised = triton.jit(_raised_in_interpreter if triton.knobs.runtime.interpret else _raised)
+    nearest = triton.jit(_nearest)
     words = triton.jit(_words)
     stepped = triton.jit(_stepped)
     rounded = triton.jit(_rounded)
