@@ -96,10 +96,14 @@ def test_all_sixteen_bit_values_and_scales(quantize_in_triton):
 
 def test_ties_fall_as_after_a_division(quantize_in_triton):
     exponents = torch.linspace(-126, 118, 64)[:, None]
-    scales = exponents.exp2() * (1 + torch.rand(64, 1, generator=torch.Generator().manual_seed(0)))
+    mantissas = torch.randint(0, 2**23, (64, 1), generator=torch.Generator().manual_seed(0))
+    # nearest to ties lie the quotients by these
+    mantissas[:30, 0] = torch.tensor([0x0FFFFF, 0x2FFFFF, 0x3FFFFF, 0x5FFFFD, 0x5FFFFE, 0x7FFFFF]).repeat(5)
+    scales = exponents.exp2() * (1 + mantissas * 2.0**-23)
     # values of e4m3 and what lies between them, times a scale: half an ulp of a quotient decides
     ties = torch.arange(16, 32) * torch.arange(-14, 4).float().exp2()[:, None]
-    x = torch.cat([torch.tensor([448.0]), ties.flatten()]) * scales
+    x = ties.flatten() * scales
+    x = torch.cat([448 * scales, x, x.nextafter(x * 2), x.nextafter(x * 0), -x * 0], 1)
     check(quantize_in_triton, x, E4M3, (1, 0), "exact", layouts=(False,))
 
 

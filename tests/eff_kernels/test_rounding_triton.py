@@ -57,9 +57,9 @@ def test_every_float_format(mode, in_triton):
 def test_given_random_bits(monkeypatch, in_triton):
     from eff_kernels.rounding import round_float_
 
-    # multiples of 2^10, which float64 carries: the fraction of 1 that torch's path compares
-    noise = torch.randint(1, 2**52, (1013,), generator=torch.Generator().manual_seed(1)) << 10
-    noise[::5] = 1 << 10
+    # multiples of 2^25 count in every format, and float64 carries them: the fraction of 1 that torch's path compares
+    noise = torch.randint(1, 2**37, (1013,), generator=torch.Generator().manual_seed(1)) << 25
+    noise[::5] = 1 << 25
     monkeypatch.setattr(rounding, "_uniform", lambda x, generator: noise.double() * 2.0**-62)
     monkeypatch.setattr(rounding, "round_float_", lambda *args: round_float_(*args[:8], None, noise), raising=True)
     for name, saturate in itertools.product(NAMES, (False, True)):

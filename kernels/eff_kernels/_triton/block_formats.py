@@ -13,7 +13,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import clamped, inverse_of_power, magnitude, narrowed, nearest
+    from eff_kernels._triton.encoding import inverse_of_power, magnitude, narrowed, saturated
 
 # mantissa bits, bias, largest value and its exponent
 _ELEMENTS = {"fp4_e2m1": (1, 1, 6.0, 2), "fp8_e4m3": (3, 7, 448.0, 8), "fp8_e5m2": (2, 15, 57344.0, 15)}
@@ -46,11 +46,9 @@ def _mx_values(
     exponent = tl.minimum(tl.maximum(tl.maximum(amax >> 23, 1) - 127 - emax, -126), 127)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(amax >= 0x7F800000, float("nan"), scale)
-    # Products with a power of two are exact, so only `nearest` rounds. The largest values may exceed the format:
-    # clamped.
-    scaled = blocks * inverse_of_power(scale)
-    values = tl.reshape(nearest(clamped(scaled, largest), mantissa, bias) * scale, (height, width))
-    tl.store(y + at, narrowed(values, y.dtype.element_ty, native), mask=inside)
+    # products with a power of two are exact: no other rounding
+    values = saturated(blocks * inverse_of_power(scale), mantissa, bias, largest) * scale
+    tl.store(y + at, narrowed(tl.reshape(values, (height, width)), y.dtype.element_ty, native), mask=inside)
 
 
 def _nvfp4_values(
@@ -82,10 +80,10 @@ def _nvfp4_values(
     relative = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
     relative = tl.div_rn(relative, tl.zeros_like(amax) + tensor_scale)
     # 2^-6 is e4m3's smallest normal number: smaller scales would have fewer bits.
-    scale = nearest(clamped(tl.where(relative < 2.0**-6, 2.0**-6, relative), 448.0), 3, 7)
+    scale = saturated(tl.where(relative < 2.0**-6, 2.0**-6, relative), 3, 7, 448.0)
     inverse = tl.div_rn(tl.full(tensor_scale.shape, 1.0, tl.float32), tensor_scale)
     inverse = tl.div_rn(tl.zeros_like(scale) + inverse, scale)
-    values = nearest(clamped(blocks * inverse, 6.0), 1, 1) * (tensor_scale * scale)
+    values = saturated(blocks * inverse, 1, 1, 6.0) * (tensor_scale * scale)
     tl.store(y + at, narrowed(tl.reshape(values, (height, width)), y.dtype.element_ty, native), mask=inside)
 
 

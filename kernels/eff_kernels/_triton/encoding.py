@@ -25,40 +25,27 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
-    """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
-    # float32's bits below the last one that is kept; `half` plus that last bit rounds halves to even.
-    shift: tl.constexpr = 23 - mantissa
-    half: tl.constexpr = (1 << (shift - 1)) - 1
-    # its ulp is the smallest subnormal
-    magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
-    a = magnitude(x)
-    # A carry out of the mantissa raises the exponent by one, which is the next power of two: integers do it right.
-    normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
-    # Below the smallest normal: adding `magic` makes float32's own rounding happen at the format's last bit.
-    subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
-    # The sign bit is the only one in which x and its magnitude differ.
-    y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
-    return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
-
-
-def _clamped(x: tl.tensor, largest: tl.constexpr) -> tl.tensor:
-    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+def _saturated(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr) -> tl.tensor:
+    """Return float32 rounded to a float with that many mantissa bits, halves to even, and clamped; NaN kept."""
+    x = tl.clamp(x, -largest, largest, tl.PropagateNan.ALL)
+    # Adding 1.5 times 2^23 units of the last bit that is kept makes float32's own rounding happen there; below the
+    # smallest normal number that is the bit of the smallest subnormal one.
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (128 - bias) << 23)
+    magic = (exponent + (((23 - mantissa) << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    bits = ((x + magic) - magic).to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
 
 
 def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
     """Return bits of e4m3 (3 mantissa bits) or e5m2 (2): nearest, saturating, NaN kept."""
-    if native and mantissa == 3:
+    if native:
         # cvt.rn.satfinite
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif native:
-        code = clamped(x, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        code = x.to(tl.float8e4nv if mantissa == 3 else tl.float8e5).to(tl.uint8, bitcast=True)
     else:
         # Without the instructions (before sm_89, or interpreted): rounded as a float32, then its bits moved into
         # place.
-        x = clamped(x, 448.0 if mantissa == 3 else 57344.0)
         bias: tl.constexpr = 7 if mantissa == 3 else 15
-        y = nearest(x, mantissa, bias)
+        y = saturated(x, mantissa, bias, 448.0 if mantissa == 3 else 57344.0)
         a = magnitude(y)
         magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
         subnormal = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
@@ -120,40 +107,48 @@ def _inverse_of_power(scale: tl.tensor) -> tl.tensor:
     return tl.where(scale != scale, scale, inverse)
 
 
-def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
-    """Return x/scale, rounded to nearest where FP8 has a value other than zero or the largest.
+def _rough_inverse(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
-    Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
+
+def _inverse_in_interpreter(x: tl.tensor) -> tl.tensor:
+    return 1.0 / x
+
+
+def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
+    """Return x/scale, rounded to nearest where FP8 lies between two values: what it rounds to is that of a division.
+
+    Scales are few and values many: with 1/scale in two parts a value takes two operations. Tried for all mantissas of
+    scales beside all ties; above scales of 2^103 the lower part has fewer bits, and the quotient is within 2^-31.
     """
     if rounding != "exact":
         quotient = x * inverse_of_power(scale)
     else:
-        # Below 2^-64 the products of the corrections would leave float32's normal range: numerator and scale are
-        # lifted alike.
-        lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
-        by = tl.broadcast_to(scale * lift, x.shape)
-        reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
-        quotient = x * lift * reciprocal
-        # Newton's correction: q + (x - q s) / s, the residual exact by fma. Twice gives the rounded quotient.
-        closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
-        closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
-        # corrected, an infinity becomes NaN and -0 becomes 0
-        a = tl.abs(quotient)
-        quotient = tl.where((a < 2.0**17) & (a > 2.0**-30), closer, quotient)
+        one = tl.full(scale.shape, 1.0, tl.float32)
+        rough = rough_inverse(scale)
+        inverse = fused(fused(-rough, scale, one), rough, rough)
+        # rounded down: no part is negative, and the sign of zero is that of x
+        down = fused(-inverse, scale, one).to(tl.int32, bitcast=True) >> 31
+        inverse = (inverse.to(tl.int32, bitcast=True) + down).to(tl.float32, bitcast=True)
+        rest = fused(-inverse, scale, one) * inverse
+        # the last bit, where without it a tie fell to the wrong side (three mantissas)
+        up = (scale.to(tl.int32, bitcast=True) >> 22) & 1
+        rest = (rest.to(tl.int32, bitcast=True) + up).to(tl.float32, bitcast=True)
+        quotient = fused(x, tl.broadcast_to(inverse, x.shape), x * rest)
     return quotient
 
 
 if has_triton():
     # a kernel finds what it calls among its module's globals
     magnitude = triton.jit(_magnitude)
-    nearest = triton.jit(_nearest)
-    clamped = triton.jit(_clamped)
+    saturated = triton.jit(_saturated)
     fp8_code = triton.jit(_fp8_code)
     narrowed = triton.jit(_narrowed)
     # the interpreter's own rounds twice (Triton 3.9)
     fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
     scale_of = triton.jit(_scale_of)
     inverse_of_power = triton.jit(_inverse_of_power)
+    rough_inverse = triton.jit(_inverse_in_interpreter if triton.knobs.runtime.interpret else _rough_inverse)
     divided = triton.jit(_divided)
 
 

@@ -21,7 +21,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import clamped, divided, fp8_code, magnitude, narrowed, nearest, scale_of
+    from eff_kernels._triton.encoding import divided, fp8_code, magnitude, narrowed, saturated, scale_of
 
 _WARPS = 8
 _IN_REGISTERS = 16384
@@ -59,7 +59,7 @@ def _converted(
     if values:
         bias: tl.constexpr = 7 if mantissa == 3 else 15
         largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
-        y = narrowed(nearest(clamped(quotient, largest), mantissa, bias) * s, out.dtype.element_ty, native)
+        y = narrowed(saturated(quotient, mantissa, bias, largest) * s, out.dtype.element_ty, native)
     else:
         y = fp8_code(quotient, mantissa, native)
     return y

@@ -1,6 +1,8 @@
-"""Rounding to narrow floats in Triton: to nearest, toward zero, or stochastically, by integers alone."""
+"""Rounding to narrow floats in Triton: to nearest, toward zero, or stochastically."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -12,41 +14,91 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import fp8_code, magnitude, narrowed, nearest
+    from eff_kernels._triton.encoding import fp8_code, fused, magnitude, narrowed
 
 _BLOCK, _WARPS = 2048, 4
 _FP8 = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
-def _stepped(
-    x: tl.tensor, high: tl.tensor, low: tl.tensor, random: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr
-) -> tl.tensor:
-    """Return the magnitude of x rounded down, or up where 62 random bits are below the fraction that is lost.
+def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
+    """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
+    # float32's bits below the last one that is kept; `half` plus that last bit rounds halves to even.
+    shift: tl.constexpr = 23 - mantissa
+    half: tl.constexpr = (1 << (shift - 1)) - 1
+    # its ulp is the smallest subnormal
+    magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
+    a = magnitude(x)
+    # A carry out of the mantissa raises the exponent by one, which is the next power of two: integers do it right.
+    normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
+    # Below the smallest normal: adding `magic` makes float32's own rounding happen at the format's last bit.
+    subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
+    # The sign bit is the only one in which x and its magnitude differ.
+    y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
+    return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
 
-    They come as the 32 higher ones and the 30 lower ones, which do not count where all numbers lose the same bits.
+
+def _raised(a: tl.tensor, low: tl.tensor, is_small: tl.tensor, smallest: tl.constexpr) -> tl.tensor:
+    """Return a + low·2^-32 ulp + (smallest where a is small), each sum cut off; ulp is float32's at `smallest`."""
+    code: tl.constexpr = "{.reg .f32 l; cvt.rz.f32.u32 l, $2; fma.rz.f32 l, l, $4, $1; fma.rz.f32 $0, $3, $5, l;}"
+    unit, offset = tl.full(a.shape, smallest * 2.0**-55, tl.float32), tl.full(a.shape, smallest, tl.float32)
+    operands = [a, low, is_small, unit, offset]
+    return tl.inline_asm_elementwise(code, "=f,f,r,f,f,f", operands, tl.float32, is_pure=True, pack=1)
+
+
+def _raised_in_interpreter(a: tl.tensor, low: tl.tensor, is_small: tl.tensor, smallest: tl.constexpr) -> tl.tensor:
+    # float64 has 29 bits more, which are cut off
+    total = a.to(tl.float64) + ((low >> 8) << 8).to(tl.float64) * (smallest * 2.0**-55)
+    bits = (total + is_small.to(tl.float64) * smallest).to(tl.int64, bitcast=True)
+    return ((bits >> 29) << 29).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+def _words(seed: tl.tensor, at: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return random words for eight elements, (n, 2, 2, 2): higher bits and lower ones.
+
+    Four words of Philox serve them: the halves of each are the higher bits of two, and all of it the lower bits of
+    their neighbours, so that in one draw of 2^16 two elements know of each other. Seven rounds are enough: Salmon et
+    al. 2011, table 2.
+    """
+    a, b = at.to(tl.uint32), tl.zeros_like(at).to(tl.uint32)
+    c, d = b, b
+    key, other = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):
+        # one product each for the higher and the lower half
+        p, q = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57
+        a, b, c, d = (
+            (q >> 32).to(tl.uint32) ^ b ^ key, q.to(tl.uint32), (p >> 32).to(tl.uint32) ^ d ^ other, p.to(tl.uint32)
+        )  # fmt: skip
+        key, other = key + 0x9E3779B9, other + 0xBB67AE85
+    high, low = tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(b, a), tl.join(d, c))
+    return tl.join(high, (high << 16) | (high >> 16)), tl.join(low, low)
+
+
+def _stepped(
+    a: tl.tensor, high: tl.tensor, low: tl.tensor, random: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr
+) -> tl.tensor:
+    """Return a magnitude rounded down, or up where random bits are below the fraction that is lost; NaN stays NaN.
+
+    These bits are the complements of the first ones of `high`, as many as a normal number loses, and of the first 24 of
+    `low`, which do not count where all numbers lose the same bits.
     """
     shift: tl.constexpr = 23 - mantissa
-    a = magnitude(x)
-    # The significand with its hidden bit; a subnormal number has none.
-    significand = tl.where(a < 0x800000, a, (a & 0x7FFFFF) | 0x800000)
-    # How many bits are lost: more where x is below the format's smallest normal number.
-    lost = shift + tl.maximum(128 - bias - tl.maximum(a >> 23, 1), 0)
-    # what lies below the last bit of a significand, and further zeros
-    near = tl.minimum(lost, 24)
-    kept = significand >> near
-    rest = (significand - (kept << near)).to(tl.uint32)
-    up = tl.zeros_like(kept)
-    if random and bias == 127:
-        up = ((high >> (32 - shift)) < rest).to(tl.int32)
-    elif random:
-        # The lost part as a fraction of 2^62, so that comparing it with 62 random bits rounds up with that probability.
-        # Of numbers far below the last bit the fraction is shifted down further, not cut to 0.
-        fraction = (rest.to(tl.int64) << (62 - near).to(tl.int64)) >> tl.minimum(lost - near, 62).to(tl.int64)
-        up = (((high.to(tl.int64) << 30) | low.to(tl.int64)) < fraction).to(tl.int32)
-    # As in `nearest`: a carry goes into the exponent.
-    normal = (((a >> shift) + up) << shift).to(tl.float32, bitcast=True)
-    # Below the smallest normal the result is a multiple of the smallest subnormal, 2^(1 - bias - mantissa).
-    return tl.where(lost > shift, (kept + up).to(tl.float32) * 2.0 ** (1 - bias - mantissa), normal)
+    smallest: tl.constexpr = 2.0 ** (1 - bias)
+    bits = a.to(tl.int32, bitcast=True)
+    if bias < 127:
+        # Subnormal numbers of the format, with its smallest normal one added, lose the same bits as normal ones do, and
+        # what lies below float32's last bit: there too a complement carries. In a normal number nothing lies there, and
+        # what is added is cut off.
+        is_small = tl.where(a < smallest, 1.0, 0.0)
+        bits = raised(a, low, is_small, smallest).to(tl.int32, bitcast=True)
+    # so much below the largest integer that what is added makes no other number of NaN
+    bits = tl.minimum(bits, 0x7FC00000)
+    if random:
+        # the complement below the fraction: their sum carries, into the exponent too
+        bits += (high >> (32 - shift)).to(tl.int32)
+    y = ((bits >> shift) << shift).to(tl.float32, bitcast=True)
+    if bias < 127:
+        y = fused(is_small, tl.full(a.shape, -smallest, tl.float32), y)
+    return y
 
 
 def _rounded(
@@ -58,6 +110,8 @@ def _rounded(
     largest: tl.tensor,
     beyond: tl.tensor,
     infinite: tl.tensor,
+    overflow: tl.constexpr,
+    patched: tl.constexpr,
     rounding: tl.constexpr,
     noisy: tl.constexpr,
     mantissa: tl.constexpr,
@@ -69,41 +123,52 @@ def _rounded(
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if rounding == "nearest_even":
-        y = tl.abs(nearest(value, mantissa, bias))
+    a = magnitude(value).to(tl.float32, bitcast=True)
+    high = tl.zeros((block,), tl.uint32)
+    low = high
+    if noisy:
+        random = tl.load(noise + at, mask=inside, other=0)
+        high, low = (~(random >> 30)).to(tl.uint32), (~(random >> (7 + mantissa))).to(tl.uint32)
+    elif rounding == "stochastic":
+        # sixteen elements of a thread, one after another
+        fours = tl.program_id(0) * (block // 8) + 2 * tl.arange(0, block // 16)
+        high, low = words(tl.load(seed), fours)
+        next_high, next_low = words(tl.load(seed), fours + 1)
+        high = tl.reshape(tl.join(high, next_high), (block,))
+        low = tl.reshape(tl.join(low, next_low), (block,))
+    if rounding != "nearest_even":
+        y = stepped(a, high, low, rounding == "stochastic", mantissa, bias)
+        if bias == 127:
+            y = tl.where(value != value, value, y)
+    elif overflow == "code" and code == mantissa:
+        y = a  # rounded when it becomes a code
     else:
-        high = tl.zeros((block,), tl.uint32)
-        low = high
-        if rounding == "stochastic":
-            if noisy:
-                random = tl.load(noise + at, mask=inside, other=0)
-                high = (random >> 30).to(tl.uint32)
-                low = random.to(tl.uint32) & 0x3FFFFFFF
-            else:
-                # four words serve four elements: each is the higher bits of one, and the lower ones of its neighbour,
-                # which count in one draw of 2^32. Seven rounds are enough: Salmon et al. 2011, table 2.
-                fours = tl.program_id(0) * (block // 4) + tl.arange(0, block // 4)
-                a, b, c, d = tl.randint4x(tl.load(seed), fours, 7)
-                high = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (block,)).to(tl.uint32, bitcast=True)
-                low = tl.reshape(tl.join(tl.join(b, d), tl.join(c, a)), (block,)).to(tl.uint32, bitcast=True) >> 2
-        y = stepped(value, high, low, rounding == "stochastic", mantissa, bias)
+        y = tl.abs(nearest(value, mantissa, bias))
     # Only the magnitude so far: what exceeds the format becomes its largest value or infinity, as the caller says.
-    y = tl.where(y > largest, beyond, y)
-    y = tl.where(magnitude(value) == 0x7F800000, infinite, y)
-    sign = value.to(tl.int32, bitcast=True) ^ magnitude(value)
-    y = (magnitude(y) | sign).to(tl.float32, bitcast=True)
-    y = tl.where(value != value, value, y)
+    if overflow == "largest":
+        y = tl.minimum(y, largest, tl.PropagateNan.ALL)
+    elif overflow == "beyond":
+        y = tl.where(y > largest, beyond, y)
+    if patched:
+        y = tl.where(a == float("inf"), infinite, y)
+    bits = y.to(tl.int32, bitcast=True) | (value.to(tl.int32, bitcast=True) & -0x80000000)
+    y = bits.to(tl.float32, bitcast=True)
     if code == 0:
         tl.store(out + at, narrowed(y, out.dtype.element_ty, native), mask=inside)
     else:
         bits = fp8_code(y, code, native)
         if code == 2:
             # codes saturate, values need not
-            bits = tl.where(magnitude(y) == 0x7F800000, (bits & 0x80) | 0x7C, bits).to(tl.uint8)
+            end = a if overflow == "code" else tl.abs(y)
+            bits = tl.where(end == float("inf"), (bits & 0x80) | 0x7C, bits).to(tl.uint8)
         tl.store(out + at, bits, mask=inside)
 
 
 if has_triton():
+    # the interpreter knows no assembler
+    raised = triton.jit(_raised_in_interpreter if triton.knobs.runtime.interpret else _raised)
+    nearest = triton.jit(_nearest)
+    words = triton.jit(_words)
     stepped = triton.jit(_stepped)
     rounded = triton.jit(_rounded)
 
@@ -123,12 +188,18 @@ def round_triton_(
     """Do what `eff_kernels.rounding.round_float_` does; the arguments are the same."""
     x = x.contiguous()
     code = _FP8.get(out.dtype, 0)
+    overflow = "largest" if beyond == largest else "beyond"
     if code:
+        if beyond == largest >= torch.finfo(out.dtype).max and (
+            infinite == math.inf or (infinite == largest and code == 3)
+        ):
+            overflow = "code"
         out = out.view(torch.uint8)
     if x.numel():
         with device_of(x):
             rounded[(triton.cdiv(x.numel(), _BLOCK),)](
                 x, out, x if seed is None else seed, x if noise is None else noise.contiguous(), x.numel(), largest,
-                beyond, infinite, rounding=rounding, noisy=noise is not None, mantissa=mantissa, bias=bias, code=code,
+                beyond, infinite, overflow=overflow, patched=overflow != "code" and infinite != beyond,
+                rounding=rounding, noisy=noise is not None, mantissa=mantissa, bias=bias, code=code,
                 native=has_native_fp8(x), block=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
