@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 import yaml
+from safetensors.torch import save_file
 from torch import nn
 
 from shared_core import Recipe
@@ -177,3 +178,22 @@ def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, 
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
     assert list(tmp_path.rglob("eff_receipt.json"))
+
+
+def test_the_file_of_functions_serves_the_commands_below_it(tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / "start.md"
+    (text,) = (block for block in blocks(page, "python") if block.startswith("# my_task.py"))
+    (tmp_path / "my_task.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_task", None)  # whatever is imported under this name ends with the test
+    del sys.modules["my_task"]
+    data = {"inputs": torch.rand(96, 64), "classes": torch.randint(10, (96,))}
+    save_file(data, "data.safetensors")
+    for name in ("net", "other"):
+        save_file(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).state_dict(), f"{name}.safetensors")
+    asked = [words[1:] for words in commands(page) if any("my_task:" in word for word in words)]
+    assert {words[0] for words in asked} == {"prune", "quantize", "export", "soup"}
+    for words in asked:
+        app(words, standalone_mode=False)
+        assert (tmp_path / words[words.index("--out") + 1]).exists()
