@@ -17,7 +17,7 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 """What `kd_rows_` can compute."""
 # Divergences shrink with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both.
 _FLOAT32_TEMPERATURES = (0.01, 10.0)
-_CACHE_BYTES = 1 << 18
+_CACHE_BYTES = 1 << 20  # of a tile: smaller ones wait longer for operators to start than for memory (AMD EPYC)
 _SCRATCH = 4
 
 
@@ -121,16 +121,8 @@ def kd_rows_(
         >>> soft, hard, student
         (tensor([0.3278]), tensor([0.6931]), tensor([[-0.3808,  0.3808]]))
     """
-    dtype = arithmetic_dtype(student_logits.dtype, temperature)
-    options = (temperature, soft_weight, hard_weight, divergence, beta, student_softcap, teacher_softcap)
-    runs = student_logits.is_cuda and compiles_for(student_logits.device)
-    if runs and dtype == torch.float32 and teacher_logits.dtype != torch.float64:
-        from eff_kernels._triton.distillation import kd_rows_triton_
-
-        # Triton launches on the current device, which need not be that of the logits
-        with torch.cuda.device(student_logits.get_device()):
-            return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
-    return kd_rows_torch_(student_logits, teacher_logits, labels, *options, ruled_out)
+    options = (soft_weight, hard_weight, divergence, beta, student_softcap, teacher_softcap)
+    return _rows(student_logits, teacher_logits, labels, temperature, options, ruled_out)
 
 
 @kd_rows_.register_fake
@@ -151,6 +143,70 @@ def _(
     return soft, torch.empty_like(soft)
 
 
+@torch.library.custom_op("eff_kernels::kd_rows", mutates_args=())
+def kd_rows(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the soft and the hard loss of each row, and their weighted gradient in `arithmetic_dtype`; logits stay.
+
+    Args: As of `kd_rows_`.
+
+    Example:
+        >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
+        >>> kd_rows(student, teacher, torch.tensor([0]), 1.0, 1.0, 0.0)
+        (tensor([0.3278]), tensor([0.6931]), tensor([[-0.3808,  0.3808]]))
+    """
+    if student_logits.stride(-1) != 1:
+        student_logits = student_logits.contiguous()
+    dtype = arithmetic_dtype(student_logits.dtype, temperature)
+    gradient = student_logits.new_empty(student_logits.shape, dtype=dtype)
+    options = (soft_weight, hard_weight, divergence, beta, 0.0, 0.0)
+    return *_rows(student_logits, teacher_logits, labels, temperature, options, True, gradient), gradient
+
+
+@kd_rows.register_fake
+def _(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = arithmetic_dtype(student_logits.dtype, temperature)
+    soft = student_logits.new_empty(student_logits.shape[0], dtype=dtype)
+    return soft, torch.empty_like(soft), student_logits.new_empty(student_logits.shape, dtype=dtype)
+
+
+def _rows(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    options: tuple[float, float, str, float, float, float],
+    ruled_out: bool,
+    gradient: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    runs = student_logits.is_cuda and compiles_for(student_logits.device)
+    dtype = arithmetic_dtype(student_logits.dtype, temperature)
+    if runs and dtype == torch.float32 and teacher_logits.dtype != torch.float64:
+        from eff_kernels._triton.distillation import kd_rows_triton_
+
+        # Triton launches on the current device, which need not be that of the logits
+        with torch.cuda.device(student_logits.get_device()):
+            return kd_rows_triton_(student_logits, teacher_logits, labels, temperature, *options, gradient=gradient)
+    return kd_rows_torch_(student_logits, teacher_logits, labels, temperature, *options, ruled_out, gradient=gradient)
+
+
 def kd_rows_torch_(
     student_logits: Tensor,
     teacher_logits: Tensor,
@@ -163,10 +219,11 @@ def kd_rows_torch_(
     student_softcap: float,
     teacher_softcap: float,
     ruled_out: bool,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `kd_rows_` does, by torch operations on a few rows at a time.
 
-    Args: As of `kd_rows_`.
+    Args: As of `kd_rows_`, and ``gradient``, in `arithmetic_dtype`: takes it in place of `student_logits`, which stay.
 
     Example:
         >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
@@ -180,28 +237,38 @@ def kd_rows_torch_(
     hard = torch.zeros_like(soft)
     # Four (tile, classes) buffers, named a to d below; each step says which it overwrites.
     scratch = student_logits.new_empty(_SCRATCH, min(size, rows), classes, dtype=dtype)
+    if labels is not None:
+        labelled = labels >= 0
+        weights = labelled.to(dtype).mul_(hard_weight)
+        labels = labels.clamp(min=0)
     differentiate = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}[divergence]
     for first in range(0, rows, size):
         here = slice(first, first + size)
-        student, tiles = student_logits[here], scratch[:, : rows - first].unbind(0)
+        tiles = list(scratch[:, : rows - first])
+        if gradient is not None:
+            tiles[2] = gradient[here]  # where each of them leaves the gradient
         # a = student / T and b = teacher / T, after the softcap.
-        a = _scaled(student, temperature, student_softcap, tiles[0])
+        a = _scaled(student_logits[here], temperature, student_softcap, tiles[0])
         b = _scaled(teacher_logits[here], temperature, teacher_softcap, tiles[1])
         divergences, grad, free = differentiate(a, b, tiles[2], tiles[3], beta, ruled_out)
         # Both sides' gradients by a come from the divergence of one row; T² multiplies value and gradient.
-        soft[here] = divergences.squeeze(-1).mul_(temperature**2)
+        soft[here, None] = divergences
         # ∂(T² D)/∂z = T² ∂D/∂a / T, since a = z / T.
         grad.mul_(soft_weight * temperature)
-        # The cross-entropy is of the logits at T = 1.
-        a.mul_(temperature)
+        if labels is not None or student_softcap:
+            # The cross-entropy is of the logits at T = 1.
+            a.mul_(temperature)
         if labels is not None:
-            hard[here] = _add_cross_entropy(a, labels[here, None], hard_weight, grad, free)
+            hard[here] = _add_cross_entropy(a, labels[here], weights[here], grad, free)
         if student_softcap:
             # z' = c tanh(z / c) has the derivative 1 - (z' / c)²; `a` holds z' now.
             grad.mul_(a.div_(student_softcap).square_().neg_().add_(1.0))
-        # The logits are overwritten last, rounded once from the arithmetic dtype.
-        student.copy_(grad)
-    return soft, hard
+        if gradient is None:
+            # The logits are overwritten last, rounded once from the arithmetic dtype.
+            student_logits[here] = grad
+    if labels is not None:
+        hard.masked_fill_(~labelled, 0.0)
+    return soft.mul_(temperature**2), hard
 
 
 def _scaled(logits: Tensor, temperature: float, softcap: float, out: Tensor) -> Tensor:
@@ -214,18 +281,18 @@ def _forward_kl(
     a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the divergence of rows of softened logits `a` from `b`, its gradient by `a`, a free tile; keeps `a`."""
-    # c = log q, d = log p; then d = log(p / q), c = p. The gradient by a is q - p.
-    torch.log_softmax(a, -1, out=c)
-    torch.log_softmax(b, -1, out=d)
-    d.sub_(c)
-    # softmax, vectorised over the row, takes less time than exp (torch 2.13, CPU)
-    torch.softmax(b, -1, out=c)
-    # p = 0: log p - log q may be -inf - -inf = NaN, and its term is 0.
-    if ruled_out:
-        d.masked_fill_(c == 0, 0.0)
-    divergences = d.mul_(c).sum(-1, keepdim=True)
-    torch.softmax(a, -1, out=d)
-    return divergences, d.sub_(c), c
+    # c = q, d = p; then b = log(p / q). The gradient by a is q - p. Two exponentials an element: `log_softmax` would
+    # take two more.
+    torch.softmax(a, -1, out=c)
+    torch.softmax(b, -1, out=d)
+    # z - log p is one number a row, which the likeliest class tells best.
+    of_student, of_teacher = (z.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_() for z, p in ((a, c), (b, d)))
+    b.sub_(a).add_(of_student.sub_(of_teacher))
+    divergences = torch.linalg.vecdot(b, d)
+    # p = 0: log p - log q may be -inf - -inf = NaN, and its term is 0. A CPU looks first whether there is any.
+    if ruled_out and not (b.is_cpu and divergences.isfinite().all()):
+        divergences = torch.linalg.vecdot(b.masked_fill_(d == 0, 0.0), d)
+    return divergences.unsqueeze(-1), c.sub_(d), d
 
 
 def _reverse_kl(
@@ -271,19 +338,14 @@ def _jsd(a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: boo
     return divergences, c.sub_(of_student).mul_(d).mul_(1 - beta), d
 
 
-def _add_cross_entropy(logits: Tensor, labels: Tensor, weight: float, grad: Tensor, free: Tensor) -> Tensor:
-    """Return the cross-entropy of each row and add its weighted gradient to `grad`; a row labelled -1 adds 0."""
+def _add_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor, grad: Tensor, free: Tensor) -> Tensor:
+    """Return the cross-entropy of each row and add its weighted gradient to `grad`."""
     torch.softmax(logits, -1, out=free)
-    labelled = labels >= 0
-    labels = labels.clamp(min=0)
-    # the probability of the likeliest class cannot underflow, that of the label can
-    largest = logits.amax(-1, keepdim=True)
-    # logsumexp(z) - z_y, with logsumexp(z) = max z - log p_max.
-    loss = (largest - logits.gather(-1, labels)).sub_(free.amax(-1, keepdim=True).log_())
-    weights = labelled.to(grad.dtype).mul_(weight)
-    # ∂CE/∂z = p - onehot, times the weight of the row, 0 for one without a label.
-    grad.addcmul_(free, weights)
     # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
-    starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
-    grad.view(-1).scatter_add_(0, labels.squeeze(-1) + starts, weights.squeeze(-1).neg_())
-    return loss.masked_fill_(~labelled, 0.0).squeeze(-1)
+    places = labels + torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
+    # The probability of the likeliest class cannot underflow, that of the label can:
+    # logsumexp(z) - z_y, with logsumexp(z) = max z - log p_max.
+    loss = (logits.amax(-1) - logits.view(-1)[places]).sub_(free.amax(-1).log_())
+    # ∂CE/∂z = p - onehot, times the weight of the row, 0 for one without a label.
+    grad.addcmul_(free, weights[:, None]).view(-1).scatter_add_(0, places, -weights)
+    return loss

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.distillation.chunked.loss import divergence_sum
+from shared_core.distillation.chunked.loss import divergence_sum, fits_fused_sum
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, counted_positions
 from shared_core.distillation.losses.divergences import mean_logits, mean_teacher
@@ -30,6 +30,7 @@ from shared_core.distillation.outputs import (
     num_classes,
     over_positions,
 )
+from shared_core.distillation.task_gradient import HardTerm, TaskLoss, hard_term
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context
@@ -51,6 +52,8 @@ class StudentBatch:
     task_share: Callable[[Tensor], float] | None = None
     """The share of the summed cross-entropy in a mixture with the summed divergence, by the number of positions;
     0 where the task loss is no such sum. None: the task loss has its own gradient."""
+    task: TaskLoss | None = None
+    """The task loss, where one pass may compute its gradient with that of the soft term."""
 
     def parts(self, outputs: Outputs, *, of_classes: bool) -> tuple[Tensor, ...]:
         """Return what is compared of the student's or a teacher's outputs, a row for each term of the loss."""
@@ -115,7 +118,7 @@ class Comparison:
         parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
         # One term for each part (start and end logits); each has the same mask.
         compared = [
-            self._compare(divergence, part, target, mask, batch.temperature)
+            self._compare(divergence, part, target, mask, batch, alone=len(parts) == 1)
             for part, *target in zip(parts, *targets, strict=True)
         ]
         if len(compared) == 1:
@@ -135,10 +138,17 @@ class Comparison:
         return divergence
 
     def _compare(
-        self, divergence: str, logits: Tensor, targets: list[Tensor], mask: Tensor | None, temperature: float
+        self,
+        divergence: str,
+        whole: Tensor,
+        targets: list[Tensor],
+        mask: Tensor | None,
+        batch: StudentBatch,
+        *,
+        alone: bool,
     ) -> Compared:
-        config, weights = self.config, self.teachers.weights
-        logits, targets, candidates = self._cut(logits), [self._cut(target) for target in targets], None
+        config, weights, temperature = self.config, self.teachers.weights, batch.temperature
+        logits, targets, candidates = self._cut(whole), [self._cut(target) for target in targets], None
         if config.confidence:
             # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
             candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
@@ -151,8 +161,12 @@ class Comparison:
             target = mean_teacher(targets, weights, temperature, multi_label=divergence == "bernoulli_kl")
         else:
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-        total, count = difference(config, divergence, logits, target, mask, temperature, softened=softened)
-        return Compared(total, count if candidates is None else candidates, mask)
+        hard = None
+        if batch.task is not None and alone and candidates is None and fits_fused_sum(divergence, logits, target):
+            # Classes that are cut away have a cross-entropy.
+            hard = hard_term(batch.task, logits, mask) if logits.shape == whole.shape else None
+        total, count = difference(config, divergence, logits, target, mask, temperature, softened=softened, hard=hard)
+        return Compared(total, count if candidates is None else candidates, mask, with_task=hard is not None)
 
     def _targets(self, batch: StudentBatch, mine: Outputs, *, of_classes: bool) -> list[Outputs]:
         """Return what each teacher says to the same inputs."""
@@ -178,7 +192,8 @@ class Comparison:
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Return the classes that count."""
-        return logits if self.config.vocab_size is None else logits[..., : self.config.vocab_size]
+        size = self.config.vocab_size
+        return logits if size in (None, logits.shape[-1]) else logits[..., :size]
 
     def activate(self, active: bool) -> None:
         """Do from now on what the next forward needs, or no longer."""
@@ -239,6 +254,7 @@ def difference(
     temperature: float,
     *,
     softened: bool = False,
+    hard: HardTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a divergence over the rows that count, and their number.
 
@@ -250,12 +266,13 @@ def difference(
         mask: Which rows count, None for all.
         temperature: Of both.
         softened: What `teacher` holds.
+        hard: As in `divergence_sum`.
     """
     if divergence == "cosine":
         return hidden_cosine_sum(student, teacher, mask=mask)
     options: dict[str, Any] = {"beta": config.beta} if divergence == "jsd" else {}
     options |= {"temperature": temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-    return divergence_sum(divergence, student, teacher, softened=softened, **options)
+    return divergence_sum(divergence, student, teacher, softened=softened, hard=hard, **options)
 
 
 def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from shared_core.distillation.mutual import Peers, make_peers
 from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.schedule import Schedule
+from shared_core.distillation.task_gradient import TaskLoss
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
@@ -188,16 +190,20 @@ class Distillation(Technique):
         self._examples.check_told(unlabelled)
         alpha, temperature = self._schedule.options(context)
         batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
-        task = None
+        task, ratio = None, functools.partial(_task_ratio, alpha, context)
         if self._fused is not None:
             task = self._fused.take(task_loss)
-            share = functools.partial(_task_share, task, alpha, context)
+            share = functools.partial(_task_share, task, ratio)
             batch = replace(batch, forward=self._fused.with_logits(forward), task_share=share)
+        elif not torch.compiler.is_compiling():
+            batch = replace(batch, task=TaskLoss(task_loss, ratio))
         # With alpha 1 the soft term is a figure only: no graph is kept for it.
         with torch.set_grad_enabled(alpha != 1 or comparison.trains_others):
             compared = comparison.compare(batch)
         if task is not None and not compared.with_task:
             task_loss = task.rejoined()
+        elif task is None and compared.with_task:
+            task_loss = task_loss.detach()
         self._note(batch, compared, task_loss, self._schedule.figures(alpha, temperature))
         # `normalise` divides sum by count as this trainer does: over the micro-batch, or over its whole window.
         mixed = mix(task_loss, context.normalise(compared.total, compared.count), alpha)
@@ -385,8 +391,20 @@ class Distillation(Technique):
         return Schedule.resolved(self.config, context).events()
 
 
-def _task_share(task: Task, alpha: float, context: Context, count: Tensor) -> float:
+def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:
+    """Return the weight of a position's cross-entropy in the mixture over that of its divergence.
+
+    Args:
+        alpha: Of the mixture.
+        context: Of the loss.
+        weight: The former in the task loss.
+        count: Positions with a soft term.
+    """
+    of_divergence = (1 - alpha) * context.normalise(torch.ones_like(weight, dtype=torch.float64), count)
+    return alpha * weight / of_divergence.to(weight.device)
+
+
+def _task_share(task: Task, ratio: Callable[[Tensor, Tensor], Tensor], count: Tensor) -> float:
     """Return the share of a task loss in one pass for both terms: the sums that it mixes have unlike divisors."""
-    hard = alpha * task.weight
-    soft = (1 - alpha) * float(context.normalise(torch.ones((), device=count.device), count))
-    return hard / (hard + soft) if hard > 0 < soft else 0.0
+    found = float(ratio(torch.tensor(task.weight, device=count.device, dtype=torch.float64), count))
+    return found / (1 + found) if 0 < found < math.inf else 0.0

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels.distillation import arithmetic_dtype, kd_rows_, kd_rows_torch_, scratch_rows, tile_rows
+from eff_kernels.distillation import arithmetic_dtype, kd_rows, kd_rows_, kd_rows_torch_, scratch_rows, tile_rows
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,10 @@ def test_rows_and_gradient(classes, caps, divergence):
         options = (float(temperature), 0.7, 0.3, divergence, 0.3)
         expected = reference(student, teacher, labels, *options, caps)
         kept = teacher.clone()
+        if caps == (0.0, 0.0):
+            apart = kd_rows(student.t().contiguous().t(), teacher, labels, *options)
+            for ours, theirs in zip(apart, expected, strict=True):
+                torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6 * max(1, temperature))
         soft, hard = kd_rows_(student, teacher, labels, *options, *caps, ruled_out)
         # what float32 logits keep of a divergence is absolute: its terms are of the size of log-probabilities
         tolerance = {"rtol": 1e-5, "atol": 2e-6 * max(1, temperature)}
@@ -94,7 +98,7 @@ def test_only_one_side_rules_out():
 
 def test_scratch_is_small_beside_many_rows():
     assert arithmetic_dtype(torch.float32, 11.0) == torch.float64
-    assert tile_rows(4096, 32_000, torch.float32, CPU) <= 2 * torch.get_num_threads()
+    assert tile_rows(4096, 32_000, torch.float32, CPU) <= 8 * torch.get_num_threads()
     assert tile_rows(64, 10, torch.float32, CPU) == 4
     for rows in (16, 64, 4096):
         assert scratch_rows(rows, 32_000, torch.float32, 2.0, CPU) <= 5 * rows / 16

@@ -30,6 +30,7 @@ def operands():
     ops = torch.ops.eff_kernels, torch.ops.efftrain
     return layer, {
         ops[0].kd_rows_: (x.clone(), w, torch.arange(32) % 16, 2.0, 0.5, 0.5),
+        ops[0].kd_rows: (x, w, torch.arange(32) % 16, 2.0, 0.5, 0.5),
         ops[0].count_magnitudes: ([x, w], bits_of_threshold(2.0**-14)),
         ops[0].count_exponents: (x,),
         ops[0].unscale_and_scan_: ([x.clone(), w.clone()], torch.zeros(1), torch.ones(1), 0),

@@ -33,8 +33,10 @@ def _kd_rows(
     labels: tl.tensor,
     soft: tl.tensor,
     hard: tl.tensor,
+    gradient: tl.tensor,
     student_stride: tl.tensor,
     teacher_stride: tl.tensor,
+    gradient_stride: tl.tensor,
     classes: tl.tensor,
     temperature: tl.tensor,
     soft_weight: tl.tensor,
@@ -52,6 +54,7 @@ def _kd_rows(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
+    gradient += row * gradient_stride
     scale = 1.0 / temperature
     label = tl.full((), -1, tl.int64)
     if labelled:
@@ -135,7 +138,7 @@ def _kd_rows(
             # a T = c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
             ratio = a * temperature / student_softcap
             grad = grad * (1.0 - ratio * ratio)
-        tl.store(student + columns, grad.to(student.dtype.element_ty), mask=inside)
+        tl.store(gradient + columns, grad.to(gradient.dtype.element_ty), mask=inside)
     tl.store(soft + row, temperature * temperature * divergence)
     if labelled:
         # logsumexp(z) - z_y, both in units of a.
@@ -161,6 +164,7 @@ def kd_rows_triton_(
     student_softcap: float,
     teacher_softcap: float,
     block: int = _BLOCK,
+    gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `kd_rows_` does, without scratch: two or three sweeps over a row; -inf is always understood.
 
@@ -176,12 +180,14 @@ def kd_rows_triton_(
         student_softcap: As in `kd_rows_`.
         teacher_softcap: As in `kd_rows_`.
         block: Classes of a tile, a power of two.
+        gradient: Takes the gradient in place of `student_logits`, which then stay.
     """
     rows, classes = student_logits.shape
     soft = student_logits.new_empty(rows, dtype=torch.float32)
     hard = torch.zeros_like(soft)
     if not rows:
         return soft, hard
+    gradient = student_logits if gradient is None else gradient
     block = min(block, triton.next_power_of_2(classes))
     kd_rows[(rows,)](
         student_logits,
@@ -189,8 +195,10 @@ def kd_rows_triton_(
         soft if labels is None else labels,
         soft,
         hard,
+        gradient,
         student_logits.stride(0),
         teacher_logits.stride(0),
+        gradient.stride(0),
         classes,
         float(temperature),
         float(soft_weight),

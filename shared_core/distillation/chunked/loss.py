@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from eff_kernels._triton.launch import compiles_for, is_plain
 from eff_kernels.distillation import DIVERGENCES as FUSED
-from eff_kernels.distillation import arithmetic_dtype, kd_rows_, tile_rows
+from eff_kernels.distillation import arithmetic_dtype, kd_rows, kd_rows_, tile_rows
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -41,6 +41,7 @@ from shared_core.distillation.losses.softened_pair import (
     counted_rows,
     mean_of,
 )
+from shared_core.distillation.task_gradient import HardTerm
 from shared_core.errors import ConfigError
 
 HeadLike = nn.Module | Tensor | tuple[Tensor, Tensor | None]
@@ -515,7 +516,14 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
 
 
 def divergence_sum(
-    divergence: str, student: Tensor, teacher: Tensor, *, temperature: float, softened: bool = False, **options: Any
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float,
+    softened: bool = False,
+    hard: HardTerm | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits.
 
@@ -525,12 +533,13 @@ def divergence_sum(
         teacher: Logits, or log-probabilities at this temperature if `softened`.
         temperature: T.
         softened: Which of the two.
+        hard: As in `fused_sum`, for pairs that `fits_fused_sum`.
         options: As the function takes them.
     """
     options["temperature"] = temperature
     if fits_fused_sum(divergence, student, teacher):
         # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
-        return fused_sum(divergence, student, teacher * temperature if softened else teacher, **options)
+        return fused_sum(divergence, student, teacher * temperature if softened else teacher, hard=hard, **options)
     if softened:
         return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
     return DIVERGENCES[divergence](student, teacher, **options)
@@ -545,11 +554,11 @@ def fused_sum(
     mask: Tensor | None = None,
     scale_by_temperature: bool = True,
     beta: float = 0.5,
+    hard: HardTerm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
 
-    The gradient takes the place of a copy of the student's logits, in float32 at least: fp16 would lose what a scaled
-    loss is to save.
+    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save.
 
     Args:
         divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
@@ -559,6 +568,7 @@ def fused_sum(
         mask: ``(...)`` bool, True = the row counts; None: all.
         scale_by_temperature: Multiply by T².
         beta: β of ``"jsd"``, in [0, 1].
+        hard: A cross-entropy whose gradient, times its ratio, is to be added to that of the sum.
 
     Returns:
         The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
@@ -576,15 +586,18 @@ def fused_sum(
     check_mask(divergence, mask, tuple(student.shape[:-1]))
     # The mask is applied below, by index: boolean indexing here would copy both sides first.
     rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
+    labels, ratio = (None, 0.0) if hard is None else (hard.labels, hard.ratio)
     places = None
-    if mask is not None:  # found once: on a GPU the host waits for it
-        places = mask.to(student.device).flatten().nonzero().squeeze(1)
+    if mask is not None:  # found once: on a GPU the host waits for it, unless it knows how many there are
+        flat = mask.to(student.device).flatten()
+        places = (flat.nonzero() if hard is None else torch.nonzero_static(flat, size=hard.count)).squeeze(1)
         count = torch.full_like(count, len(places))
-    # `kd_rows_` multiplies by T² itself; without scaling its inverse takes that out.
+    # The kernel multiplies by T² itself; without scaling its inverse takes that out.
     factor = 1.0 if scale_by_temperature else temperature**-2
     rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
-    # `student` carries the graph, `rows` its detached values: forward must not record on what it overwrites.
-    total: Tensor = _FusedSum.apply(student, rows, targets, places, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
+    terms = labels, temperature, factor, ratio, divergence, beta
+    # `student` carries the graph, `rows` its detached values.
+    total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
     return total, count
 
 
@@ -596,19 +609,17 @@ class _FusedSum(torch.autograd.Function):
         rows: Tensor,
         targets: Tensor,
         places: Tensor | None,
-        temperature: float,
-        factor: float,
-        divergence: str,
-        beta: float,
+        terms: tuple[Tensor | None, float, float, float, str, float],
     ) -> Tensor:
-        dtype = arithmetic_dtype(student.dtype, temperature)
-        if places is None:
-            # copy=True: `kd_rows_` writes the gradient over it, and the caller's logits must stay.
-            gradient = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        else:
-            gradient, targets = rows.index_select(0, places).to(dtype), targets.index_select(0, places)
+        labels, temperature, factor, *_ = terms
         with torch.autocast(student.device.type, enabled=False):
-            soft, _ = kd_rows_(gradient, targets, None, temperature, factor, 0.0, divergence, beta)
+            if places is None:
+                soft, _, gradient = kd_rows(rows, targets, *terms)
+            else:
+                # What is chosen is a copy, and can become the gradient.
+                gradient = rows.index_select(0, places).to(arithmetic_dtype(student.dtype, temperature))
+                labels = None if labels is None else labels.index_select(0, places)
+                soft, _ = kd_rows_(gradient, targets.index_select(0, places), labels, *terms[1:])
         ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
         total: Tensor = soft.sum() * factor
         return total.to(arithmetic_dtype(student.dtype, 1.0))
@@ -625,4 +636,4 @@ class _FusedSum(torch.autograd.Function):
             # places.
             whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
             gradient = whole.index_copy_(0, ctx.places, gradient)
-        return gradient.view(ctx.shape), *[None] * 7
+        return gradient.view(ctx.shape), *[None] * 4

@@ -10,6 +10,7 @@ from torch import nn
 from shared_core.distillation.chunked import loss as module
 from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
 from shared_core.distillation.losses.divergences import DIVERGENCES
+from shared_core.distillation.task_gradient import TaskLoss, hard_term
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
@@ -201,8 +202,61 @@ def test_a_run_takes_the_same_steps(divergence, more, monkeypatch):
     expected = trained(options)
     calls = []
     monkeypatch.setattr(module, "SMALLEST", 1)
-    monkeypatch.setattr(module, "kd_rows_", lambda *args: calls.append(1) or KD_ROWS(*args))
+    for name, kernel in (("kd_rows", module.kd_rows), ("kd_rows_", KD_ROWS)):
+        monkeypatch.setattr(module, name, lambda *args, kernel=kernel: calls.append(1) or kernel(*args))
     found = trained(options)
     assert len(calls) == (10 if "peers" in more else 5)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-5), name
+
+
+def task_losses(logits, labels):
+    """Return task losses by name, and whether one pass computes their gradient with that of the soft term."""
+    flat, target = logits.view(-1, logits.shape[-1]), labels.flatten()
+    mean = F.cross_entropy(flat, target)
+    return {
+        "mean": (mean, True),
+        "sum": (F.cross_entropy(flat.float(), target, reduction="sum") / torch.tensor(7), True),
+        "scaled": (3 * mean * 0.5, True),
+        "ignored": (F.cross_entropy(flat, target.masked_fill(target == 2, -100)), True),
+        "smoothed": (F.cross_entropy(flat, target, label_smoothing=0.1), False),
+        "class weights": (F.cross_entropy(flat, target, weight=torch.arange(1.0, 12.0).to(flat.dtype)), False),
+        "other term": (mean + logits.square().mean(), False),
+        "half of the rows": (F.cross_entropy(flat[::2], target[::2]), False),
+        "moved rows": (F.cross_entropy(logits.transpose(0, 1).reshape(-1, 11), labels.t().flatten()), False),
+        "over rows": (F.nll_loss(F.log_softmax(flat, 0), target), False),
+        "sigmoid": (F.binary_cross_entropy_with_logits(flat, flat.detach().sigmoid()), False),
+        "nothing labelled": (F.cross_entropy(flat, torch.full_like(target, -100), reduction="sum"), True),
+    }
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_for_both_terms(masked, dtype, monkeypatch):
+    monkeypatch.setattr(module, "SMALLEST", 1)
+    torch.manual_seed(0)
+    hidden, teacher, labels = torch.randn(4, 5, 6), nn.Linear(6, 11), torch.randint(11, (4, 5))
+    weight = nn.Linear(6, 11).to(dtype).weight.detach()
+    mask = torch.arange(20).view(4, 5) % 4 != 0 if masked else None
+    seen = labels.masked_fill(~mask, -100) if masked else labels
+    for name in task_losses(torch.zeros(4, 5, 11), seen.clone()):
+        found = []
+        for joined in (True, False):
+            parameter = weight.clone().requires_grad_()
+            logits = F.linear(hidden.to(dtype), parameter)
+            loss, one_pass = task_losses(logits, seen.clone())[name]
+            task = TaskLoss(loss, lambda weight, count: 0.3 * weight / (0.7 / count)) if joined else None
+            hard = hard_term(task, logits, mask) if joined else None
+            assert (hard is not None) == (joined and one_pass), name
+            total, count = fused_sum("forward_kl", logits, teacher(hidden), mask=mask, hard=hard)
+            (0.7 * total / count + (0.0 if hard else 0.3 * loss)).backward()
+            found.append(parameter.grad)
+        near = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 2e-3}  # rounded twice
+        torch.testing.assert_close(*found, **near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_row_with_a_label_alone_is_not_left_out():
+    logits = torch.randn(4, 5, 11, requires_grad=True) * 1
+    task = TaskLoss(F.cross_entropy(logits.view(-1, 11), torch.zeros(20, dtype=torch.int64)), lambda weight, _: weight)
+    assert hard_term(task, logits, torch.ones(4, 5, dtype=torch.bool)) is not None
+    assert hard_term(task, logits, torch.arange(20).view(4, 5) > 0) is None
