@@ -20,6 +20,7 @@ help:
 	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
+	@echo "make scripts      every technique in every script that TRL publishes (CPU, 15 minutes, goes on when cut off), write the table"
 	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
@@ -82,10 +83,13 @@ cost: $(VENV)/.dev
 replicas: $(VENV)/.dev
 	$(BIN)/python benchmarks/replicas.py
 
+scripts: $(VENV)/.dev # WORDS="fp8" tries again the cells whose names hold one
+	$(BIN)/python benchmarks/published_scripts.py $(WORDS)
+
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving check fmt bench bench-gpu cost replicas docs
+.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving check fmt bench bench-gpu cost replicas scripts docs
 .DEFAULT_GOAL := help

@@ -118,11 +118,14 @@ class Runs:
             print(f"{name}: {json.dumps(told)}", flush=True)
         return self._done[name]
 
-    def forget(self) -> None:
-        """Begin with nothing."""
-        self._done.clear()
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Forget these results; by default all."""
+        gone = list(self._done if names is None else names)
+        self._done = {name: result for name, result in self._done.items() if name not in gone}
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+            if self._done:
+                self._file.write_text("".join(f"{json.dumps(item)}\n" for item in self._done.items()))
 
     @property
     def seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ TEMPERATURE, ALPHA = 2.0, 0.5
 # of cross-entropy's time alone, of the textbook loss's peak, and how much longer the textbook loss takes
 TIME, PEAK, FASTER = 1.65, 0.13, 1.5
 LARGEST_MIB = 0.7e9 / MIB
+PEERS = {"trl": "TRL's", "liger": "Liger's"}
+PEERS_TIME, PEERS_MIB = 0.9, 0.4e9 / MIB
 
 
 def textbook(student: Tensor, teacher: Tensor) -> Tensor:
@@ -111,6 +114,64 @@ def chunked(tokens: int, vocabulary: int, width: int, teacher_width: int, *, rou
     )
 
 
+def peers_steps(tokens: int, vocabulary: int, width: int, teacher_width: int) -> dict[str, Callable[[], None]]:
+    """Return forward and backward of the JSD from hidden states and heads: ours, TRL's, and Liger's if it is there."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    torch.manual_seed(0)
+    hidden, teacher_hidden = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, teacher_width)
+    weight = (torch.randn(vocabulary, width) / width**0.5).requires_grad_()
+    teacher_weight = torch.randn(vocabulary, teacher_width) / teacher_width**0.5
+    labels = torch.randint(vocabulary, (tokens,))
+
+    def ours() -> Tensor:
+        return chunked_kd_loss(hidden, weight, teacher_hidden, teacher_weight, temperature=1.0, divergence="jsd")
+
+    def trl() -> Tensor:
+        inputs, mask = (hidden[None], teacher_hidden[None]), torch.ones(1, tokens)
+        loss: Tensor = _chunked_divergence_loss(*inputs, weight, teacher_weight, mask, beta=0.5)[0]
+        return loss
+
+    losses = {"ours": ours, "trl": trl}
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        reference = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=False)
+        losses["liger"] = lambda: reference(hidden, weight, teacher_hidden, teacher_weight, labels)
+    values = {name: loss().item() for name, loss in losses.items()}
+    if any(abs(value / values["trl"] - 1) > 1e-4 for value in values.values()):
+        raise ValueError(f"the losses must be one, got {values}")
+
+    def stepped(loss: Callable[[], Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            loss().backward()
+            hidden.grad = weight.grad = None
+
+        return step
+
+    return {name: stepped(loss) for name, loss in losses.items()}
+
+
+def beside_peers(tokens: int, vocabulary: int, width: int, teacher_width: int, *, rounds: int) -> Row:
+    """Return time and memory of the JSD in chunks beside TRL's, and Liger's in plain torch."""
+    variants = peers_steps(tokens, vocabulary, width, teacher_width)
+    peaks = {name: peak_allocated(call) / MIB for name, call in variants.items()}
+    times = interleaved(variants, rounds=rounds)
+    peers = [name for name in variants if name != "ours"]
+    ratios = {name: ratio(times, "ours", name) for name in peers}
+    return Row(
+        f"JSD from hidden states in chunks, {tokens} tokens, {vocabulary} classes, {width} features, teacher's "
+        f"{teacher_width}",
+        milliseconds(times, "ours"),
+        ", ".join(f"{PEERS[name]} {milliseconds(times, name)}" for name in peers),
+        ", ".join(f"{ratios[name].text()} of {PEERS[name]}" for name in peers),
+        f"{peaks['ours']:.0f} MiB at most, " + ", ".join(f"{PEERS[name]} {peaks[name]:.0f}" for name in peers),
+        f"time <= {PEERS_TIME} and peak <= each peer's, peak <= {PEERS_MIB:.0f} MiB",
+        peaks["ours"] <= PEERS_MIB
+        and all(ratios[name].median <= PEERS_TIME and peaks["ours"] <= peaks[name] for name in peers),
+    )
+
+
 def measure(quick: bool) -> list[Row]:
     tokens, vocabulary = (64, 2000) if quick else (512, 32000)
     variants = steps(tokens, vocabulary)
@@ -131,10 +192,12 @@ def measure(quick: bool) -> list[Row]:
 
 def large_vocabularies(quick: bool) -> list[Row]:
     if quick:
-        return [chunked(256, 4000, 64, 128, rounds=2)]
+        return [chunked(256, 4000, 64, 128, rounds=2), beside_peers(256, 4000, 64, 128, rounds=2)]
     return [
         chunked(1024, 32_000, 256, 512, rounds=5),
         chunked(2048, 128_000, 512, 512, rounds=0),
+        beside_peers(512, 32_000, 256, 512, rounds=5),
+        beside_peers(256, 128_000, 512, 512, rounds=5),
     ]
 
 
