@@ -84,15 +84,25 @@ class LoopServices(BareServices):
 
 
 def run_bare(
-    recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float | None = None
+    recipe: Any,
+    *,
+    accumulate: int = 1,
+    batch_norm: bool = True,
+    optim: str = "adamw_torch",
+    clip: float | None = None,
+    optimizer_first: bool = False,
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     clip = CLIP if clip is None else clip
     model = make_net(batch_norm=batch_norm, recipe=recipe)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
-    session.attach(model)
-    optimizer = _optimizer(optim, model.parameters())
+    if optimizer_first:
+        optimizer = _optimizer(optim, model.parameters())
+        session.attach_with(model, [optimizer])
+    else:
+        session.attach(model)
+        optimizer = _optimizer(optim, model.parameters())
     steps_per_epoch = len(batches(accumulate)) // accumulate
     epochs: list[Any] = [batches(accumulate) for _ in range(-(-NUM_STEPS // steps_per_epoch))]
     if (private := session.techniques.get("dp")) is not None:
