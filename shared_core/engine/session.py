@@ -142,7 +142,7 @@ class Session:
 
     Args:
         recipe: What to switch on; empty is allowed and changes nothing.
-        front_end: Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``.
+        front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``.
         services: What only a trainer can do (evaluate, load a teacher).
         seed: Seed of the techniques' own generator; the global generators are never seeded.
 
@@ -201,7 +201,7 @@ class Session:
 
     @property
     def front_end(self) -> str:
-        """Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``."""
+        """Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``."""
         return self._front_end
 
     @property
@@ -916,13 +916,12 @@ def loading(session: Session) -> Iterator[None]:
         yield
 
 
-def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
-    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+def fits(session: Session, state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's weights have the structure that the model has now.
 
     Args:
         session: Attached, not begun.
         state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-        run_environment: As in `Session.attach`.
 
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
@@ -936,9 +935,23 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
             )
     _refuse_foreign(saved, session.techniques)
     structures = {key: one.state_dict() for key, one in session.techniques.items() if one.config.saved_structure}
-    if session.context is None or all(saved.get(key) == structure for key, structure in structures.items()):
+    return session.context is None or all(saved.get(key) == structure for key, structure in structures.items())
+
+
+def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
+    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+
+    Args:
+        session: Attached, not begun.
+        state: As in `fits`.
+        run_environment: As in `Session.attach`.
+
+    Raises:
+        CheckpointError: If a technique cannot go on from this checkpoint.
+    """
+    if fits(session, state) or session.context is None:
         return
     model = session.context.model
     # Structure before weights: layers are put in as the checkpoint has them, then loaded.
     session.detach()
-    session.attach(model, run_environment, saved)
+    session.attach(model, run_environment, state["techniques"])
