@@ -75,6 +75,7 @@ def prepare(
         )
     loop = AcceleratedLoop(accelerator, objects, wanted, total_steps)
     try:
+        loop.check_positions()
         prepared = accelerator.prepare(*objects, **options)
         loop.watch(prepared if len(objects) > 1 else (prepared,))
     except BaseException:
@@ -220,6 +221,13 @@ class AcceleratedLoop:
             if (make := getattr(technique, "make_scaler", None)) is not None:
                 self.accelerator.scaler = make(self.accelerator.device.type)
                 self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
+
+    def check_positions(self) -> None:
+        """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
+        context = cast(Any, self.session.context)
+        context.total_steps, context.steps_per_epoch = self.total_steps, self._epoch
+        for technique in self.session.techniques.values():
+            technique.timeline(context)
 
     def watch(self, prepared: tuple[Any, ...]) -> None:
         """Put the hooks on what accelerate prepared, and on the accelerator."""
@@ -606,7 +614,7 @@ def _steps_per_epoch(accelerator: Accelerator, loaders: list[Any]) -> int | None
     if len(loaders) != 1:
         return None
     try:
-        batches = int(len(loaders[0]))
+        batches: int = len(loaders[0])
     except TypeError:  # a stream
         return None
     processes = 1 if accelerator.split_batches else accelerator.num_processes
