@@ -1,4 +1,5 @@
 from ._attach import attach as attach
+from .accelerate_loop import prepare as prepare
 from .callbacks import ActivationCheckpointing as ActivationCheckpointing
 from .callbacks import ActivationCompression as ActivationCompression
 from .callbacks import DifferentialPrivacy as DifferentialPrivacy

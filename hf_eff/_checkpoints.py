@@ -442,13 +442,13 @@ def load_renamed_(model: nn.Module, folder: Path) -> None:
         model.load_state_dict(dict(weights))
 
 
-def gathered(session: Session, trainer: Trainer, **more: Any) -> dict[str, Any]:
+def gathered(session: Session, wrapped: nn.Module, **more: Any) -> dict[str, Any]:
     """Return the session's state and `more` with what the other processes hold otherwise; each must call it."""
     state = {**session.state_dict(), **more}
     # Every process: own_state and own_buffers gather.
     if world_size() == 1:
         return state
-    mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, trainer.model_wrapped)}
+    mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, wrapped)}
     return {**state, "ranks": everyones(mine)}
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import Trainer
 
 from hf_eff._run_environment import inner_optimizer
 from shared_core.front_ends.wrapped_method import Wrapped
+
+
+class Accelerated(Protocol):
+    """A trainer, or a loop: what steps an optimizer through accelerate."""
+
+    accelerator: Any
+    optimizer: Any
 
 
 class GradientScale:
     """Around the scaler of a trainer's accelerator, if it has one.
 
     Args:
-        trainer: The trainer.
+        trainer: The trainer, or the loop.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Accelerated) -> None:
         self._trainer = trainer
         self._before: float | None = None
         self.unscaled = False

@@ -48,30 +48,38 @@ def is_peft(model: Any) -> bool:
 
 def run_environment(trainer: Trainer) -> set[str]:
     """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold for this trainer."""
-    args, accelerator = trainer.args, trainer.accelerator
+    args = trainer.args
     optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
     if trainer.optimizer is not None:
         optimizer_class = type(inner_optimizer(trainer.optimizer))
     holds = {
-        "bf16": accelerator.mixed_precision == "bf16",
-        "fp16": accelerator.mixed_precision == "fp16",
-        "deepspeed": trainer.is_deepspeed_enabled,
         "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),  # type: ignore[no-untyped-call]
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
-        "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
         "trainer_checkpointing": bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)),
-        "peft": is_peft(trainer.model) or bool(getattr(trainer.model, "_hf_peft_config_loaded", False)),
-        "tpu": is_torch_xla_available(),
-        "tensor_parallel": bool(getattr(trainer.model, "is_distributed_loading_by_transformers", False)),
     }
-    if trainer.is_fsdp_enabled:
-        plugin = accelerator.state.fsdp_plugin
+    found = {key for key, value in holds.items() if value}
+    return found | accelerator_environment(trainer.accelerator, trainer.model, optimizer_class)
+
+
+def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) -> set[str]:
+    """Return the keys that hold for an accelerator, the model that it trains, and its optimizer."""
+    state = accelerator.state
+    plugin = getattr(state, "fsdp_plugin", None)
+    holds = {
+        "bf16": accelerator.mixed_precision == "bf16",
+        "fp16": accelerator.mixed_precision == "fp16",
+        "deepspeed": getattr(state, "deepspeed_plugin", None) is not None,
+        "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
+        "peft": is_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False)),
+        "tpu": is_torch_xla_available(),
+        "tensor_parallel": bool(getattr(model, "is_distributed_loading_by_transformers", False)),
+    }
+    if plugin is not None:
         holds["fsdp2" if getattr(plugin, "fsdp_version", 1) == 2 else "fsdp1"] = True
         holds["efficient_loading"] = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
     found = {key for key, value in holds.items() if value}
-    model = trainer.model
-    return found if model is None or trainer.is_fsdp_enabled else found | wrapped_by_user(model)
+    return found if model is None or plugin is not None else found | wrapped_by_user(model)
 
 
 def check_sharding(trainer: Trainer) -> None:

@@ -640,7 +640,7 @@ class SessionCallback(TrainerCallback):
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
         more = {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
-        state = _own_state.gathered(self.session, self._trainer, **more)
+        state = _own_state.gathered(self.session, self._trainer.model_wrapped, **more)
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
             save_state(folder, {**state, "saved_steps": self._services.saved_steps})

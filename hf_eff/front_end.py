@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shared_core.engine.recipe import Recipe
+from shared_core.front_ends.flags import asked_steps
 
-_MODULE = "transformers.trainer"
+_MODULE, _LOOPS_MODULE = "transformers.trainer", "accelerate.accelerator"
 
 
 class HuggingFace:
-    """Puts a recipe into every Trainer that a script trains with."""
+    """Puts a recipe into every Trainer that a script trains with, and into a loop of accelerate."""
 
     name = "hf"
     libraries = ("transformers",)
@@ -27,15 +30,17 @@ class HuggingFace:
     def __init__(self) -> None:
         self._recipe = Recipe({})
         self._used = False
+        self._passes_by = 0  # calls of `Accelerator.prepare` that are a Trainer's, or our own
 
     def install(self, recipe: Recipe) -> None:
-        """Make every ``Trainer.train`` attach the recipe first, a subclass's too; once per trainer."""
+        """Make every ``Trainer.train`` attach the recipe, and ``Accelerator.prepare`` where no Trainer calls it."""
         self._recipe, self._used = recipe, False
-        # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
-        if _MODULE in sys.modules:
-            self.patch(sys.modules[_MODULE])
-        elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _AfterImport(self.patch))
+        for name, patch in ((_MODULE, self.patch), (_LOOPS_MODULE, self.patch_loops)):
+            # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
+            if name in sys.modules:
+                patch(sys.modules[name])
+            elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
+                sys.meta_path.insert(0, _AfterImport(name, patch))
 
     def used(self) -> bool:
         """Return whether a trainer took the recipe."""
@@ -89,20 +94,51 @@ class HuggingFace:
             self._used = True
         driver = session_callback_of(trainer)
         method = functools.partial(stock, trainer)
-        return method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
+        with self._passing_by():
+            return method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _passing_by(self) -> Iterator[None]:
+        self._passes_by += 1
+        try:
+            yield
+        finally:
+            self._passes_by -= 1
+
+    def patch_loops(self, module: ModuleType) -> None:
+        """Replace ``Accelerator.prepare`` in the module that defines it."""
+        stock = module.Accelerator.prepare
+        if hasattr(stock, "eff_stock"):
+            return
+
+        @functools.wraps(stock)
+        def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+            trains = any(isinstance(one, Optimizer) for one in objects)
+            if not self._recipe or self._passes_by or not trains:
+                return stock(accelerator, *objects, **options)
+            from hf_eff.accelerate_loop import prepare as prepare_loop
+
+            with self._passing_by():
+                steps = asked_steps()
+                prepared = prepare_loop(accelerator, *objects, recipe=self._recipe, total_steps=steps, **options)
+            self._used = True
+            return prepared
+
+        prepare.eff_stock = stock  # type: ignore[attr-defined]
+        module.Accelerator.prepare = prepare  # type: ignore[attr-defined]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a function with a module when somebody has imported it."""
 
-    def __init__(self, then: Callable[[ModuleType], None]) -> None:
-        self._then = then
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self._then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the module's own spec with a loader that reports; leave every other module alone."""
-        if fullname != _MODULE:
+        if fullname != self.name:
             return None
         # Before the search goes on, or this finder would find itself.
         sys.meta_path.remove(self)
@@ -119,7 +155,7 @@ class _Reporting(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
-    # Executed by the real loader first: Trainer exists then.
+    # Executed by the real loader first: its classes exist then.
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         self._then(module)

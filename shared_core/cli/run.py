@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared_core.errors import CompatibilityError, ConfigError, EffError
-from shared_core.front_ends.finding import front_ends
-from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
+from shared_core.front_ends.finding import FrontEnd, front_ends
+from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 
 if TYPE_CHECKING:
-    pass
+    from torch.utils.hooks import RemovableHandle
 
 
 def run(
@@ -25,15 +27,19 @@ def run(
         typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
     ],
 ) -> None:
-    """Run a training script of either trainer with techniques switched on by flags; the script is not edited.
+    """Run a script of a trainer, or a loop of accelerate, with techniques switched on by flags; it is not edited.
 
-    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE
-    and --eff_allow_partial; `eff flags` lists the techniques') may stand anywhere after the script, which never sees
-    them. All others are the script's, --help too, and so is what follows `--`.
+    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
+    --eff_allow_partial, and --eff_total_steps N for a loop whose scheduler does not tell them; `eff flags` lists the
+    techniques') may stand anywhere after the script, which never sees them. All others are the script's, --help too,
+    and so is what follows `--`.
     """
     if script.startswith("-"):
         raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
     ours, rest = take_flags(context.args)
+    if (steps := ours.pop(STEPS_FLAG, None)) is not None:
+        os.environ[STEPS_VARIABLE] = steps
+        asked_steps()
     recipe = recipe_of(ours)
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe and not asks_for_help:
@@ -54,6 +60,7 @@ def run(
         typer.echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
 
     sys.argv = [script, *rest]
+    guard = _refuse_unseen_steps(installed, script) if recipe else None
     try:
         if is_file:
             sys.path.insert(0, str(Path(script).resolve().parent))
@@ -67,12 +74,35 @@ def run(
         traceback = _from_script(error)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from error
+    finally:
+        if guard is not None:
+            guard.remove()
     if not any(front_end.used() for front_end in installed):
-        raise CompatibilityError(
-            "eff run",
-            f"{script} must train with the Hugging Face Trainer or Lightning, but no training by either was seen",
-            "nothing was switched on",
-        )
+        raise _unseen(script, "no training by any of them was seen")
+
+
+def _unseen(script: str, why: str) -> CompatibilityError:
+    return CompatibilityError(
+        "eff run",
+        f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
+        f"model and optimizer, but {why}",
+        "nothing was switched on; in a loop of your own use shared_core.Session",
+    )
+
+
+def _refuse_unseen_steps(installed: Sequence[FrontEnd], script: str) -> RemovableHandle:
+    """Stop at the first optimizer step before any front end took the recipe: all training would be for nothing."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    seen = False
+
+    def check(*_: Any) -> None:
+        nonlocal seen
+        seen = seen or any(front_end.used() for front_end in installed)
+        if not seen:
+            raise _unseen(script, "an optimizer stepped before any of them took the recipe")
+
+    return register_optimizer_step_pre_hook(check)
 
 
 def _from_script(error: BaseException) -> TracebackType | None:

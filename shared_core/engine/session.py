@@ -24,6 +24,7 @@ from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.optimizer_parameters import OptimizerParameters
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
@@ -141,7 +142,7 @@ class Session:
 
     Args:
         recipe: What to switch on; empty is allowed and changes nothing.
-        front_end: Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``.
+        front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``.
         services: What only a trainer can do (evaluate, load a teacher).
         seed: Seed of the techniques' own generator; the global generators are never seeded.
 
@@ -182,6 +183,7 @@ class Session:
         self.is_changed = False
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
+        self._parameters: OptimizerParameters | None = None
         self._begun = self._finished = self._is_saving = False
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
@@ -199,7 +201,7 @@ class Session:
 
     @property
     def front_end(self) -> str:
-        """Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``."""
+        """Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``."""
         return self._front_end
 
     @property
@@ -335,6 +337,88 @@ class Session:
         self._begun = True
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
+
+    def attach_with(
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], run_environment: Iterable[str] = ()
+    ) -> None:
+        """Prepare a model whose optimizers exist: they hold what techniques add, and at the end the user's again.
+
+        Args:
+            model: As in `attach`.
+            optimizers: Torch's own, unwrapped, which have not stepped yet.
+            run_environment: As in `attach`.
+
+        Raises:
+            TrainingError: If no optimizer holds a parameter of the model; else as `attach`.
+        """
+        parameters = OptimizerParameters(model, optimizers)
+        if parameters.is_empty:
+            raise TrainingError(
+                self._front_end,
+                f"optimizer must hold parameters of the {type(model).__name__} that trains, got none",
+                "make it from model.parameters()",
+            )
+        self.attach(model, run_environment)
+        self._parameters = parameters
+        try:
+            parameters.follow()
+        except BaseException:
+            self.detach()
+            raise
+
+    @contextlib.contextmanager
+    def training(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_steps: int,
+        steps_per_epoch: StepsPerEpoch | None = None,
+        clips_gradients: bool = True,
+        resumed: Mapping[str, Any] | None = None,
+    ) -> Iterator[Session]:
+        """Surround a plain loop: the model is finished where it ends, and the user's again where it fails.
+
+        Args:
+            model: The user's unwrapped model, with the weights that training starts or goes on from.
+            optimizer: Of its parameters; parameters that techniques add or replace join its groups until the end.
+            total_steps: Optimizer steps of the whole run.
+            steps_per_epoch: As in `begin`.
+            clips_gradients: As in `begin`.
+            resumed: What `state_dict` returned in the run that goes on; load the optimizer's own state inside.
+
+        Example:
+            >>> model = nn.Linear(8, 4)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> recipe = {"prune": {"sparsity": 0.5, "end": 1}}
+            >>> with Session(recipe).training(model, optimizer, total_steps=2) as session:
+            ...     for _ in range(2):
+            ...         with session.forward():
+            ...             loss = session.loss(model(torch.ones(2, 8)).square().mean())
+            ...         loss.backward()
+            ...         session.before_optimizer_step()
+            ...         optimizer.step()
+            ...         _ = session.after_optimizer_step()
+            ...         optimizer.zero_grad()
+            >>> int((model.weight == 0).sum())
+            16
+        """
+        self.attach_with(model, [optimizer])
+        try:
+            if resumed is not None:
+                self.prepare_optimizers([optimizer])
+                self.load_state_dict(resumed)
+            self.begin(
+                [optimizer],
+                total_steps=total_steps,
+                steps_per_epoch=steps_per_epoch,
+                clips_gradients=clips_gradients,
+            )
+            yield self
+            self.finish()
+        except BaseException:
+            self.detach()
+            raise
 
     @property
     def needs_forward(self) -> bool:
@@ -665,6 +749,8 @@ class Session:
         finally:
             for technique in reversed(self.techniques.values()):
                 technique.detach(self.context.model)
+            if self._parameters is not None:
+                self._parameters.restore()
             self._finished = True
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -830,13 +916,12 @@ def loading(session: Session) -> Iterator[None]:
         yield
 
 
-def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
-    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+def fits(session: Session, state: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's weights have the structure that the model has now.
 
     Args:
         session: Attached, not begun.
         state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-        run_environment: As in `Session.attach`.
 
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
@@ -850,9 +935,23 @@ def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable
             )
     _refuse_foreign(saved, session.techniques)
     structures = {key: one.state_dict() for key, one in session.techniques.items() if one.config.saved_structure}
-    if session.context is None or all(saved.get(key) == structure for key, structure in structures.items()):
+    return session.context is None or all(saved.get(key) == structure for key, structure in structures.items())
+
+
+def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
+    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+
+    Args:
+        session: Attached, not begun.
+        state: As in `fits`.
+        run_environment: As in `Session.attach`.
+
+    Raises:
+        CheckpointError: If a technique cannot go on from this checkpoint.
+    """
+    if fits(session, state) or session.context is None:
         return
     model = session.context.model
     # Structure before weights: layers are put in as the checkpoint has them, then loaded.
     session.detach()
-    session.attach(model, run_environment, saved)
+    session.attach(model, run_environment, state["techniques"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
 
 
+STEPS_FLAG, STEPS_VARIABLE = "eff_total_steps", "EFF_TOTAL_STEPS"
+"""Optimizer steps of a loop whose scheduler does not tell them: the flag of `eff run`, and what hands it on."""
 _OF_A_TRAINER = {"average_tokens_across_devices"}  # begins like a technique's flag
 
 
@@ -41,7 +44,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
-        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
+        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG, STEPS_FLAG)):
             # Begins like one of ours: most likely a misspelt one, and the script would refuse or ignore it without a
             # word.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
@@ -77,6 +80,18 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
 
 
+def asked_steps() -> int | None:
+    """Return the steps that the environment names.
+
+    Raises:
+        ConfigError: If they are no number of steps.
+    """
+    steps = os.environ.get(STEPS_VARIABLE)
+    if steps is not None and (not steps.isdecimal() or int(steps) < 1):
+        raise ConfigError("eff run", f"--{STEPS_FLAG} must be a number of optimizer steps, got {steps!r}")
+    return None if steps is None else int(steps)
+
+
 def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     """Return a recipe from any form that `attach` and callbacks take: itself, a mapping, a YAML or JSON file."""
     from shared_core.engine.recipe import Recipe
@@ -95,7 +110,7 @@ def _nearest_flag(arguments: list[str]) -> str:
     alike = (
         (SequenceMatcher(None, name, flag).ratio(), flag)
         for name in names if name not in _OF_A_TRAINER
-        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)
+        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG, STEPS_FLAG)
     )  # fmt: skip
     likeness, flag = max(alike, default=(0.0, ""))
     return f"; did you mean '--{flag}'?" if likeness > 0.7 else ""  # --max_steps is no misspelt --fp8_max_skips

@@ -163,7 +163,7 @@ class LotteryTicket(Technique):
                 "start again",
             )
         # Before other techniques begin: they then see the ticket's weights as the initial ones.
-        if context.step == 0 and self._at == 0:
+        if context.step == 0 and self._at == 0 and not self._rewound:
             self._rewind(context, others_begun=False)
         elif self._rewound:
             self._set_masks()

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, run_hf, run_lightning, saved_state
+from promise_drivers import difference, run_accelerate, run_hf, run_lightning, saved_state
 from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
 from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
+
+from shared_core.engine.state_file import load_state
 
 FRESH = Path(__file__).parents[1] / "support" / "fresh_run.py"
 ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
@@ -66,6 +68,29 @@ def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
     again = run("again", resume=whole.checkpoints[batch])
     assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
     assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("keys", [*((key,) for key in EVERYTHING if key not in ("soup", "dp")), TOGETHER], ids="+".join)
+def test_a_loop_of_accelerate_resumes_bit_for_bit_also_inside_a_window(keys, tmp_path):
+    # In the middle of an epoch accelerate itself draws other batches and random numbers than the run that went on.
+    keys = tuple(key for key in keys if key not in ("soup", "dp"))
+    for name, stops, options in (
+        ("within", (1, 3, 11), {"accumulate": 2}),
+        ("edge", (4,), {"dropout": 0.3, "shuffle": True}),
+    ):
+
+        def run(folder, options=options, stops=stops, **more):
+            torch.manual_seed(3)
+            last = NUM_STEPS * options.get("accumulate", 1)
+            return run_accelerate(recipe_of(*keys), folder, save_at_batches=(*stops, last), **options, **more)
+
+        whole = run(tmp_path / name)
+        for stop in stops:
+            again = run(tmp_path / f"{name}{stop}", resume=whole.checkpoints[stop])
+            assert difference(whole.weights, again.weights) is None, stop
+            ends = [load_state(each.checkpoints[max(each.checkpoints)]) for each in (whole, again)]
+            assert difference(*ends) is None, stop
 
 
 class AfterValidation(pl.Callback):

@@ -17,7 +17,7 @@ MUTUAL = "distill-mutual"  # whose other students DDP knows nothing of
 ADAPTERS = ("lora-qat", "lora-qat-lsq")
 
 
-@pytest.fixture(scope="module", params=["hf", "lightning"])
+@pytest.fixture(scope="module", params=["hf", "lightning", "accelerate"])
 def runs(request, tmp_path_factory):
     # private training needs all data in each process, and the Lightning run of the table gives each its own
     recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *ADAPTERS, *(("dp",) if request.param == "hf" else ()))

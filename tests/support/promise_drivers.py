@@ -1,4 +1,4 @@
-"""Three ways to run the same recipe on the same model, seed and data: bare loop, Hugging Face Trainer, Lightning."""
+"""Ways to run the same recipe on the same model, seed and data: bare loop, accelerate loop, both trainers."""
 
 from __future__ import annotations
 
@@ -84,15 +84,25 @@ class LoopServices(BareServices):
 
 
 def run_bare(
-    recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float | None = None
+    recipe: Any,
+    *,
+    accumulate: int = 1,
+    batch_norm: bool = True,
+    optim: str = "adamw_torch",
+    clip: float | None = None,
+    optimizer_first: bool = False,
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     clip = CLIP if clip is None else clip
     model = make_net(batch_norm=batch_norm, recipe=recipe)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
-    session.attach(model)
-    optimizer = _optimizer(optim, model.parameters())
+    if optimizer_first:
+        optimizer = _optimizer(optim, model.parameters())
+        session.attach_with(model, [optimizer])
+    else:
+        session.attach(model)
+        optimizer = _optimizer(optim, model.parameters())
     steps_per_epoch = len(batches(accumulate)) // accumulate
     epochs: list[Any] = [batches(accumulate) for _ in range(-(-NUM_STEPS // steps_per_epoch))]
     if (private := session.techniques.get("dp")) is not None:
@@ -115,6 +125,68 @@ def run_bare(
             update(session, optimizer, clip_each_student)
     session.finish()
     return Result(dict(model.state_dict()), session.receipt().values, model=model)
+
+
+def run_accelerate(
+    recipe: Any,
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    dropout: float = 0.0,
+    shuffle: bool = False,
+    save_every: int | None = None,
+    save_at_batches: tuple[int, ...] = (),
+    max_steps: int = NUM_STEPS,
+    resume: Path | None = None,
+    batch_norm: bool = True,
+    batch: int = BATCH,
+    optim: str = "adamw_torch",
+    plugin: bool = True,
+    **more: Any,
+) -> Result:
+    """A loop as accelerate's users write it, checkpoints of `save_state` by step or by micro-batch."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hf_eff import prepare
+
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, project_dir=folder, **more)
+    model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
+    optimizer = _optimizer(optim, model.parameters())
+    loader = DataLoader(train_examples(), batch_size=batch // accumulate, shuffle=shuffle)  # type: ignore[arg-type]
+    prepared = (model, optimizer, loader)
+    if plugin:
+        model, optimizer, loader = prepare(accelerator, *prepared, recipe=recipe, total_steps=max_steps)
+    else:
+        model, optimizer, loader = accelerator.prepare(*prepared)
+    done, seen, saved = 0, 0, {}
+    if resume:
+        accelerator.load_state(str(resume))
+        done, seen = (int(number) for number in resume.name.split("-")[1:])
+    while done < max_steps:
+        model.train()
+        left = accelerator.skip_first_batches(loader, seen % len(loader)) if seen % len(loader) else loader
+        for inputs in left:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen, done = seen + 1, done + accelerator.sync_gradients
+            if (save_every and accelerator.sync_gradients and done % save_every == 0) or seen in save_at_batches:
+                saved[seen if save_at_batches else done] = path = Path(folder) / f"state-{done}-{seen}"
+                accelerator.save_state(str(path))
+            if done == max_steps:
+                break
+    net = accelerator.unwrap_model(model)
+    if accelerator.num_processes == 1:
+        accelerator.end_training()  # it ends the process group, which the next run needs
+    receipt_file = Path(folder) / "eff_receipt.json"
+    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    return Result(dict(net.state_dict()), receipt, saved, net)
 
 
 def hf_trainer(

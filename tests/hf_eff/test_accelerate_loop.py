@@ -1,0 +1,288 @@
+"""A loop of accelerate: what its methods mean for the techniques, what they save, and what is refused."""
+
+import json
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, default_data_collator, get_scheduler
+from typer.testing import CliRunner
+
+from hf_eff import prepare
+from hf_eff.accelerate_loop import AcceleratedLoop
+from hf_eff.front_end import FRONT_END
+from shared_core import Recipe, Session
+from shared_core.cli import app
+from shared_core.engine.receipt import Receipt
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.front_ends.flags import STEPS_VARIABLE
+
+PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """No state of accelerate, loops or `eff run` of another test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+    yield
+    FRONT_END.install(Recipe({}))
+    AcceleratorState._reset_state(reset_partial_state=False)
+
+
+class Loop:
+    """What a script has after `prepare`."""
+
+    def __init__(self, make, recipe, rate=0.01, **options):
+        self.accelerator = Accelerator(cpu=True, **options)
+        self.model = make.classifier()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+        self.schedule = get_scheduler("linear", self.optimizer, num_warmup_steps=0, num_training_steps=STEPS)
+        loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
+        mixed = self.schedule, loader, self.model, "else", self.optimizer
+        self.schedule, self.loader, self.model, other, self.optimizer = prepare(self.accelerator, *mixed, recipe=recipe)
+        assert other == "else"
+        self.model.train()
+
+    @property
+    def session(self) -> Session:
+        return self.optimizer.eff_loop.session
+
+    def steps(self, count=STEPS, factor=1.0, clips=True):
+        for _, batch in zip(range(count), self.loader, strict=False):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(**batch).loss * factor)
+                if clips and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+        return self
+
+
+def zeros(weights):
+    """The share of zeros in the linear layers of the encoder."""
+    found = [value for name, value in weights.items() if "encoder" in name and value.dim() > 1]
+    return sum(int((value == 0).sum()) for value in found) / sum(value.numel() for value in found)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(make, monkeypatch, clips):
+    seen = []
+    show = Session.before_optimizer_step
+    monkeypatch.setattr(
+        Session,
+        "before_optimizer_step",
+        lambda self: (seen.append(self.context.model.classifier.weight.grad.norm().item()), show(self)),
+    )
+    loop = Loop(make, {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 1024.0}}, rate=0.0)
+    loop.steps(factor=100.0, clips=clips)
+    batch = next(iter(loop.loader))
+    plain = make.classifier()
+    assert loop.session.step == len(seen) == STEPS
+    torch.manual_seed(0)
+    (plain(**batch).loss * 100).backward()
+    assert 1.0 < seen[0] < 1024  # of the loss times 100, neither clipped to 1 nor a multiple of the scale
+
+
+def test_a_skipped_step_moves_neither_session_nor_schedule(make):
+    loop = Loop(make, {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}})
+    rate = loop.schedule.get_last_lr()
+    loop.steps(1, factor=float("inf"))
+    assert (loop.session.step, loop.session.skipped) == (0, 1)
+    assert loop.schedule.get_last_lr() == rate
+    loop.steps(1)
+    assert (loop.session.step, loop.session.skipped) == (1, 1)
+    assert loop.schedule.get_last_lr() < rate
+
+
+@pytest.mark.parametrize("recipe", [PRUNE, {"qat": {"scheme": "int8"}}, {"lora": {"rank": 2, "base": "none"}}], ids=str)
+def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_path, recipe):
+    loop = Loop(make, recipe).steps(2)
+    loop.accelerator.save_model(loop.model, tmp_path / "model")
+    loop.accelerator.unwrap_model(loop.model).save_pretrained(tmp_path / "early")
+    assert not loop.session.is_finished
+    early = AutoModelForSequenceClassification.from_pretrained(tmp_path / "early").state_dict()
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(early[name], saved[name]) for name in saved)
+    loop.steps(2)
+    state = loop.accelerator.get_state_dict(loop.model)
+    assert list(state) == list(make.classifier().state_dict())
+    loop.accelerator.unwrap_model(loop.model).save_pretrained(tmp_path / "end", state_dict=state)
+    assert loop.session.is_finished
+    if "prune" in recipe:
+        assert zeros(loop.model.state_dict()) == pytest.approx(0.5, abs=0.05)
+    assert Receipt.read(tmp_path / "end")["finished"]
+    loop.accelerator.end_training()
+    assert {type(module) for module in loop.model.modules()} == {type(module) for module in make.classifier().modules()}
+    with pytest.raises(TrainingError, match="training must end with its 4 steps, got a step after the model was"):
+        loop.steps(1)
+
+
+def test_a_validation_sees_the_average_and_checkpoints_do_not(make, tmp_path):
+    loop = Loop(make, {"average": {"kind": "ema", "decay": 0.5}}).steps(2)
+    trained = loop.model.classifier.weight.clone()
+    loop.model.eval()
+    assert not torch.equal(loop.model.classifier.weight, trained)
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    assert torch.equal(load_file(tmp_path / "state" / "model.safetensors")["classifier.weight"], trained)
+    loop.model.train()
+    assert torch.equal(loop.model.classifier.weight, trained)
+    loop.steps(2).accelerator.end_training()
+    assert not torch.equal(loop.model.classifier.weight, trained)
+
+
+def test_bf16_trains_with_prune_and_qat(make):
+    loop = Loop(make, {**PRUNE, "qat": {"scheme": "int8"}}, mixed_precision="bf16").steps()
+    loop.accelerator.end_training()
+    assert zeros(loop.model.state_dict()) > 0.45
+
+
+def test_a_teacher_may_be_prepared_too(make):
+    accelerator, model, teacher = Accelerator(cpu=True), make.classifier(), make.classifier(seed=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = prepare(accelerator, teacher, model, optimizer, recipe=PRUNE, total_steps=3)
+    assert prepared[2].eff_loop.inner is model
+    accelerator.end_training()
+    assert "TRAINING NEVER BEGAN" in " ".join(prepared[2].eff_loop.session.notes)
+
+
+def refused(make, **given):
+    model = make.classifier()
+    accelerator = Accelerator(cpu=True, **given.pop("options", {}))
+    objects = given.pop("objects", lambda model: (model, torch.optim.SGD(model.parameters(), lr=0.1)))(model)
+    prepare(accelerator, *objects, **{"recipe": PRUNE, "total_steps": 3, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"total_steps": None}, ConfigError, "got none, and no scheduler among the prepared objects tells it"),
+        ({"total_steps": 0}, ConfigError, "total_steps must be the number of optimizer steps of the run, got 0"),
+        ({"objects": lambda model: (model,)}, ConfigError, "got 0 such models and 0 optimizers"),
+        ({"recipe": {"soup": {"kind": "uniform"}}}, CompatibilityError, "soup cannot be combined with a loop of acc"),
+        ({"recipe": {"dp": {"noise_multiplier": 1.0}}}, CompatibilityError, "dp cannot be combined with a loop of acc"),
+        ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "end must lie"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_training(make, given, error, told):
+    with pytest.raises(error, match=told):
+        refused(make, **given)
+
+
+def test_what_would_train_without_techniques_is_refused(make):
+    loop = Loop(make, {"distill": {"teacher": make.classifier(seed=7)}})
+    batch = next(iter(loop.loader))
+    with pytest.raises(TrainingError, match=r"optimizer.step must follow accelerator.backward\(loss\), got a step"):
+        loop.optimizer.step()
+    loop.accelerator.backward(loop.model(**batch).loss)
+    with pytest.raises(TrainingError, match="a step must have at most 1 backward with distill, got 2"):
+        loop.accelerator.backward(loop.model(**batch).loss)
+    loop.optimizer.zero_grad()
+    loop.model.eval()
+    with pytest.raises(TrainingError, match="must be in training mode in backward"):
+        loop.accelerator.backward(loop.model(**batch).loss)
+    other = make.classifier()
+    with pytest.raises(ConfigError, match="must train one model with techniques at a time"):
+        prepare(loop.accelerator, other, torch.optim.SGD(other.parameters(), lr=0.1), recipe=PRUNE, total_steps=1)
+
+
+def test_a_checkpoint_without_the_techniques_is_refused(make, tmp_path):
+    Accelerator(cpu=True).save_state(str(tmp_path / "other"))
+    loop = Loop(make, PRUNE)
+    with pytest.raises(CheckpointError, match="was saved without efftrain"):
+        loop.accelerator.load_state(str(tmp_path / "other"))
+
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification, default_data_collator, get_scheduler
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+model = BertForSequenceClassification(BertConfig(vocab_size=24, max_position_embeddings=16, **sizes))
+data = [{"input_ids": row, "labels": row[0] % 2} for row in torch.randint(1, 24, (32, 8))]
+loader = DataLoader(data, batch_size=4, collate_fn=default_data_collator, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=8)
+if "apart" in sys.argv:
+    model = accelerator.prepare(model)
+if "plain" not in sys.argv:
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    model.eval()
+    accuracy = [accelerator.gather_for_metrics(model(**batch).logits) for batch in loader]
+accelerator.wait_for_everyone()
+accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator.save)
+"""
+
+
+def eff_run(tmp_path, script, *arguments):
+    (tmp_path / "loop.py").write_text(script)
+    return CliRunner().invoke(app, ["run", str(tmp_path / "loop.py"), *arguments])
+
+
+def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path, monkeypatch):
+    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+    prepared = "optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+    script = SCRIPT.replace(
+        prepared, "optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"
+    )
+    flags = ["--prune_sparsity", "0.8", "--qat_scheme", "int8", "--average_kind", "ema"]
+    result = eff_run(tmp_path, script, *flags)
+    assert result.exit_code == 0, result.exception
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert zeros(model.state_dict()) == pytest.approx(0.8, abs=0.03)
+    receipt = json.loads((tmp_path / "out" / "eff_receipt.json").read_text())
+    assert receipt["front_end"] == "accelerate"
+    assert receipt["steps"] == {"applied": 8, "skipped": 0, "planned": 8}
+    assert receipt["finished"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ((), ConfigError, "got none, and no scheduler among the prepared objects tells it; .*--eff_total_steps"),
+        (("apart",), ConfigError, "model and optimizer must not be prepared yet, got prepared ones"),
+        (("plain",), CompatibilityError, "an optimizer stepped before any of them took the recipe; nothing was"),
+        (
+            ("--eff_total_steps", "many"),
+            ConfigError,
+            "--eff_total_steps must be a number of optimizer steps, got 'many'",
+        ),
+    ],
+)
+def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, monkeypatch, arguments, error, told):
+    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+    result = eff_run(tmp_path, SCRIPT, "--prune_sparsity", "0.8", *arguments)
+    with pytest.raises(error, match=told):
+        raise result.exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loop_that_ends_without_a_word_is_told_at_exit(make, tmp_path, capsys):
+    loop = Loop(make, PRUNE).steps(2)
+    loop.optimizer.eff_loop._at_exit()
+    assert "THE MODEL WAS NOT FINISHED: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+    receipt = Receipt.read(tmp_path)
+    assert not receipt["finished"]
+    assert isinstance(loop.optimizer.eff_loop, AcceleratedLoop)

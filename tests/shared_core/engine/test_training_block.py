@@ -1,0 +1,118 @@
+"""`Session.training`: a plain loop whose optimizer exists before the techniques do."""
+
+import copy
+
+import pytest
+import torch
+from plain_loop import plain_step
+from promise_drivers import difference, run_bare
+from promise_table import TECHNIQUES, recipe_of
+from torch import nn
+
+from shared_core import Session
+from shared_core.errors import CompatibilityError, TrainingError
+
+PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
+ADDING = {"lora": {"rank": 2, "base": "none"}, "qat": {"scheme": "int8", "range": "lsq", "begin": 0}}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def sgd(model):
+    return torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2}], momentum=0.9
+    )
+
+
+def held(optimizer):
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def steps(session, model, optimizer, count):
+    for _ in range(count):
+        plain_step(session, optimizer, model(torch.ones(2, 16)).square().mean())
+
+
+@pytest.mark.parametrize("key", [*(key for key in TECHNIQUES if key != "soup"), "lora-qat-lsq"])
+def test_an_optimizer_that_was_made_first_trains_the_same(key):
+    first = run_bare(recipe_of(key), optimizer_first=True)
+    assert difference(first.weights, run_bare(recipe_of(key)).weights) is None
+
+
+def test_the_block_finishes_the_model_and_gives_the_optimizer_the_users_parameters_back():
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with Session(ADDING).training(model, optimizer, total_steps=3) as session:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert {*map(id, trained)} == {id(one) for group in held(optimizer) for one in group}
+        matrices = dict(model.named_parameters())
+        assert any(one is matrices["0.lora_A.default.weight"] for one in held(optimizer)[0])
+        steps(session, model, optimizer, 3)
+        scheduler.step()
+    assert session.is_finished
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert [[id(one) for one in group] for group in held(optimizer)] == [
+        [id(one) for one in model[index].parameters()] for index in (0, 2)
+    ]
+    assert {*optimizer.state} <= {*model.parameters()}
+
+
+@pytest.mark.parametrize("recipe", [PRUNE, ADDING], ids=["prune", "lora-qat"])
+def test_an_error_leaves_the_model_as_the_users(recipe):
+    model = net()
+    optimizer, keys = sgd(model), list(model.state_dict())
+    with pytest.raises(ZeroDivisionError), Session(recipe).training(model, optimizer, total_steps=4) as session:
+        steps(session, model, optimizer, 1)
+        raise ZeroDivisionError
+    assert not session.is_attached
+    assert list(model.state_dict()) == keys
+    assert [len(group) for group in held(optimizer)] == [2, 2]
+    with Session(PRUNE).training(model, sgd(model), total_steps=4) as again:  # the model is free
+        steps(again, model, again.context.optimizers[0], 4)
+    assert again.receipt()["unreached"] == {}
+    assert (model[0].weight == 0).sum() > 100
+
+
+def test_a_resumed_block_equals_the_whole():
+    def run(model, optimizer, count, **more):
+        with Session({**PRUNE, "average": {"kind": "ema"}}).training(
+            model, optimizer, total_steps=4, **more
+        ) as session:
+            if "resumed" in more:
+                optimizer.load_state_dict(saved[2])
+            steps(session, model, optimizer, count)
+            return copy.deepcopy([model.state_dict(), session.state_dict(), optimizer.state_dict()])
+
+    whole = net()
+    run(whole, sgd(whole), 4)
+    stopped = net()
+    saved = run(stopped, sgd(stopped), 2)
+    again = net()
+    again.load_state_dict(saved[0])
+    run(again, sgd(again), 2, resumed=saved[1])
+    assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
+
+
+def test_an_optimizer_of_another_model_or_with_state_is_refused():
+    model = net()
+    with (
+        pytest.raises(TrainingError, match="optimizer must hold parameters of the Sequential that trains, got none"),
+        Session(PRUNE).training(model, sgd(net()), total_steps=4),
+    ):
+        pass
+    optimizer = sgd(model)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    with (
+        pytest.raises(TrainingError, match="optimizer must not have stepped before techniques add or replace"),
+        Session({"low_rank": {"rank": 2, "min_size": 0}}).training(model, optimizer, total_steps=4),
+    ):
+        pass
+    assert list(model.state_dict()) == list(net().state_dict())
+    half = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(CompatibilityError), Session({"soup": {"kind": "uniform"}}).training(model, half, total_steps=1):
+        pass
