@@ -18,26 +18,39 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
 from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, library, linear_of, restore_
+from shared_core.lora.expert_adapters import AdaptedStack, stacks_of
+from shared_core.lora.quantized_base import (
+    float_weight,
+    freeze,
+    frozen_tensors,
+    library,
+    linear_of,
+    on_qat_grid,
+    restore_,
+)
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name, read_past_forward
 from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.layers.plain_state import LEARNED
 
 _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def select_linear(
+def select_layers(
     model: nn.Module, config: LoraConfig
-) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, str]]:
     """Return (layers to adapt, modules to train whole, name → why a matched layer is left alone), by plain name.
+
+    A parameter that stacks experts counts as a layer, by its own name, with the module that holds it.
 
     Raises:
         MatchError: If nothing is left to adapt, or a pattern matches nothing.
         CompatibilityError: If a layer that `include` names cannot be adapted.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
-    matched = match_modules(model, kinds, where="lora", include=config.include, skip=config.skip)
+    matched = match_modules(model, (*kinds, StackedExperts), where="lora", include=config.include, skip=config.skip)
     linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
     # remove_duplicate=False counts a tied parameter once for each holder.
@@ -57,7 +70,9 @@ def select_linear(
     # In this order: reasons that the user decides on come before those of the model.
     for found in matched:
         module = found.module
-        reason = _why_not(found.name, module, kinds, config)
+        name = found.names[-1]
+        stack = found.parameter
+        reason = _why_no_stack(module, stack, config) if stack else _why_not(name, module, kinds, config)
         if id(module) in inside:
             reason = "it is trained whole"
         elif module is output and not asked:
@@ -69,13 +84,11 @@ def select_linear(
         elif reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, past any adapter"
         if reason is None:
-            layers[found.name] = module
-        elif found.name in config.include:
-            raise CompatibilityError(
-                "lora", f"include must name layers that can be adapted, got {found.name}: {reason}"
-            )
+            layers[name] = module
+        elif not {*found.names}.isdisjoint(config.include):
+            raise CompatibilityError("lora", f"include must name layers that can be adapted, got {name}: {reason}")
         else:
-            left_out[found.name] = str(reason)
+            left_out[name] = str(reason)
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError("lora", "must match at least one linear layer that can be adapted", told)
@@ -101,6 +114,12 @@ def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], c
     return None
 
 
+def _why_no_stack(module: nn.Module, name: str, config: LoraConfig) -> str | None:
+    if name not in stacks_of(module):
+        return "its experts are not floating point"
+    return "dropout cannot act on the inputs of an expert's adapters" if config.dropout else None
+
+
 def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> dict[str, nn.Module]:
     names = {plain_name(name): module for name, module in model.named_modules()}
     whole: dict[str, nn.Module] = {}
@@ -118,6 +137,18 @@ def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> 
 
 
 def inject(
+    model: nn.Module, layers: dict[str, nn.Module], config: LoraConfig, generator: torch.Generator
+) -> dict[str, Any]:
+    """Put adapters on `layers`, and on stacked experts after them; return peft's layers and stacks by plain name."""
+    stacks = {name: module for name, module in layers.items() if isinstance(module, StackedExperts)}
+    linear: Any = {name: module for name, module in layers.items() if name not in stacks}
+    adapted = _inject(model, linear, config, generator) if linear else {}
+    return adapted | {
+        name: AdaptedStack(module, name.rpartition(".")[2], config, generator) for name, module in stacks.items()
+    }
+
+
+def _inject(
     model: nn.Module, layers: dict[str, nn.Linear], config: LoraConfig, generator: torch.Generator
 ) -> dict[str, Any]:
     """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name.
@@ -127,7 +158,7 @@ def inject(
 
     Args:
         model: Changed in place; everything but adapters stops requiring gradients.
-        layers: From `select_linear`.
+        layers: From `select_layers`.
         config: Rank, alpha, dropout and base.
         generator: On the CPU; the same on every rank.
 
@@ -226,11 +257,17 @@ def _are_translated(asked: Any, model: nn.Module) -> bool:
 
 def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the adapters (A of (rank, inputs), B of (outputs, rank)) of one of peft's layers."""
+    if isinstance(layer, AdaptedStack):
+        return layer.factors.A, layer.factors.B
     return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
 
 
 def base_weight(layer: Any) -> Tensor:
     """Return the frozen weight under the adapters, in float and as it lies in the user's layer."""
+    if isinstance(layer, AdaptedStack):
+        weight = layer.weight.detach()
+        quantises = is_quantized(layer.module) and layer.module.quantizer.bank.quantizing  # type: ignore[union-attr]
+        return on_qat_grid(layer.module, weight) if quantises else weight
     weight, user = float_weight(layer.base_layer), layer.user_layer
     return weight if layer.base_layer is user else from_rows(user, weight, weight)
 
@@ -249,6 +286,8 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     base = base_weight(layer)
     dtype = dtype or layer.plain.dtype
     wide = torch.promote_types(dtype, torch.float32)
+    if isinstance(layer, AdaptedStack):
+        return (base.to(wide) + layer.product(wide)).to(dtype)
     # BA is summed wide and only then rounded once, with the base: the product of 16-bit factors rounded alone would
     # lose more.
     added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
@@ -336,7 +375,7 @@ def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
 
 def release_(layer: Any) -> None:
     """Drop the user's float weight, of which the frozen base was made, once and for all."""
-    if layer.base_layer is not layer.user_layer:
+    if not isinstance(layer, AdaptedStack) and layer.base_layer is not layer.user_layer:
         weight = layer.user_layer.weight
         # Emptied, not deleted: the parameter is still in the layer that comes back at the end.
         weight.data = weight.data.new_empty(0)
@@ -344,6 +383,9 @@ def release_(layer: Any) -> None:
 
 def restore_layer(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
     """Put the user's own layer back where `layer` still is, `weight` in its own parameter, None for what it has."""
+    if isinstance(layer, AdaptedStack):
+        layer.restore(weight)
+        return
     user: nn.Linear = layer.user_layer
     path = next((path for path, module in model.named_modules() if module is layer), None)
     if path is None:  # somebody replaced it

@@ -23,10 +23,11 @@ from shared_core.lora.adapters import (
     merged_weight,
     release_,
     restore_layer,
-    select_linear,
+    select_layers,
     user_layers,
 )
 from shared_core.lora.config import LoraConfig
+from shared_core.lora.expert_adapters import AdaptedStack
 from shared_core.lora.quantized_base import frozen_tensors, library, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
@@ -75,6 +76,7 @@ class Lora(Technique):
         self._undo: Undo = []
         self._required: list[tuple[nn.Module, str, bool]] = []
         self._told: dict[str, dict[str, Any]] = {}
+        self._stacks: list[str] = []
         self._parameters = {"trained_parameters": 0, "adapter_parameters": 0, "frozen_parameters": 0}
         self._device = torch.device("cpu")
         self._last: dict[str, Any] | None = None
@@ -107,7 +109,7 @@ class Lora(Technique):
                 "model must not be sharded yet, got one that is: adapters made now would not be",
                 "attach before fully_shard, with strategy eff_fsdp in Lightning",
             )
-        layers, trained_whole, self.left_out = select_linear(model, self.config)
+        layers, trained_whole, self.left_out = select_layers(model, self.config)
         self.whole = list(trained_whole)
         self._model = model
         # Of before: injecting adds parameters and freezes others.
@@ -137,9 +139,15 @@ class Lora(Technique):
             "frozen_parameters": counts - in_whole,
         }
         self._told = {name: self._measure(layer) for name, layer in self.layers.items()}
+        stacks = self._stacks = [name for name, layer in self.layers.items() if isinstance(layer, AdaptedStack)]
+        if stacks and self.config.base != "none":
+            context.note(
+                f"lora: base {self.config.base} is of linear layers; the experts' stacks stay as they are under their "
+                f"adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
+            )
 
     def _measure(self, layer: Any) -> dict[str, Any]:
-        weight = layer.user_layer.weight.detach()
+        weight = (layer if isinstance(layer, AdaptedStack) else layer.user_layer).weight.detach()
         ratio = sqnr(weight, base_weight(layer))
         return {
             "bytes_before": weight.nbytes,
@@ -169,7 +177,8 @@ class Lora(Technique):
 
     def holds(self) -> Mapping[str, nn.Module | Tensor]:
         """Return the layers, and their own weights."""
-        return self.layers | {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
+        linear = {name: layer for name, layer in self.layers.items() if not isinstance(layer, AdaptedStack)}
+        return linear | {_key(name, layer): layer.base_layer.weight for name, layer in self.layers.items()}
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that get adapters, without what those add; others are trained whole."""
@@ -206,7 +215,7 @@ class Lora(Technique):
         self._device = first.plain.device
         # One product in the chosen base: bitsandbytes finds out here, not in the first step, whether its kernels
         # load.
-        if self.config.base != "none":
+        if self.config.base != "none" and not isinstance(first, AdaptedStack):
             with on_device(self._device, self.config.base), torch.no_grad():
                 first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
         # From here on the float weights are not needed: this is where memory falls.
@@ -216,6 +225,12 @@ class Lora(Technique):
 
     def _check_wrapping(self) -> None:
         for name, layer in self.layers.items():
+            if isinstance(layer, AdaptedStack) and is_sharded(layer.weight):
+                raise CompatibilityError(
+                    "lora",
+                    f"{name} must not be sharded, got a stack of experts that is: its adapters would be gathered apart",
+                    "skip it, or train in DDP",
+                )
             if hasattr(layer, "set_reshard_after_forward"):
                 raise CompatibilityError(
                     "lora",
@@ -260,7 +275,7 @@ class Lora(Technique):
             told = self._told[name]
             told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
             told["merge_error"] = relative_error(exact, whole(merged))
-            if self.config.requantize:
+            if self.config.requantize and not isinstance(layer, AdaptedStack):
                 # Rounding after training: no gradient has seen it, so its cost is told.
                 merged = self._on_grid(layer, merged)
                 told |= _cost(exact, merged)
@@ -271,10 +286,17 @@ class Lora(Technique):
 
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
         """Return that merged weights stay what they are, and that no adapter is left."""
-        names = [entry["name"] for entry in report["per_layer"]]
-        merged = {f"{name}.weight": Same() for name in names}
-        left = {f"{name}.lora_{which}.default.weight": Gone() for name in names for which in "AB"}
-        return {**merged, **left}
+        claims: dict[str, Claim] = {}
+        for entry in report["per_layer"]:
+            name = entry["name"]
+            if name in self._stacks:
+                module, _, stack = name.rpartition(".")
+                claims[name] = Same()
+                claims |= {f"{module}.lora_{stack}.{which}": Gone() for which in "AB"}
+            else:
+                claims[f"{name}.weight"] = Same()
+                claims |= {f"{name}.lora_{which}.default.weight": Gone() for which in "AB"}
+        return claims
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict, whose weights are merged already, rounded to the base's grid if asked to."""
@@ -282,7 +304,8 @@ class Lora(Technique):
             return state_dict
         baked = dict(state_dict)
         for name, layer in self.layers.items():
-            baked[f"{name}.weight"] = self._on_grid(layer, baked[f"{name}.weight"])
+            if not isinstance(layer, AdaptedStack):
+                baked[f"{name}.weight"] = self._on_grid(layer, baked[f"{name}.weight"])
         return baked
 
     def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
@@ -356,6 +379,10 @@ class Lora(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
+
+
+def _key(name: str, layer: Any) -> str:
+    return name if isinstance(layer, AdaptedStack) else f"{name}.weight"
 
 
 def _copy(tensor: Tensor) -> Tensor:

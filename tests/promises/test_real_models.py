@@ -67,7 +67,7 @@ COUNTED = {
     "prune": check_prune,
     "cluster": check_share,
     "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding, StackedExperts)),
-    "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
+    "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1 + 2 * len(layers_of(StackedExperts)),
     "distill": lambda told, weights: told["batches"] == STEPS and "warning" not in told,
     "checkpointing": lambda told, weights: told["recomputations"] == STEPS * told["blocks"] > 0,
     "primary_weights": lambda told, weights: (
@@ -106,12 +106,13 @@ EXPERTS = {
     "prune+qat": {"prune": {**GROWING, "scope": "local"}, "qat": {"scheme": "int8_dynamic", "begin": 2}},
     "qat-int4": {"qat": {"scheme": "int4_weight", "begin": 2}},
     "lottery": {"lottery": {"rewind_to": 2}},
+    "lora": {"lora": {"rank": 2, "base": "none"}},
 }
 """Recipes whose techniques reach stacked experts."""
 
 
 def check_stacks(key, told, stacked):
-    """Recount zeros and codes in the experts of a file."""
+    """Recount zeros, codes and the ranks of what was added in the experts of a file."""
     for name, weight in stacked.items():
         if "prune" in told:
             (found,) = (one for one in told["prune"]["tensors"] if one["name"].removeprefix("net.") == name)
@@ -119,6 +120,11 @@ def check_stacks(key, told, stacked):
             assert all(zero >= pruned > 0 for zero, pruned in zip(zeros, found["experts"], strict=True))
         if "lottery" in told:
             assert (weight == 0).any((1, 2)).all()
+        if "lora" in told:
+            (found,) = (one for one in told["lora"]["per_layer"] if one["name"].removeprefix("net.") == name)
+            added = weight - stacks(promise_table.make_net())[name]
+            assert found["adapter_size"] > 0
+            assert all(torch.linalg.matrix_rank(one, rtol=1e-4) <= 2 for one in added)
         if "qat" in told:
             (found,) = (one for one in told["qat"]["per_layer"] if one["name"].endswith("experts"))
             assert found["input"] == ("none" if key == "qat-int4" else "token")
@@ -145,12 +151,12 @@ def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
 
     options = {"max_steps": STEPS, "batch": BATCH, "save_every": 1}
     ends = {"bare": run_bare(recipe())}
-    for name, run in (("hf", run_hf), ("lightning", run_lightning)):
-        ends[name] = whole = run(recipe(), tmp_path / name, **options)
+    for name, run, own in (("hf", run_hf, {"seed": 0}), ("lightning", run_lightning, {})):
+        ends[name] = whole = run(recipe(), tmp_path / name, **options | own)
         assert difference(ends["bare"].weights, whole.weights) is None, name
         stop = 2 if name == "hf" else 4  # within an epoch, at its end
         resumed = tmp_path / f"{name}-again"
-        again = run(recipe(), resumed, resume=copied(whole, stop, resumed), **options)
+        again = run(recipe(), resumed, resume=copied(whole, stop, resumed), **options | own)
         assert difference(saved_state(whole.checkpoints[STEPS]), saved_state(again.checkpoints[STEPS])) is None, name
         check_plain(name, whole.checkpoints[STEPS], factorised=False)
         whole.model.save_pretrained(tmp_path / f"{name}-final")

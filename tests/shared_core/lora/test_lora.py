@@ -13,7 +13,7 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.lora import LoraConfig
 from shared_core.lora import quantized_base as lora_base
-from shared_core.lora.adapters import adapters, select_linear
+from shared_core.lora.adapters import adapters, select_layers
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, on_grid
 from shared_core.numerics.noise import sqnr
 
@@ -376,8 +376,8 @@ class Looked(nn.Module):
 
 
 def test_layers_that_are_looked_at_are_adapted_and_those_whose_weights_are_used_are_not():
-    layers, _, _ = select_linear(Looked(), LoraConfig(rank=2, base="none", include=("first", "third")))
+    layers, _, _ = select_layers(Looked(), LoraConfig(rank=2, base="none", include=("first", "third")))
     assert [*layers] == ["first", "third"]
-    _, _, left_out = select_linear(Looked(), LoraConfig(rank=2, base="none"))
+    _, _, left_out = select_layers(Looked(), LoraConfig(rank=2, base="none"))
     assert left_out["second"] == "Looked computes with its weight itself, past any adapter"
     assert "first" not in left_out

@@ -1,0 +1,112 @@
+"""Adapters on stacked experts: a pair of factors an expert, merged in every checkpoint, as peft adds them."""
+
+import json
+
+import pytest
+import torch
+from mixtures import KINDS, fit, losses, mixture, rows, stacks
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from shared_core import Recipe, Session
+from shared_core.errors import CompatibilityError, MatchError
+from shared_core.lora.adapters import adapters
+
+EXPERTS = "model.layers.0.mlp.experts"
+STACKS = [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
+IDS = torch.stack([row["input_ids"] for row in rows(2)])
+LORA = {"rank": 2, "base": "none"}
+
+
+def attached(net, **options):
+    session = Session(Recipe.from_dict({"lora": {**LORA, **options}, "allow_partial": True}))
+    session.attach(net)
+    return session, session.techniques["lora"]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_expert_has_factors_of_its_own_and_computes_as_pefts_parameters_do(kind, implementation):
+    net, other = mixture(kind), mixture(kind)
+    for model in (net, other):
+        model.set_experts_implementation(implementation)
+    plain = [*net.state_dict()]
+    session, lora = attached(net, include=("*.experts",))
+    assert list(lora.layers) == STACKS
+    assert {name for name, one in net.named_parameters() if one.requires_grad} == {
+        f"{EXPERTS}.lora_{stack}.{factor}" for stack in ("gate_up_proj", "down_proj") for factor in "AB"
+    }
+    theirs = get_peft_model(
+        other,
+        LoraConfig(
+            r=2,
+            lora_alpha=32,
+            target_modules=[],
+            target_parameters=[name.removeprefix("model.layers.0.") for name in STACKS],
+        ),
+    )
+    wrapped = {module.parameter_name: module for module in theirs.modules() if hasattr(module, "parameter_name")}
+    with torch.no_grad():
+        for name, layer in lora.layers.items():
+            a, b = adapters(layer)
+            b.normal_()
+            mine = wrapped[name.rpartition(".")[2]]
+            mine.lora_A["default"].weight.copy_(a.flatten(0, 1))
+            mine.lora_B["default"].weight.copy_(b.permute(1, 2, 0).flatten(1))
+    found, expected = net(IDS, labels=IDS), theirs(IDS, labels=IDS)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    found.loss.backward()
+    expected.loss.backward()
+    for name, layer in lora.layers.items():
+        mine = wrapped[name.rpartition(".")[2]]
+        torch.testing.assert_close(adapters(layer)[0].grad.flatten(0, 1), mine.lora_A["default"].weight.grad)
+    state = net.state_dict()
+    assert [*state] == plain
+    merged = mixture(kind)
+    merged.load_state_dict(state)
+    torch.testing.assert_close(merged(IDS).logits, found.logits, rtol=1e-4, atol=1e-5)
+    net.load_state_dict(state)  # a merged stack becomes the base
+    assert not any(adapters(layer)[1].any() for layer in lora.layers.values())
+    session.detach()
+    assert type(net.get_submodule(EXPERTS)) is type(merged.get_submodule(EXPERTS))
+    assert [*net.state_dict()] == plain == [name for name, _ in net.named_parameters()]
+
+
+@pytest.mark.parametrize("recipe", [{}, {"qat": {"scheme": "int8_dynamic", "begin": 2}}], ids=["alone", "qat"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_adapters_alone_saves_merged_stacks_and_resumes_exactly(kind, recipe, tmp_path):
+    recipe = {"lora": LORA} | recipe
+    whole = fit(kind, recipe, tmp_path / "whole")
+    assert losses(whole)[-1] < losses(whole)[0]
+    again = fit(kind, recipe, tmp_path / "again", tmp_path / "whole" / "checkpoint-4")
+    state, start = whole.model.state_dict(), mixture(kind)
+    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in state.items())
+    assert type(whole.model.get_submodule(EXPERTS)) is type(start.get_submodule(EXPERTS))
+    receipt = json.loads((tmp_path / "whole" / "eff_receipt.json").read_text())
+    told = {layer["name"]: layer["adapter_size"] for layer in receipt["techniques"]["lora"]["per_layer"]}
+    assert all(told[name] > 0 for name in STACKS)
+    for name, weight in stacks(whole.model).items():
+        change = weight - stacks(start)[name]
+        if not recipe.get("qat"):
+            assert all(torch.linalg.matrix_rank(each, rtol=1e-4) <= 2 for each in change)
+        else:
+            codes = weight / (weight.abs().amax(2, keepdim=True) / 127)
+            torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
+    whole.save_model(str(tmp_path / "saved"))
+    for folder in ("saved", "whole/checkpoint-4"):
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(info.values())
+        if folder == "saved":
+            assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+def test_what_is_left_is_told(capsys):
+    session, lora = attached(mixture("mixtral"), include=("*.down_proj",))
+    assert list(lora.layers) == STACKS[1:]
+    session.detach()
+    with pytest.raises(MatchError, match=r"at least 50% of the weights .* must be within reach.*dropout cannot act on"):
+        Session(Recipe.from_dict({"lora": {**LORA, "dropout": 0.1}})).attach(mixture("mixtral"))
+    with pytest.raises(CompatibilityError, match=r"include must name .* got .*: dropout cannot act on the inputs of"):
+        attached(mixture("mixtral"), include=tuple(STACKS), dropout=0.1)
+    attached(mixture("mixtral"), base="nf4")
+    assert "base nf4 is of linear layers; the experts' stacks stay as they are" in capsys.readouterr().out
