@@ -47,7 +47,7 @@ def _in_one_copy(tensors: list[Tensor]) -> Iterator[Tensor]:
         yield from (tensor.to("cpu", copy=True) for tensor in tensors)
         return
     together = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
-    for tensor, part in zip(tensors, together.split([tensor.nbytes for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(together, [tensor.nbytes for tensor in tensors]), strict=True):
         # cloned: aligned to its type, and not held in memory by the others
         yield part.clone().view(tensor.dtype).view(tensor.shape)
 
