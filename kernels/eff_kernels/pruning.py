@@ -16,6 +16,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
 _PIECE = 1 << 19
 _NUMPY_FROM = 1 << 16
+_NUMPY_BUFFER = 1 << 10
 _HISTOGRAM_PIECE = 1 << 18
 _DIGIT = 16
 _SIGN = 1 << (_DIGIT - 1)
@@ -57,7 +58,11 @@ def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         bits = tensor.detach().view(_BITS[tensor.element_size()])
         if _numpy_is_faster(bits, mask):
             values = bits.numpy()
-            np.multiply(values, mask.numpy(), out=values)
+            size = np.setbufsize(_NUMPY_BUFFER)
+            try:
+                np.multiply(values, mask.numpy(), out=values)
+            finally:
+                np.setbufsize(size)
             # numpy writes behind autograd's back: a graph that saved this tensor must notice.
             torch.autograd.graph.increment_version(bits)
         else:
@@ -67,7 +72,8 @@ def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
     """Return whether a product by bool is large: there torch (2.13) widens all of it into a temporary in memory.
 
-    numpy widens by the few kilobytes: 1.3 times as fast with 32 bits, 1.5 times with 16, 2.5 times with 64.
+    numpy widens piece by piece, into a buffer that stays in the first cache: by 1,024 numbers about twice as fast as by
+    its own 8,192, with 16, 32 and 64 bits.
     """
     is_eager = type(bits) is Tensor and not torch.compiler.is_compiling()
     return bits.numel() > _NUMPY_FROM and is_eager and _lie_alike(bits, mask)

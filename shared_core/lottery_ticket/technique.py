@@ -263,7 +263,7 @@ class LotteryTicket(Technique):
         if context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
-            self._masks.apply()
+            self._masks.hold(context.optimizers)
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Nothing advances."""

@@ -232,12 +232,12 @@ class StraightThroughMasks(MaskPolicy):
             found = {name: local_part(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
             self._under.add_decay_(found, self.config.sr_ste)
 
-    def hold(self) -> None:
+    def hold(self, context: Context) -> None:
         """Hide what learned under the masks."""
         if self._learns:
             self._under.hide(self.weights, self.store.parts)
         else:
-            super().hold()
+            super().hold(context)
 
     def end_step(self) -> None:
         """Hide what was shown to an optimizer that skipped the step."""

@@ -49,6 +49,10 @@ class MaskStore(Mapping[str, Tensor]):
         self._packed: dict[str, Tensor] = {}
         self._masked: list[Tensor] = []
         self._masks: list[Tensor] = []
+        self.forgotten = False
+        """Whether optimizers hold zeros for every pruned weight."""
+        self._versions: list[int] = []
+        self._zeroed: list[tuple[Tensor, int]] = []
 
     @property
     def num_pruned(self) -> dict[str, int]:
@@ -95,6 +99,7 @@ class MaskStore(Mapping[str, Tensor]):
         self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
         self.parts = {**masks, **{name: part_of(mask, self.weights[name]) for name, mask in sharded.items()}}
         self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
+        self.forgotten, self._versions = False, []
 
     def packed(self) -> dict[str, Tensor]:
         """Return all masks, eight weights to a byte, as they are saved."""
@@ -104,6 +109,7 @@ class MaskStore(Mapping[str, Tensor]):
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
         if values is None:
             apply_mask_(self._held(self._masked), self._masks)
+            self._versions = [weight._version for weight in self._masked]
             return
         held = [name for name in self.parts if self.weights[name] in values]
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
@@ -123,6 +129,30 @@ class MaskStore(Mapping[str, Tensor]):
         except RuntimeError:
             refuse_sparse(self._where, live)
             raise
+        is_plain = not self._packed and len(live) == len(self._masked)
+        self._zeroed = [(gradient, gradient._version) for gradient in live] if is_plain else []
+
+    def hold(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Set every pruned weight to exactly +0.0 after a step; without a pass over the weights where all are so still.
+
+        A fused Adam or AdamW makes +0.0 of a weight, a gradient and moments that are +0.0. So nothing is left to do
+        after `apply_to_gradients` if since then, and since the last pass, nothing wrote into the weights, and nothing
+        but clipping into the gradients: torch counts what is written in place, but not a fused step.
+        """
+        zeroed, self._zeroed = self._zeroed, []
+        # one more write than of the masks: clipping's
+        untouched = bool(zeroed) and all(
+            weight.grad is gradient and gradient._version <= version + 1
+            for weight, (gradient, version) in zip(self._masked, zeroed, strict=True)
+        )
+        if not (untouched and all(map(keeps_zeros, optimizers))):
+            self.forgotten = False
+        elif not self.forgotten:
+            # of the steps before, in which the gradients of pruned weights were not zeroed
+            clear_moments_(optimizers, self.weights, self.parts)
+            self.forgotten, self._versions = True, []
+        if not self.forgotten or self._versions != [weight._version for weight in self._masked]:
+            self.apply()
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return what this process holds of the weights, or of their gradients."""
@@ -213,6 +243,21 @@ def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
+
+    ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 whatever the weight's type.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> [keeps_zeros(torch.optim.AdamW([weight], eps=eps, fused=True)) for eps in (1e-8, 0.0)]
+        [True, False]
+    """
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] and group["eps"] > _SMALLEST for group in optimizer.param_groups
+    )
+
+
 @torch.no_grad()
 def clear_moments_(
     optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
@@ -251,6 +296,7 @@ def clear_moments_(
                     value.masked_fill_(~mask.to(value.device), zero)
 
 
+_SMALLEST = torch.finfo(torch.float32).tiny
 NOTES = {
     "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
     "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted; other patterns make files smaller.",
@@ -320,9 +366,9 @@ class MaskPolicy:
         if self.store and context.gradients_mix:
             self.store.apply_to_gradients()
 
-    def hold(self) -> None:
+    def hold(self, context: Context) -> None:
         """The step was applied and masks stay: undo what momentum and weight decay did under them."""
-        self.store.apply()
+        self.store.hold(context.optimizers)
 
     def end_step(self) -> None:
         """Forget what the step showed, whether it was applied or skipped."""
@@ -376,12 +422,14 @@ class MaskPolicy:
     def take(self, context: Context, masks: Mapping[str, Tensor]) -> None:
         """Put new masks in place of those there were."""
         before = dict(self.store.parts)
+        forgotten = self.store.forgotten or not before
         self.store.set(masks)
         # Of those that changed alone: moments that grew again under older zeros reach no live weight, and AdamW's
         # square root is several times slower on zeros (torch 2.13, CPU). Grown again, a weight starts without moments.
         for name, part in self.store.parts.items():  # one by one: few more than the masks are held at a time
             live = before.pop(name).eq(part) if name in before else part
             clear_moments_(context.optimizers, {name: self.store.weights[name]}, {name: live})
+        self.store.forgotten = forgotten
         self.store.apply()
 
     def freeze(self, context: Context) -> None:

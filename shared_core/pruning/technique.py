@@ -180,7 +180,7 @@ class Pruning(Technique):
         if self._schedule.is_due(context.step) and context.step != self._last_update:
             self._update(context)
         else:
-            self._policy.hold()
+            self._policy.hold(context)
         self._policy.end_step()
 
     def skipped_optimizer_step(self, context: Context) -> None:
@@ -192,6 +192,7 @@ class Pruning(Technique):
     @contextlib.contextmanager
     def saving(self, context: Context, baked: bool) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
+        self._policy.store.apply()  # what is saved holds zeros, also after writes that torch does not count (``.data``)
         self._policy.gather()
         try:
             yield

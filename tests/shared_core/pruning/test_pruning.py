@@ -13,6 +13,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.pruning import PruneConfig, prune_masks
+from shared_core.pruning.masks import MaskStore
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -104,6 +105,86 @@ def test_moments_of_pruned_weights_are_cleared_at_the_update(optimizer):
             assert moment[~zero].all()
 
 
+def counting_passes(monkeypatch):
+    """Return a list that gets an entry for each pass over the weights."""
+    passes, apply = [], MaskStore.apply
+    monkeypatch.setattr(MaskStore, "apply", lambda self, *args: (passes.append(1), apply(self, *args))[1])
+    return passes
+
+
+UPDATES = {"begin": 5, "end": 20, "every": 5}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"amsgrad": True, "lr": torch.tensor(0.01)}]
+)
+def test_a_fused_step_keeps_zeros_by_itself_with_the_weights_of_a_pass_after_it(monkeypatch, kind, options):
+    passes, found = counting_passes(monkeypatch), {}
+    for alone in (True, False):
+        if not alone:
+            monkeypatch.setattr("shared_core.pruning.masks.keeps_zeros", lambda optimizer: False)
+        model = make_net()
+        session, opt = make_session(model, lambda p: kind(p, **{"lr": 0.01, **options}, fused=True), **UPDATES)
+        train(session, opt, model, range(22))
+        passes.clear()
+        train(session, opt, model, range(22, 40))
+        assert len(passes) == (0 if alone else 18)
+        found[alone] = model.state_dict()
+        assert all(is_positive_zero(parameter.detach()[parameter == 0]) for parameter in model.parameters())
+    assert all(torch.equal(found[True][name], value) for name, value in found[False].items())
+
+
+def _into_a_gradient(model, opt):
+    model[0].weight.grad.add_(1.0)
+
+
+def _another_gradient(model, opt):
+    model[0].weight.grad = model[0].weight.grad + 1.0
+
+
+def _into_a_weight(model, opt):
+    with torch.no_grad():
+        model[3].weight.add_(1.0)
+
+
+def _frozen(model, opt):
+    model[0].weight.grad = None
+
+
+def _without_epsilon(model, opt):
+    opt.param_groups[0]["eps"] = 0.0
+
+
+def _unfused(model, opt):
+    opt.param_groups[0]["fused"] = False
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "change", [_into_a_gradient, _another_gradient, _into_a_weight, _frozen, _without_epsilon, _unfused]
+)
+def test_what_writes_between_masks_and_step_does_not_bring_weights_back(change, before):
+    model = make_net()
+    session, opt = make_session(model, OPTIMIZERS["adamw_fused"], schedule="one_shot", begin=2)
+    train(session, opt, model, range(5))
+    dead = zeros(model)
+    for step in range(5, 12):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        session.loss(model(x).square().mean()).backward()
+        session.before_optimizer_step()
+        if before and step == 7:
+            change(model, opt)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        if not before and step == 7:
+            change(model, opt)
+        session.after_optimizer_step()
+        opt.zero_grad()
+        for name, parameter in model.named_parameters():
+            assert name not in dead or is_positive_zero(parameter.detach()[dead[name]]), (step, name)
+
+
 def test_a_later_update_clears_the_moments_of_newly_pruned_weights_alone():
     model = make_net()
     session, opt = make_session(
@@ -135,7 +216,7 @@ def test_the_survivors_are_the_largest_weights_of_that_step():
 
 
 @pytest.mark.parametrize("stop", [1, 4, 5, 9, 10, 13, 20, 21, 30])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_fused"])
 def test_resume_is_bit_exact(stop, optimizer, tmp_path):
     options = {"begin": 5, "end": 20, "every": 5, "scope": "local", "initial_sparsity": 0.1}
     whole = make_net()
