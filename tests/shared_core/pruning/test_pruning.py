@@ -3,7 +3,6 @@
 import copy
 import pathlib
 import sys
-from functools import partial
 
 import pytest
 import torch
