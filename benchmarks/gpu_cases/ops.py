@@ -5,12 +5,13 @@ Peers are what one would write in torch, the same under torch.compile, torch's o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from eff_kernels.loss_scaling import count_magnitudes, unscale_and_count_
+from eff_kernels.loss_scaling import count_magnitudes, unscale_with_largest_
 from eff_kernels.masks import pack_bits, unpack_bits
 from eff_kernels.pruning import apply_mask_
 from eff_kernels.quantization.affine import fake_quantize, fake_quantize_symmetric
@@ -183,7 +184,7 @@ def lsq(at: At, channels: bool) -> Case:
     )
 
 
-def magnitudes(at: At, unscaled: bool = False) -> Case:
+def magnitudes(at: At) -> Case:
     """Return the count of gradients by power of two, of zeros and of what underflows, and the largest."""
     width, layers = at.size(4096, 1024, 16), at.size(16, 8, 3)
     grads = [at.randn(width, width, dtype=torch.float32) for _ in range(layers)]
@@ -199,30 +200,42 @@ def magnitudes(at: At, unscaled: bool = False) -> Case:
             found.append((histogram, zeros, (magnitude < threshold).sum() - zeros, magnitude.amax()))
         return found
 
-    # a factor of 1, so that repeated calls see the same numbers
-    found_inf, factor = torch.zeros(1, device=at.device), torch.ones(1, device=at.device)
-
     def ours() -> list[Tensor]:
-        if unscaled:
-            counts = unscale_and_count_(grads, found_inf, factor, threshold)
-        else:
-            counts = count_magnitudes(grads, threshold)
+        counts = count_magnitudes(grads, threshold)
         return [counts.histogram, counts.zeros, counts.small, counts.amax]
 
     def columns(function: Callable[..., Any]) -> Call:
         def call() -> list[Tensor]:
-            if unscaled:
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
             return [torch.stack(parts) for parts in zip(*function(grads), strict=True)]
 
         return call
 
     peers = {"eager": columns(plain), **{name: columns(f) for name, f in at.compiled("compiled", plain).items()}}
     return Case(
-        f"{'unscaling, check and ' if unscaled else ''}telemetry of {layers} gradients, {shape_of(grads[0])}",
+        f"telemetry of {layers} gradients, {shape_of(grads[0])}",
         ours,
         peers,
-        moved=(2 if unscaled else 1) * sum(grad.nbytes for grad in grads),
+        moved=sum(grad.nbytes for grad in grads),
+    )
+
+
+def unscaling(at: At) -> Case:
+    """Return what the scaler of kind auto asks of gradients: unscaled, whether all are finite, the largest."""
+    width, layers = at.size(4096, 1024, 16), at.size(16, 8, 3)
+    grads = [at.randn(width, width, dtype=torch.float32) for _ in range(layers)]
+    # a factor of 1, so that repeated calls see the same numbers
+    found_inf, factor = torch.zeros(1, device=at.device), torch.ones(1, device=at.device)
+
+    def eager() -> list[Tensor]:
+        largest = torch.stack(torch._foreach_norm(grads, math.inf)).max()
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        return [largest]
+
+    return Case(
+        f"unscaling, check and largest of {layers} gradients, {shape_of(grads[0])}",
+        lambda: [unscale_with_largest_(grads, found_inf, factor)],
+        {"eager": eager},
+        moved=2 * sum(grad.nbytes for grad in grads),
     )
 
 
@@ -331,7 +344,7 @@ OPERATIONS: tuple[Callable[[At], Case], ...] = (
     partial(lsq, channels=False),
     partial(lsq, channels=True),
     magnitudes,
-    partial(magnitudes, unscaled=True),
+    unscaling,
     masking,
     two_four,
     threshold,

@@ -290,7 +290,7 @@ def measure(quick: bool) -> list[Row]:
         plain_loop(16, 1.10, width=width, rounds=rounds),
         plain_loop(128, 1.03, width=width, rounds=rounds),
         plain_loop(16, clip=True, width=width, rounds=rounds // 2),
-        plain_loop(16, clip=True, fused=True, width=width, rounds=rounds // 2),
+        plain_loop(16, 1.05, clip=True, fused=True, width=width, rounds=rounds // 2),
         with_updates(width, 3 if quick else 9),
         memory(width),
         threshold(width, 3 if quick else 9),

@@ -292,8 +292,7 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
         (tensor(8.), tensor([ 2., -4.]), tensor([0.]))
     """
     if _runs_in_one_launch(grads, found_inf, inv_scale):
-        _, rest = unscale_and_scan_(list(grads), found_inf, inv_scale, 0)
-        bits = rest[:, 2].max().to(torch.int32)
+        bits = unscale_and_scan_(list(grads), found_inf, inv_scale).max().to(torch.int32)
         return torch.where(bits < INFINITY, bits, 0).view(torch.float32)
     local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
     norms = torch._foreach_norm([grad for grad in local if grad.numel()] or [inv_scale.new_zeros(1)], math.inf)
@@ -303,60 +302,25 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
     return largest
 
 
-@torch.no_grad()
-def unscale_and_count_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, threshold: float) -> Magnitudes:
-    """Multiply gradients in place and return `count_magnitudes` of the products.
-
-    For loops that count in every step: ``loss_scale`` counts once in `telemetry_every` steps, by `count_magnitudes`.
-
-    Args:
-        grads: Floating point, any shapes, at least one, all on one device and of one dtype.
-        found_inf: float32 ``[1]``, set to 1 where an element is not finite before, else left.
-        inv_scale: float32 ``[1]``.
-        threshold: What is nonzero and below it counts as small; a normal float32, > 0.
-
-    Raises:
-        ValueError: If the threshold is not such a number.
-
-    Example:
-        >>> grad, found_inf = torch.tensor([0.0, 2.0, -8.0]), torch.zeros(1)
-        >>> counts = unscale_and_count_([grad], found_inf, torch.tensor([0.25]), 1.0)
-        >>> counts.zeros.item(), counts.small.item(), counts.amax.item(), grad
-        (1, 1, 2.0, tensor([ 0.0000,  0.5000, -2.0000]))
-    """
-    bound = bits_of_threshold(threshold)
-    if _runs_in_one_launch(grads, found_inf, inv_scale):
-        return as_magnitudes(*unscale_and_scan_(list(grads), found_inf, inv_scale, bound))
-    return as_magnitudes(*_unscale_and_scan(list(grads), found_inf, inv_scale, bound))
-
-
 def _runs_in_one_launch(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> bool:
     return runs_in_one_launch(grads, [found_inf, inv_scale]) and all(grad.dtype in _DTYPES for grad in grads)
 
 
 @torch.library.custom_op("eff_kernels::unscale_and_scan_", mutates_args={"grads", "found_inf"})
-def unscale_and_scan_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """Unscale and count as one operator; a bound of 0: only the bits of the largest before, infinity for NaN."""
+def unscale_and_scan_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Tensor:
+    """Unscale as one operator; return the bits of each tensor's largest magnitude before, those of infinity for NaN."""
     if not grads[0].is_cuda:
-        return _unscale_and_scan(grads, found_inf, inv_scale, bound)
-    from eff_kernels._triton.loss_scaling import scan_triton_
+        # clamp: NaN's bits lie above infinity's; both say "not finite" alike.
+        bits = [(grad.float().view(torch.int32) & MAGNITUDE).view(-1) for grad in grads]
+        largest = [each.max().clamp(max=INFINITY) if each.numel() else each.new_zeros(()) for each in bits]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        return torch.stack(largest).long()
+    from eff_kernels._triton.loss_scaling import unscale_triton_
 
     with torch.cuda.device(grads[0].device):
-        return scan_triton_(grads, bound, found_inf, inv_scale)
+        return unscale_triton_(grads, found_inf, inv_scale)
 
 
 @unscale_and_scan_.register_fake
-def _(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    histogram = found_inf.new_empty(len(grads), NUM_BINS, dtype=torch.int64)
-    return histogram, histogram.new_empty(len(grads), 3)
-
-
-def _unscale_and_scan(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    histogram = torch.zeros(len(grads), NUM_BINS, dtype=torch.int64, device=found_inf.device)
-    rest = histogram.new_zeros(len(grads), 3)
-    if not bound:
-        for row, grad in zip(rest, grads, strict=True):
-            # clamp: NaN's bits lie above infinity's; both say "not finite" alike.
-            row[2] = (grad.float().view(torch.int32) & MAGNITUDE).max().clamp(max=INFINITY) if grad.numel() else 0
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-    return count_magnitudes_of(grads, bound) if bound else (histogram, rest)
+def _(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Tensor:
+    return found_inf.new_empty(len(grads), dtype=torch.int64)

@@ -149,7 +149,7 @@ class MaskStore(Mapping[str, Tensor]):
             self.forgotten = False
         elif not self.forgotten:
             # of the steps before, in which the gradients of pruned weights were not zeroed
-            clear_moments_(optimizers, self.weights, self.parts)
+            clear_moments_(optimizers, {name: self.weights[name] for name in self.parts}, self.parts)
             self.forgotten, self._versions = True, []
         if not self.forgotten or self._versions != [weight._version for weight in self._masked]:
             self.apply()

@@ -203,7 +203,7 @@ def distillation_measured(dtype: torch.dtype) -> Iterator[Measured]:
 
 
 def loss_scaling_sweep() -> Iterator[Call]:
-    from eff_kernels._triton.loss_scaling import count_exponents_triton, scan_triton_
+    from eff_kernels._triton.loss_scaling import count_exponents_triton, scan_triton_, unscale_triton_
 
     scalar = empty(1, dtype=F)
     for dtype in (*DTYPES, torch.float64):
@@ -211,8 +211,7 @@ def loss_scaling_sweep() -> Iterator[Call]:
             tensors = [flat(count, dtype, count % 2) for count in counts]
             for bound in (1, 1 << 23):
                 yield lambda t=tensors, b=bound: scan_triton_(t, b)
-            for bound in (0, 1, 1 << 23):
-                yield lambda t=tensors, b=bound: scan_triton_(t, b, scalar, scalar)
+            yield lambda t=tensors: unscale_triton_(t, scalar, scalar)
             if dtype in _PATTERNS:
                 bits, mantissa, exponent = _PATTERNS[dtype]
                 for count in counts:
@@ -221,19 +220,18 @@ def loss_scaling_sweep() -> Iterator[Call]:
 
 
 def loss_scaling_measured(dtype: torch.dtype) -> Iterator[Measured]:
-    from eff_kernels._triton.loss_scaling import count_exponents_triton, scan_triton_
+    from eff_kernels._triton.loss_scaling import count_exponents_triton, scan_triton_, unscale_triton_
 
     size, scalar = dtype.itemsize, empty(1, dtype=F)
     even, odd = [flat(N * N, dtype)], [flat(N * N + 1, dtype)]
-    yield Measured("unscale and count", lambda: scan_triton_(even, 1 << 23, scalar, scalar), N * N, (2 * size,), size)
     bits, mantissa, exponent = _PATTERNS[dtype]
     values = flat(N * N, bits)
     yield Measured("exponents", lambda: count_exponents_triton(values, mantissa, exponent), N * N, (size,), size)
     if dtype != H:
-        yield Measured("unscale", lambda: scan_triton_(even, 0, scalar, scalar), N * N, (2 * size,), size)
+        yield Measured("unscale", lambda: unscale_triton_(even, scalar, scalar), N * N, (2 * size,), size)
     if dtype == B:
         yield Measured("count", lambda: scan_triton_(even, 1 << 23), N * N, (size,), size)
-        yield Measured("unscale odd", lambda: scan_triton_(odd, 0, scalar, scalar), N * N, (2 * size,), size, False)
+        yield Measured("unscale odd", lambda: unscale_triton_(odd, scalar, scalar), N * N, (2 * size,), size, False)
 
 
 def masks_sweep() -> Iterator[Call]:

@@ -40,7 +40,6 @@ def _scan(
     rest: tl.tensor,
     bound: tl.tensor,
     unscaled: tl.constexpr,
-    counted: tl.constexpr,
     aligned: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
@@ -65,20 +64,17 @@ def _scan(
             if highest >= 0x7F800000:
                 # Every program that finds one stores the same number: no atomic is needed.
                 tl.store(found_inf, 1.0)
-            if not counted:
-                largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
+            largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
             # Multiplied in float32 and rounded once to the gradient's type, as torch's own kernel does.
             x = (x.to(tl.float32) * factor).to(x.dtype)
             tl.store(values + places, x, mask=inside)
-            # Counted is what was stored, after its rounding.
-            bits = magnitude_bits(x)
-        if counted:
+        else:
             bins += tl.histogram(bits >> 23, 256, mask=inside)
             zeros += tl.sum((inside & (bits == 0)).to(tl.int32), 0)
             # Columns tell magnitudes apart by powers of two only; the threshold may lie between them.
             small += tl.sum(((bits > 0) & (bits < bound)).to(tl.int32), 0)
             largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 0))
-    if counted:
+    if not unscaled:
         columns = tl.arange(0, 256)
         tl.atomic_add(histogram + index * 256 + columns, bins.to(tl.int64), mask=bins > 0)
         tl.atomic_add(rest + index * 3, zeros.to(tl.int64))
@@ -122,50 +118,74 @@ if importlib.util.find_spec("triton") is not None:
 
 
 def scan_triton_(
-    tensors: Sequence[Tensor],
-    bound: int,
-    found_inf: Tensor | None = None,
-    inv_scale: Tensor | None = None,
-    block: int = _BLOCK,
-    tiles: int = _TILES,
+    tensors: Sequence[Tensor], bound: int, block: int = _BLOCK, tiles: int = _TILES
 ) -> tuple[Tensor, Tensor]:
     """Return the histogram, and beside it the zeros, the small ones and the bits of the largest, in one pass.
 
     Args:
-        tensors: Dense, float16, bfloat16, float32 or float64; multiplied in place where `inv_scale` is given.
-        bound: Bits of the float32 below which a magnitude is small; 0 for nothing but the largest there was before,
-            infinity for NaN.
-        found_inf: float32 ``[1]``, set to 1 where an element is not finite.
-        inv_scale: float32 ``[1]``.
+        tensors: Dense, float16, bfloat16, float32 or float64.
+        bound: Bits of the float32 below which a magnitude is small.
         block: Elements at a time, a power of two.
         tiles: How often a program takes so many.
 
     Returns:
         int64 ``[n, 256]`` and ``[n, 3]``.
     """
-    device = tensors[0].device
-    histogram = torch.zeros(len(tensors), _BINS, dtype=torch.int64, device=device)
-    rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
+    histogram = torch.zeros(len(tensors), _BINS, dtype=torch.int64, device=tensors[0].device)
+    rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=tensors[0].device)
+    _launch(tensors, rest, rest, histogram, rest, bound, False, block, tiles)
+    return histogram, rest
+
+
+def unscale_triton_(
+    grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, block: int = _BLOCK, tiles: int = _TILES
+) -> Tensor:
+    """Multiply in place in one pass; return the bits of the largest magnitude that was there, infinity for NaN.
+
+    Args:
+        grads: Dense, float16, bfloat16, float32 or float64.
+        found_inf: float32 ``[1]``, set to 1 where an element is not finite.
+        inv_scale: float32 ``[1]``.
+        block: Elements at a time, a power of two.
+        tiles: How often a program takes so many.
+
+    Returns:
+        int64 ``[n]``.
+    """
+    rest = torch.zeros(len(grads), 3, dtype=torch.int64, device=grads[0].device)
+    _launch(grads, inv_scale, found_inf, rest, rest, 0, True, block, tiles)
+    return rest[:, 2]
+
+
+def _launch(
+    tensors: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    histogram: Tensor,
+    rest: Tensor,
+    bound: int,
+    unscaled: bool,
+    block: int,
+    tiles: int,
+) -> None:
     chunk = tiles * block
     for part in tensor_tables(chunk, tensors):
         scan[(len(part.owners),)](
             part.table,
             part.owners,
             part.like[0],
-            rest if inv_scale is None else inv_scale,
-            rest if found_inf is None else found_inf,
+            inv_scale,
+            found_inf,
             histogram,
             rest,
             bound,
-            unscaled=inv_scale is not None,
-            counted=bound > 0,
+            unscaled=unscaled,
             aligned=part.is_aligned,
             chunk=chunk,
             block=block,
             num_warps=_WARPS,
             enable_fp_fusion=True,
         )
-    return histogram, rest
 
 
 def count_exponents_triton(

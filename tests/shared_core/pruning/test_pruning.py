@@ -119,13 +119,16 @@ UPDATES = {"begin": 5, "end": 20, "every": 5}
 @pytest.mark.parametrize(
     "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"amsgrad": True, "lr": torch.tensor(0.01)}]
 )
-def test_a_fused_step_keeps_zeros_by_itself_with_the_weights_of_a_pass_after_it(monkeypatch, kind, options):
+@pytest.mark.parametrize("granularity", ["unstructured", "neuron"])
+def test_a_fused_step_keeps_zeros_without_a_pass(monkeypatch, kind, options, granularity):
     passes, found = counting_passes(monkeypatch), {}
     for alone in (True, False):
         if not alone:
             monkeypatch.setattr("shared_core.pruning.masks.keeps_zeros", lambda optimizer: False)
         model = make_net()
-        session, opt = make_session(model, lambda p: kind(p, **{"lr": 0.01, **options}, fused=True), **UPDATES)
+        session, opt = make_session(
+            model, lambda p: kind(p, **{"lr": 0.01, **options}, fused=True), granularity=granularity, **UPDATES
+        )
         train(session, opt, model, range(22))
         passes.clear()
         train(session, opt, model, range(22, 40))
