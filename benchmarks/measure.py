@@ -35,6 +35,7 @@ LIBRARIES = (
     "pytorch-lightning",
     "torchao",
     "triton",
+    "trl",
     "liger-kernel",
     "numpy",
     "safetensors",

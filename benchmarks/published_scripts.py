@@ -175,7 +175,7 @@ def result(folder: Path, script: str, technique: str, code: int | None) -> dict[
     try:
         saved = Saved(out, folder / f"{script} {PLAIN}", folder / model, folder / teacher)
         told = "; ".join(recount(saved) for recount in RECOUNTS[technique][1])
-    except RecountError as error:
+    except (RecountError, OSError) as error:
         return {"status": "fails", "told": f"the saved files: {error}"}
     return {"status": "works", "told": told}
 

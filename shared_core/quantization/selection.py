@@ -14,7 +14,8 @@ from shared_core.modules.matching import Matched, match_modules, own_class, plai
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
 
-_BASE = ".base_layer"
+BASE = ".base_layer"
+"""How the name of a layer beneath PEFT's adapters ends."""
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"
 _ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
 
@@ -64,7 +65,7 @@ def select_layers(
         # an embedding and a head that share a weight quantise its rows alike
         if reason is None and any(owners[id(w)] > quantised[id(w)] for w in weights_of(found.module).values()):
             reason = "its weight is tied to another module, which would not be quantised"
-        own = found.name.removesuffix(_BASE)
+        own = found.name.removesuffix(BASE)
         if reason is None:
             layers[own if hasattr(adapted.get(own), "user_layer") else found.name] = found.module
         elif {found.name, own} & set(include) or (
@@ -97,7 +98,7 @@ def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]
         if pattern in ("first", "last"):
             reached += own[:1] if pattern == "first" else own[-1:]
             continue
-        bases = [name + _BASE for name in adapted if fnmatch.fnmatchcase(name, pattern)]
+        bases = [name + BASE for name in adapted if fnmatch.fnmatchcase(name, pattern)]
         reached += bases
         if not bases or any(fnmatch.fnmatchcase(name, pattern) for name in able):
             reached.append(pattern)
@@ -121,9 +122,9 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
             "load the model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip "
             "the layer",
         )
-    if isinstance(found.module, StackedExperts) and found.name.removesuffix(_BASE) in adapted:
+    if isinstance(found.module, StackedExperts) and found.name.removesuffix(BASE) in adapted:
         return "peft's adapters compute with the sum of its stacks and their own"
-    if any(getattr(adapted.get(found.name.removesuffix(_BASE)), "use_dora", {}).values()):
+    if any(getattr(adapted.get(found.name.removesuffix(BASE)), "use_dora", {}).values()):
         return "DoRA computes with its float weight too"
     return None
 

@@ -37,7 +37,7 @@ from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schedule import moments_told, resolve_moments
 from shared_core.quantization.schemes import SCHEMES, LayerScheme, layer_schemes
-from shared_core.quantization.selection import select_layers
+from shared_core.quantization.selection import BASE, select_layers
 
 
 class QuantizationAwareTraining(Technique):
@@ -98,6 +98,11 @@ class QuantizationAwareTraining(Technique):
         if floats := self.float_inputs:
             named = ", ".join(floats[:5])
             context.note(f"qat: {named} are quantised in their weights alone: inputs of these experts stay in float")
+        if any(name.endswith(BASE) for name in self.layers):
+            context.note(
+                "qat: PEFT saves adapters alone, without the rounded base that they are trained over: save "
+                "model.unload() too after training, or let lora take the place of PEFT's adapters, which it merges"
+            )
         self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
         # Tied modules: every key of the state dict leads to the layer whose quantiser knows the grid.

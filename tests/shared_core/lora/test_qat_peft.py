@@ -58,6 +58,13 @@ def test_bases_are_quantised_and_adapters_left_in_float_with_a_note():
     assert set(left_out.values()) == {"a LoRA adapter, trained in float over a quantised base"}
 
 
+@pytest.mark.parametrize(("model", "told"), [(wrapped, True), (net, False)])
+def test_it_is_told_that_saved_adapters_come_without_their_rounded_base(model, told):
+    ours = session()
+    ours.attach(model())
+    assert any("PEFT saves adapters alone, without the rounded base" in note for note in ours.notes) is told
+
+
 def test_forward_and_gradients_are_those_of_the_rounded_base_and_the_adapters():
     model, reference = wrapped(), wrapped().double()
     ours = run(model, scheme="int8_weight", weight_bits=4)

@@ -27,14 +27,15 @@ def attach(key, model, *, allow_partial=False, **options):
     return session
 
 
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
 @pytest.mark.parametrize("key", RECIPES)
-def test_adapters_and_what_is_beneath_them_are_refused(key, tmp_path, monkeypatch):
+def test_adapters_and_what_is_beneath_them_are_refused(key, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for include in ([], ["*.base_layer"]):
         with pytest.raises(
             CompatibilityError, match=f"{key}: weights must not be those of PEFT's adapters.*merge, and"
         ):
-            attach(key, wrapped(), include=include)
+            attach(key, wrapped(**options), include=include)
     assert not list(tmp_path.iterdir())
 
 
