@@ -437,6 +437,17 @@ def test_the_device_refuses_what_is_elsewhere(what):
 
 
 @on_pretended_device
+def told_of_tf32(device: PretendedDevice) -> str:
+    run = Run(device, CASES["matmul"].recipe, None, Path())
+    run.begin()
+    return run.session.techniques["matmul"].report()["reason"]
+
+
+def test_a_gpu_that_measures_as_without_tf32_is_not_said_to_lack_it():
+    assert "TF32, which this GPU has" in told_of_tf32()
+
+
+@on_pretended_device
 def tables(device: PretendedDevice) -> tuple[int, bool]:
     """Return how many copies a table takes that was made before, and whether that of a captured graph is kept."""
     weights = [torch.ones(16, device=CUDA)]
