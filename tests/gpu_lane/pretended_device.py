@@ -162,12 +162,14 @@ class PretendedDevice(TorchDispatchMode):
     Attributes:
         waits: By kind and place how often the host waited.
         launches: By operator how often one was launched on the device; views and allocations launch nothing.
+        fast: Products that sum in the tensor cores' own accumulator.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
         self.launches: collections.Counter[str] = collections.Counter()
+        self.fast = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.handle(func, args, kwargs or {})
@@ -204,6 +206,7 @@ class PretendedDevice(TorchDispatchMode):
                 return torch._library.custom_ops.OPDEFS[name]._init_fn(*args, **kwargs)
         if not _launches_nothing(func, name):
             self.launches[name] += 1
+            self.fast += _sums_fast(func, args, kwargs)
         if name == "c10d::allreduce_":
             return args[0], _work(args[0])
         out = _on_cpu(func, name, args, kwargs)
@@ -242,6 +245,12 @@ def _launches_nothing(func: Any, name: str) -> bool:
     aliases = [found.alias_info for found in func._schema.returns]
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return is_view or name.removeprefix("aten::").lstrip("_").startswith(_WITHOUT_LAUNCH)
+
+
+def _sums_fast(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("use_fast_accum") is True
 
 
 _current: list[PretendedDevice] = []

@@ -22,6 +22,8 @@ class Launch(NamedTuple):
     attributes: dict[tuple[int, ...], Any]
     options: Any
     target: Any
+    values: dict[str, int]
+    """Of the integers that are passed, by name."""
 
     @property
     def key(self) -> str:
@@ -37,9 +39,15 @@ class Launch(NamedTuple):
     def threads(self) -> int:
         return 32 * self.options.num_warps * self.programs
 
+    @property
+    def is_large(self) -> bool:
+        """Whether two of its sizes together exceed 32 bits."""
+        *_, a, b = sorted((1, self.programs, *self.values.values()))
+        return a * b >= 2**31
+
     def lower(self) -> str:
-        """Return the kernel in Triton's own intermediate language, checked by its verifier."""
-        from triton._C.libtriton import ir
+        """Return the kernel in Triton's own intermediate language without calls, checked by its verifier."""
+        from triton._C.libtriton import ir, passes
         from triton.compiler import ASTSource
         from triton.compiler.compiler import make_backend
 
@@ -51,6 +59,9 @@ class Launch(NamedTuple):
         module = source.make_ir(self.target, self.options, functions, backend.get_module_map(), context)
         if not module.verify():
             raise AssertionError(f"{self.kernel.fn.__name__} does not verify")
+        manager = ir.pass_manager(module.context)
+        passes.common.add_inliner(manager)
+        manager.run(module, "inline")
         return str(module)
 
     def compile(self) -> bytes:
@@ -118,6 +129,7 @@ def recording(architecture: str) -> Iterator[Callable[[Callable[[], object]], li
     target = GPUTarget("cuda", ARCHITECTURES[architecture], 32)
     launches: list[Launch] = []
     grids: list[tuple[int, ...]] = []
+    values: list[dict[str, int]] = []
     run = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
@@ -126,13 +138,15 @@ def recording(architecture: str) -> Iterator[Callable[[Callable[[], object]], li
         if "enable_fp_fusion" not in kwargs:
             raise AssertionError(f"{self.fn.__name__}: enable_fp_fusion must be given, its default changes")
         grids.append(grid)
+        passed = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        values.append({name: value for name, value in passed.items() if isinstance(value, int)})
         self.device_caches.clear()
         run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     def compiled(
         self: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any, warmup: bool
     ) -> None:
-        launches.append(Launch(self, grids[-1], signature, constants, attributes, options, target))
+        launches.append(Launch(self, grids[-1], signature, constants, attributes, options, target, values[-1]))
 
     def record(call: Callable[[], object]) -> list[Launch]:
         launches.clear()

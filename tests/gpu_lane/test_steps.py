@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import importlib
 import io
 import itertools
 import sys
 import tempfile
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import peers
 import pytest
 import torch
+from eff_kernels._triton import launch
 from peers import ACCUMULATE, ROWS, STEPS, TOKENS, Ddp, two_processes
 from pretended_device import CUDA, PretendedDevice, on_pretended_device
 from small_encoder import VOCABULARY, Encoder
@@ -279,7 +282,9 @@ def train(device: PretendedDevice, recipe: dict[str, Any], dtype: torch.dtype | 
     steps = []
     for _ in range(STEPS):
         device.launches.clear()
+        device.fast = 0
         steps.append(run.step())
+    found["fast"] = device.fast / max(1, sum(n for name, n in device.launches.items() if "_scaled_mm" in name))
     found["ours"] = sum(count for name, count in device.launches.items() if name.startswith("eff_kernels::"))
     found["torch"] = device.launches.total() - found["ours"]
     found["worst"] = max(steps, key=Counter.total)
@@ -361,6 +366,8 @@ def test_no_step_mixes_devices_or_waits(name, dtype, tmp_path, capsys):
         told = f"{name}: a step launches {found['ours']} + {found['torch']} operators, {ours} + {others} in the table"
         assert found["ours"] <= ours, told
         assert found["torch"] <= others * _SLACK, told
+        if name in ("fp8", "fp8 delayed", "fp8 rowwise"):
+            assert found["fast"] == pytest.approx(1 / 3), "of a layer's three products the forward one sums fast"
 
 
 MORE = {
@@ -427,6 +434,36 @@ def test_the_device_counts_what_waits(what):
 def test_the_device_refuses_what_is_elsewhere(what):
     with pytest.raises(AssertionError, match="MixedDevicesError"):
         notices(what)
+
+
+@on_pretended_device
+def told_of_tf32(device: PretendedDevice) -> str:
+    run = Run(device, CASES["matmul"].recipe, None, Path())
+    run.begin()
+    return run.session.techniques["matmul"].report()["reason"]
+
+
+def test_a_gpu_that_measures_as_without_tf32_is_not_said_to_lack_it():
+    assert "TF32, which this GPU has" in told_of_tf32()
+
+
+@on_pretended_device
+def tables(device: PretendedDevice) -> tuple[int, bool]:
+    """Return how many copies a table takes that was made before, and whether that of a captured graph is kept."""
+    weights = [torch.ones(16, device=CUDA)]
+    assert len(list(launch.tensor_tables(1024, weights))) == 1
+    device.launches.clear()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    (made,) = launch.tensor_tables(1024, weights)
+    launches, kept = device.launches.total(), weakref.ref(made.table)
+    del made
+    launch._tables.cache_clear()
+    gc.collect()
+    return launches, kept() is not None
+
+
+def test_a_table_of_tensors_is_made_once_and_kept_for_a_captured_graph():
+    assert tables() == (0, True)
 
 
 @on_pretended_device

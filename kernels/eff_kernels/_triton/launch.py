@@ -145,8 +145,15 @@ def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTabl
     addresses = tuple(tuple(tensor.data_ptr() for tensor in column) for column in columns)
     dtypes = tuple(tuple(tensor.dtype for tensor in column) for column in columns)
     sizes = tuple(tensor.numel() for tensor in columns[0])
-    for table, owners, row, is_aligned in _tables(chunk, addresses, sizes, dtypes, device, stream):
+    tables = _tables(chunk, addresses, sizes, dtypes, device, stream)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(tables)
+    for table, owners, row, is_aligned, _ in tables:
         yield TensorTable(table, owners, [column[row] for column in columns], is_aligned)
+
+
+_CAPTURED: list[object] = []
+"""Tables that a CUDA graph reads, and copies anew if it captured the copy, in each replay."""
 
 
 @functools.lru_cache(maxsize=8)  # weights, gradients and masks of a model or two
@@ -157,8 +164,8 @@ def _tables(
     dtypes: tuple[tuple[torch.dtype, ...], ...],
     device: torch.device,
     stream: int,
-) -> list[tuple[Tensor, Tensor, int, bool]]:
-    """Return of each table the rows, their programs, a row, and whether all are aligned.
+) -> list[tuple[Tensor, Tensor, int, bool, Tensor]]:
+    """Return of each table the rows, their programs, a row, whether all are aligned, and where it came from.
 
     All that a table says is among the arguments, so that one of tensors that are gone does no harm. What travels on one
     stream is not there yet on another.
@@ -176,11 +183,12 @@ def _tables(
         table = np.vstack((places[:, rows], counts[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
         owners = np.repeat(np.arange(len(rows)), programs)
         # One copy to the device; an odd table gets a zero, so that `owners` is 16-byte aligned behind it.
-        packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
+        source = packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
         if device.type == "cuda":
             # Pinned and asynchronous: the host does not wait for the kernels before this one.
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        tables.append((packed[: len(table)], packed[-len(owners) :], rows[0], is_aligned))
+            source = source.pin_memory()
+            packed = source.to(device, non_blocking=True)
+        tables.append((packed[: len(table)], packed[-len(owners) :], rows[0], is_aligned, source))
     return tables
 
 
