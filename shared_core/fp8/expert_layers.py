@@ -31,7 +31,7 @@ class ExpertMatrix:
     @property
     def weight(self) -> Tensor:
         """A view of the stack, without gradients."""
-        return self.module._parameters[self.stack].detach()[self.expert]  # type: ignore[union-attr]
+        return self.module.get_parameter(self.stack).detach()[self.expert]
 
     def swap(self, layer: Any) -> None:
         """Have this matrix multiply by a `LayerFp8`; the first of a module gives that another class."""

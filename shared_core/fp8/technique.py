@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.preview import Ability, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import ExpertMatrix
@@ -131,7 +132,18 @@ class Fp8(Technique):
         return {name: name.rpartition("[")[0] for name in experts}
 
     def begin(self, context: Context) -> None:
-        """Start to remember, and say aloud if FP8 is emulated."""
+        """Start to remember, and say aloud if FP8 is emulated.
+
+        Raises:
+            CompatibilityError: If stacked experts are sharded.
+        """
+        for name, one in self.layers.items():
+            if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
+                raise CompatibilityError(
+                    "fp8",
+                    f"{name} must not be sharded, got a stack of experts that is: its matrices are read one by one",
+                    "skip it, or train in DDP",
+                )
         device = weight_of(next(iter(self.layers.values()))).device
         if not self.states:
             for module in self.layers.values():

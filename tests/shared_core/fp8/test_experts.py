@@ -84,3 +84,14 @@ def test_what_is_left_is_told():
         Session(Recipe.from_dict({"fp8": {"recipe": "tensorwise"}})).attach(mixture("mixtral", **odd))
     with pytest.raises(CompatibilityError, match=r"include must name layers .* multiples of 16 for FP8 .*, got 40"):
         convert_to_fp8(mixture("mixtral", **odd), Fp8Config(recipe="tensorwise", include=(EXPERTS,)))
+
+
+@pytest.mark.parametrize("recipe", [{"fp8": {"recipe": "tensorwise"}}, {"lora": {"rank": 2, "base": "none"}}])
+def test_sharded_stacks_are_refused_before_the_first_step(recipe, monkeypatch):
+    (key,) = recipe
+    session = Session(Recipe.from_dict(recipe))
+    net = mixture("mixtral", **SIZES)
+    session.attach(net)
+    monkeypatch.setattr(f"shared_core.{key}.technique.is_sharded", lambda value: value.ndim == 3)
+    with pytest.raises(CompatibilityError, match=r"experts\..* must not be sharded, got a stack of experts that is"):
+        session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=1)
