@@ -30,9 +30,11 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Miss
 from shared_core.fp8 import native as probe
 from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, ScaledArithmetic, cast_for, tokens_last
 from shared_core.fp8.config import Fp8Config
+from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.recipes import Hfp8EndCast
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
+from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import (
     change_class,
     conv1d_of,
@@ -85,6 +87,27 @@ class LayerFp8:
         value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype, fast)
         (self.scaled if is_scaled_mm else self.emulated)[product] += 1
         return value
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+        """Return ``x wᵀ + b``, multiplied in FP8.
+
+        Args:
+            input: (..., inputs).
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            training: Whether the module is in training.
+        """
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        # a forward without gradients is an evaluation, a calibration, or will be recomputed with them
+        record = training and torch.is_grad_enabled()
+        saved_block = self.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
+        x = input.reshape(-1, weight.shape[1])
+        y: Tensor = fp8_linear(x, weight, self.handle, record, list(saved_block))[0]
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+        return y.view(*input.shape[:-1], weight.shape[0])
 
     def layouts(self, *operands: Operand, both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
         """Return matrices and their transposes as operands of two products; see `Arithmetic`."""
@@ -319,18 +342,7 @@ class Fp8Layer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``x wᵀ + b``, multiplied in FP8."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-            input = input.to(torch.get_autocast_dtype(kind))
-        # a forward without gradients is an evaluation, a calibration, or will be recomputed with them
-        record = self.training and torch.is_grad_enabled()
-        weight = self._rows_of_outputs()
-        saved_block = self.fp8.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
-        x = input.reshape(-1, weight.shape[1])
-        y: Tensor = fp8_linear(x, weight, self.fp8.handle, record, list(saved_block))[0]
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-        return y.view(*input.shape[:-1], weight.shape[0])
+        return self.fp8.linear(input, self._rows_of_outputs(), self.bias, self.training)
 
     def _rows_of_outputs(self) -> Tensor:
         return self.weight
@@ -358,8 +370,8 @@ def is_stock(module: nn.Module) -> bool:
     return kind is nn.Linear or (is_transformers_conv1d(module) and kind.__name__ == "Conv1D")
 
 
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of one of these layers."""
+def weight_of(module: Any) -> Tensor:
+    """Return the weight of one of these layers, or of an expert's matrix."""
     return cast(Tensor, module.weight)
 
 
@@ -376,9 +388,11 @@ def swap(module: nn.Module, layer: LayerFp8) -> None:
     change_class(module, stock, Fp8Linear if stock is nn.Linear else _conv1d_class(stock))  # type: ignore[arg-type]
 
 
-def restore(module: nn.Module) -> None:
+def restore(module: Any) -> None:
     """Make a layer stock again; one that is stock stays so."""
-    if isinstance(module, Fp8Layer):
+    if not isinstance(module, nn.Module):
+        module.restore()
+    elif isinstance(module, Fp8Layer):
         ours = own_class(module)
         change_class(module, ours, ours.__bases__[-1])
         del module.fp8
@@ -450,7 +464,7 @@ Bank = AmaxBank | SharedExponentBank
 class Selection:
     """Which layers change, by name: to the recipe's format, to 16 bit (`hfp8`), or not at all, and why not."""
 
-    narrow: dict[str, nn.Module] = field(default_factory=dict)
+    narrow: dict[str, Any] = field(default_factory=dict)
     sixteen_bit: dict[str, nn.Module] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -487,7 +501,7 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
 
 
 def convert_layer(
-    module: nn.Module,
+    module: Any,
     config: Fp8Config,
     *,
     index: int,
@@ -498,7 +512,7 @@ def convert_layer(
     """Change one layer in place and return what it got beside its weight; None where torchao multiplies.
 
     Args:
-        module: A stock layer.
+        module: A stock layer, or an expert's matrix.
         config: The options.
         index: The layer's place in the bank.
         bank: What all layers remember of past steps, for recipes that do.
@@ -516,7 +530,10 @@ def convert_layer(
     else:
         arithmetic = CastArithmetic(cast_for(config.recipe, index, bank), watch if bank is None else None)
     layer = LayerFp8(arithmetic, watch)
-    swap(module, layer)
+    if isinstance(module, nn.Module):
+        swap(module, layer)
+    else:
+        module.swap(layer)
     return layer
 
 
@@ -532,19 +549,22 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         MatchError: If nothing is left.
         CompatibilityError: If a named layer cannot run, or the model is converted already.
     """
-    if any(isinstance(module, Fp8Layer) or is_torchao_linear(module) for module in model.modules()):
+    if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8", "model must have no FP8 layers yet", "detach or finish the earlier run first")
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
-    matched = match_modules(model, kinds, where="fp8", include=config.include, skip=config.skip)
+    matched = match_modules(model, (*kinds, StackedExperts), where="fp8", include=config.include, skip=config.skip)
     able = [module for module in model.modules() if isinstance(module, kinds)]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
     found = Selection()
     for match in matched:
-        name, module = match.name, match.module
-        named = name in config.include or any(module is ends.get(pattern) for pattern in config.include)
+        name, module, stack = match.names[-1], match.module, match.parameter
+        named = not {*match.names}.isdisjoint(config.include) or any(
+            module is ends.get(pattern) for pattern in config.include
+        )
         place = next((place for place, end in ends.items() if end is module), None)
-        reason = _why_no_linear(name, module, config)
-        if reason is None:
+        torchao = config.backend == "torchao"
+        reason = why_no_experts(module, stack, torchao) if stack else _why_no_linear(name, module, config)
+        if reason is None and not stack:
             if place and not named and config.recipe == "hfp8":
                 found.sixteen_bit[name] = module
                 continue
@@ -556,7 +576,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         if reason is None and place and not named:
             reason = f"the model's {place} linear layer; name it in include to have it in FP8"
         if reason is None:
-            found.narrow[name] = module
+            found.narrow |= expert_matrices(match.name, module, stack) if stack else {name: module}
         else:
             found.left_out[name] = reason
     if not found.narrow:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.preview import Ability, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
+from shared_core.fp8.expert_layers import ExpertMatrix
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.layers import (
     PRODUCTS,
@@ -49,7 +51,7 @@ class Fp8(Technique):
 
     def __init__(self, config: Fp8Config) -> None:
         super().__init__(config)
-        self.layers: dict[str, nn.Module] = {}
+        self.layers: dict[str, Any] = {}
         self.sixteen_bit: set[str] = set()
         self.left_out: dict[str, str] = {}
         self.states: dict[str, LayerFp8] = {}  # empty where torchao multiplies
@@ -95,26 +97,53 @@ class Fp8(Technique):
             )
             if layer is not None:
                 self.states[name] = layer
-        self._undo = fast_paths_off(model, tuple({type(module) for module in self.layers.values()}))
+        self._undo = fast_paths_off(
+            model, tuple({type(one) for one in self.layers.values() if isinstance(one, nn.Module)})
+        )
 
     def detach(self, model: nn.Module) -> None:
         """Give the layers back their stock class."""
         for module in self.layers.values():
             restore(module)
-            restore_from_torchao(module)
+            if isinstance(module, nn.Module):
+                restore_from_torchao(module)
         fast_paths_on(self._undo)
         self._undo = []
 
     def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers."""
-        return self.layers
+        """Return the layers, and the modules that stack experts."""
+        linear = {name: one for name, one in self.layers.items() if not isinstance(one, ExpertMatrix)}
+        return linear | {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that multiply in FP8."""
-        return Touched.modules(self.layers, self.left_out)
+        sizes: dict[str, int] = {}
+        stacks = self._stacks()
+        for name, one in self.layers.items():
+            if isinstance(one, ExpertMatrix):
+                sizes[stacks[name]] = sizes.get(stacks[name], 0) + one.weight.numel()
+            else:
+                sizes[name] = sum(value.numel() for value in one.parameters())
+        return Touched(sizes, dict(self.left_out), "layers")
+
+    def _stacks(self) -> dict[str, str]:
+        """Return by matrix of an expert the name of the parameter that stacks it."""
+        experts = (name for name, one in self.layers.items() if isinstance(one, ExpertMatrix))
+        return {name: name.rpartition("[")[0] for name in experts}
 
     def begin(self, context: Context) -> None:
-        """Start to remember, and say aloud if FP8 is emulated."""
+        """Start to remember, and say aloud if FP8 is emulated.
+
+        Raises:
+            CompatibilityError: If stacked experts are sharded.
+        """
+        for name, one in self.layers.items():
+            if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
+                raise CompatibilityError(
+                    "fp8",
+                    f"{name} must not be sharded, got a stack of experts that is: its matrices are read one by one",
+                    "skip it, or train in DDP",
+                )
         device = weight_of(next(iter(self.layers.values()))).device
         if not self.states:
             for module in self.layers.values():

@@ -25,13 +25,11 @@ from shared_core.lora.quantized_base import (
     frozen_tensors,
     library,
     linear_of,
-    on_qat_grid,
     restore_,
 )
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name, read_past_forward
 from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.layers.plain_state import LEARNED
 
 _ADAPTER = "default"
@@ -265,9 +263,7 @@ def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 def base_weight(layer: Any) -> Tensor:
     """Return the frozen weight under the adapters, in float and as it lies in the user's layer."""
     if isinstance(layer, AdaptedStack):
-        weight = layer.weight.detach()
-        quantises = is_quantized(layer.module) and layer.module.quantizer.bank.quantizing  # type: ignore[union-attr]
-        return on_qat_grid(layer.module, weight) if quantises else weight
+        return layer.base
     weight, user = float_weight(layer.base_layer), layer.user_layer
     return weight if layer.base_layer is user else from_rows(user, weight, weight)
 
@@ -282,12 +278,12 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
         layer: From `inject`.
         dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
     """
+    dtype = dtype or layer.plain.dtype
+    if isinstance(layer, AdaptedStack):
+        return layer.merged(dtype)
     a, b = adapters(layer)
     base = base_weight(layer)
-    dtype = dtype or layer.plain.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    if isinstance(layer, AdaptedStack):
-        return (base.to(wide) + layer.product(wide)).to(dtype)
     # BA is summed wide and only then rounded once, with the base: the product of 16-bit factors rounded alone would
     # lose more.
     added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)

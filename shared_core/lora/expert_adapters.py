@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.lora.config import LoraConfig
+from shared_core.lora.quantized_base import on_qat_grid
 from shared_core.modules.experts import expert_weights
 from shared_core.modules.matching import change_class, own_class
 from shared_core.modules.weight_views import output_axis
-from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, STOCK, know_layers
+from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
 
 _PREFIX = "lora_"
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}
@@ -86,6 +87,19 @@ class AdaptedStack:
         """The module, which qat may quantise."""
         return self.module
 
+    @property
+    def base(self) -> Tensor:
+        """The stack that the adapters are added to: rounded, where qat does so by now."""
+        weight = self.weight.detach()
+        quantises = is_quantized(self.module) and self.module.quantizer.bank.quantizing  # type: ignore[union-attr]
+        return on_qat_grid(self.module, weight) if quantises else weight
+
+    @torch.no_grad()
+    def merged(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum, added in float32 at least."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.base.to(wide) + self.product(wide)).to(dtype)
+
     def product(self, dtype: torch.dtype) -> Tensor:
         """Return ``alpha/rank·BA`` of each expert as the stack is laid out, summed in a type."""
         made = torch.bmm(self.factors.B.to(dtype) * self.eff_config.scale, self.factors.A.to(dtype))
@@ -137,12 +151,10 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 
 def _plain_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    from shared_core.lora.adapters import merged_weight
-
     for stack in vars(module)["adapted_stacks"]:
         for key in ("A", "B"):
             state_dict.pop(f"{prefix}{_PREFIX}{stack.name}.{key}", None)
-        state_dict[prefix + stack.name] = merged_weight(stack)
+        state_dict[prefix + stack.name] = stack.merged(stack.weight.dtype)
 
 
 def _load_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

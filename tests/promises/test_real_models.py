@@ -107,12 +107,13 @@ EXPERTS = {
     "qat-int4": {"qat": {"scheme": "int4_weight", "begin": 2}},
     "lottery": {"lottery": {"rewind_to": 2}},
     "lora": {"lora": {"rank": 2, "base": "none"}},
+    "fp8": {"fp8": {"recipe": "delayed", "amax_history": 3}},
 }
 """Recipes whose techniques reach stacked experts."""
 
 
 def check_stacks(key, told, stacked):
-    """Recount zeros, codes and the ranks of what was added in the experts of a file."""
+    """Recount zeros, codes and the ranks of what was added in the experts of a file; products are counted by layer."""
     for name, weight in stacked.items():
         if "prune" in told:
             (found,) = (one for one in told["prune"]["tensors"] if one["name"].removeprefix("net.") == name)
@@ -120,6 +121,10 @@ def check_stacks(key, told, stacked):
             assert all(zero >= pruned > 0 for zero, pruned in zip(zeros, found["experts"], strict=True))
         if "lottery" in told:
             assert (weight == 0).any((1, 2)).all()
+        if "fp8" in told:
+            layers = [one for one in told["fp8"]["per_layer"] if one["name"].removeprefix("net.").startswith(name)]
+            assert len(layers) == len(weight)
+            assert any(sum(one["scaled_mm"].values()) + sum(one["emulated"].values()) for one in layers)
         if "lora" in told:
             (found,) = (one for one in told["lora"]["per_layer"] if one["name"].removeprefix("net.") == name)
             added = weight - stacks(promise_table.make_net())[name]
@@ -140,8 +145,9 @@ def check_stacks(key, told, stacked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
     use("moe", monkeypatch.setattr)
+    sizes = {"vocab_size": VOCAB, "intermediate_size": 32, "moe_intermediate_size": 16}  # of which FP8 takes all
     for module in (promise_table, promise_drivers):
-        monkeypatch.setattr(module, "make_net", lambda *_, **__: mixture(kind, vocab_size=VOCAB))
+        monkeypatch.setattr(module, "make_net", lambda *_, **__: mixture(kind, **sizes))
 
     def recipe():
         made = {name: dict(options) for name, options in EXPERTS[key].items()}

@@ -1,4 +1,7 @@
-"""Greedy tokens of vLLM, by its own environment's Python: ``vllm_tokens.py JOB``, a JSON file that gets the answer."""
+"""Greedy tokens of vLLM, by its own environment's Python: ``vllm_tokens.py JOB``, a JSON file that gets the answer.
+
+On CPUs vLLM multiplies experts in int8 with AMX alone. Elsewhere torch does it here, on what vLLM has loaded.
+"""
 
 import json
 import os
@@ -8,9 +11,42 @@ from pathlib import Path
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
 
+def multiply_experts_in_torch() -> None:
+    """Have vLLM's experts in W8A8 multiplied by torch: loading, routing and all else stay vLLM's."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+    from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_int8 as experts,
+    )
+
+    def product(x, codes, scale):
+        step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return (x / step).round() @ codes.float().T * step * scale.T
+
+    def apply(self, layer, x, topk_weights, topk_ids, *_, **__):
+        made = torch.zeros_like(x)
+        for expert in topk_ids.unique().tolist():
+            tokens, places = torch.where(topk_ids == expert)
+            gate, up = product(x[tokens], layer.w13_weight[expert], layer.w13_weight_scale[expert]).chunk(2, -1)
+            hidden = torch.nn.functional.silu(gate) * up
+            hidden = product(hidden, layer.w2_weight[expert], layer.w2_weight_scale[expert])
+            made.index_add_(0, tokens, hidden * topk_weights[tokens, places, None].to(x.dtype))
+        return made
+
+    method = experts.CompressedTensorsW8A8Int8MoEMethod
+    experts.select_int8_moe_backend = lambda **_: (Int8MoeBackend.CPU, CPUExpertsInt8)
+    method.process_weights_after_loading = lambda self, layer: None
+    method.apply = apply
+    method.is_monolithic = False
+
+
 def main(file: Path) -> None:
+    import torch
     from vllm import LLM, SamplingParams
 
+    if not torch.cpu._is_amx_tile_supported():
+        multiply_experts_in_torch()
     job = json.loads(file.read_text())
     engine = LLM(
         job["folder"],
