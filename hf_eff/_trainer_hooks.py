@@ -11,7 +11,6 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff import _checkpoints as _own_state
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
     checkpoint_folder,
@@ -39,7 +38,7 @@ from hf_eff._run_environment import (
 )
 from hf_eff._services import TrainerServices
 from shared_core.distributed.collectives import from_main
-from shared_core.engine import compatibility
+from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.recipe import Recipe
@@ -375,7 +374,7 @@ class SessionCallback(TrainerCallback):
         mine: Mapping[str, Any] = {}
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
-            mine = _own_state.load(session, saved)
+            mine = rank_states.load(session, saved)
             # A metric of a model with other sparsity or bits cannot be compared: else the old one would be loaded at
             # the end.
             if session.is_changed and state.best_global_step is not None:
@@ -640,7 +639,7 @@ class SessionCallback(TrainerCallback):
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
         more = {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
-        state = _own_state.gathered(self.session, self._trainer.model_wrapped, **more)
+        state = rank_states.gathered(self.session, self._trainer.model_wrapped, **more)
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
             save_state(folder, {**state, "saved_steps": self._services.saved_steps})

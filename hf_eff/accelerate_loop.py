@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hf_eff import _checkpoints as _own_state
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import complete_saved, weights_of
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._run_environment import accelerator_environment, inner_optimizer, is_peft
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
+from shared_core.engine import rank_states
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fits, loading
@@ -201,7 +201,7 @@ class AcceleratedLoop:
         self.loader = loaders[0] if loaders else None
         self._epoch = _steps_per_epoch(accelerator, loaders)
         self.session = Session(recipe, front_end="accelerate", services=LoopServices(self))
-        environment = {"accelerate_loop", *accelerator_environment(accelerator, self.inner, type(torch_optimizer))}
+        environment = {"own_loop", *accelerator_environment(accelerator, self.inner, type(torch_optimizer))}
         self.session.attach_with(self.inner, [torch_optimizer], environment)
         self._scale = GradientScale(self)
         self._own_scaler = accelerator.scaler, accelerator.native_amp
@@ -431,7 +431,7 @@ class AcceleratedLoop:
             gradients = {}
             self.session.note("gradients of an unfinished accumulation window are not saved where they are sharded")
         window = {"count": self._micro_batches, "gradients": gradients, "windows": self.session.window_state()}
-        state = _own_state.gathered(self.session, self.model, window=window)
+        state = rank_states.gathered(self.session, self.model, window=window)
         if self.accelerator.is_main_process:
             save_state(folder, state)
         self._folder = self._folder or Path(folder).parent
@@ -454,7 +454,7 @@ class AcceleratedLoop:
         with self._training_weights(), loading(self.session):
             result = method(*args, **kwargs)
         if self._loaded:
-            own = _own_state.load(self.session, self._loaded)
+            own = rank_states.load(self.session, self._loaded)
             self._window = own.get("window", {})
             if self.session.has_begun and self.session.context is not None:
                 for technique in self.session.techniques.values():

@@ -15,6 +15,7 @@ from .callbacks import Pruning as Pruning
 from .callbacks import QuantizationAwareTraining as QuantizationAwareTraining
 from .callbacks import WeightAverage as WeightAverage
 from .callbacks import WeightClustering as WeightClustering
+from .fabric_loop import setup as setup
 from .precision import Fp8Precision as Fp8Precision
 from .precision import LossScalingPrecision as LossScalingPrecision
 from .strategies import EffDDPStrategy as EffDDPStrategy

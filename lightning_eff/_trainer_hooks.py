@@ -345,7 +345,7 @@ class EffCallback(Callback):
             "lightning",
             f"{type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells of "
             "no step",
-            "drive a shared_core.Session in it",
+            "call lightning_eff.setup(fabric, model, optimizer, recipe=..., total_steps=...) in place of fabric.setup",
         )
 
     on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module

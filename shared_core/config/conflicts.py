@@ -20,7 +20,7 @@ RUN_ENVIRONMENTS = {
     "tpu": "XLA",
     "averaging_callback": "another callback that averages weights",
     "pruning_callback": "Lightning's ModelPruning",
-    "accelerate_loop": "a loop of accelerate",
+    "own_loop": "a loop of your own, of accelerate or Fabric",
     "trainer_checkpointing": "the trainer's own activation checkpointing",
 }
 """Key of each run environment that a front end can report, and its name in messages."""

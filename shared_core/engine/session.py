@@ -142,7 +142,7 @@ class Session:
 
     Args:
         recipe: What to switch on; empty is allowed and changes nothing.
-        front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``.
+        front_end: Who drives: ``"bare"``, ``"accelerate"``, ``"fabric"``, ``"hf"`` or ``"lightning"``.
         services: What only a trainer can do (evaluate, load a teacher).
         seed: Seed of the techniques' own generator; the global generators are never seeded.
 
@@ -201,7 +201,7 @@ class Session:
 
     @property
     def front_end(self) -> str:
-        """Who drives: ``"bare"``, ``"accelerate"``, ``"hf"`` or ``"lightning"``."""
+        """Who drives: ``"bare"``, ``"accelerate"``, ``"fabric"``, ``"hf"`` or ``"lightning"``."""
         return self._front_end
 
     @property

@@ -51,7 +51,7 @@ class PrivacyConfig(TechniqueConfig):
         "deepspeed": DEEPSPEED,
         "fsdp1": "flat shards of FSDP1 have no gradient of one example; use DDP",
         "lbfgs": LBFGS,
-        "accelerate_loop": "your code draws the batches, and privacy counts draws of its own; train with the Trainer",
+        "own_loop": "your code draws the batches, and privacy counts draws of its own; train with a Trainer",
         "manual_optimization": "your code steps the optimizer itself, so nothing tells which batches a step has; use "
         "automatic optimisation",
         "several_optimizers": "each step must be one draw over all parameters; use one optimizer with groups",

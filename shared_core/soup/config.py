@@ -39,7 +39,7 @@ class SoupConfig(TechniqueConfig):
     finishes_after: ClassVar[tuple[str, ...]] = ("lora",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "averaging_callback": TWO_AVERAGES,
-        "accelerate_loop": "nothing tells which checkpoints it saved, or their metric; soup them with `eff soup`",
+        "own_loop": "nothing tells which checkpoints it saved, or their metric; soup them with `eff soup`",
         "deepspeed": DEEPSPEED,
         "fsdp1": "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     }

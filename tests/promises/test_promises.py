@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from codes import assert_codes_close, grid_step
-from promise_drivers import difference, hf_trainer, run_accelerate, run_bare, run_hf, run_lightning
+from promise_drivers import difference, hf_trainer, run_accelerate, run_bare, run_fabric, run_hf, run_lightning
 from promise_table import (
     EVERYTHING,
     NUM_STEPS,
@@ -28,13 +28,11 @@ from shared_core.low_rank import load as load_factorised
 from shared_core.quantization import apply_ranges
 
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
-RUNS = {**FRONT_ENDS, "accelerate": run_accelerate}
-REFUSED_IN_LOOPS = {"soup", "dp"}  # of accelerate
+RUNS = {**FRONT_ENDS, "accelerate": run_accelerate, "fabric": run_fabric}
+REFUSED = {"accelerate": {"soup", "dp"}, "fabric": {"soup", "dp", "loss_scale"}}
 TRAINED = [key for key in EVERYTHING if key != "soup"]
 CASES = [
-    (key, front_end)
-    for key, front_end in itertools.product(EVERYTHING, RUNS)
-    if front_end != "accelerate" or key not in REFUSED_IN_LOOPS
+    (key, front_end) for key, front_end in itertools.product(EVERYTHING, RUNS) if key not in REFUSED.get(front_end, ())
 ]
 STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
@@ -48,7 +46,7 @@ STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 def test_parity_of_loops_lightning_and_hf(keys, tmp_path):
     bare = run_bare(recipe_of(*keys))
     for name, run in RUNS.items():
-        if name == "accelerate" and REFUSED_IN_LOOPS & {*keys}:
+        if REFUSED.get(name, set()) & {*keys}:
             continue
         other = run(recipe_of(*keys), tmp_path / name, **({"seed": 0} if name == "hf" else {}))
         assert difference(bare.weights, other.weights) is None, name
@@ -71,8 +69,10 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
     result = RUNS[front_end](recipe_of(key), tmp_path, save_every=2)
     assert len(result.checkpoints) >= 4
     for path in result.checkpoints.values():
-        if front_end != "lightning":
+        if front_end in ("hf", "accelerate"):
             weights = load_file(path / "model.safetensors")
+        elif front_end == "fabric":
+            weights = torch.load(path, weights_only=True)["model"]
         else:
             content = torch.load(path, weights_only=True)["state_dict"]
             weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
@@ -140,7 +140,7 @@ def test_micro_batches_equal_one_batch(key, tmp_path):
     # BatchNorm is exempt by its nature: its statistics are those of a micro-batch. SGD, because AdamW divides by the
     # size of the gradient and so makes of a rounding whatever it likes.
     for name, run in {"bare": run_bare, **RUNS}.items():
-        if name == "accelerate" and key in REFUSED_IN_LOOPS:
+        if key in REFUSED.get(name, ()):
             continue
         options = {"batch_norm": False, "optim": "sgd"}
         one, four = (

@@ -1,4 +1,4 @@
-"""Ways to run the same recipe on the same model, seed and data: bare loop, accelerate loop, both trainers."""
+"""Ways to run a recipe on the same model, seed and data: loops, bare or of accelerate or Fabric, and both trainers."""
 
 from __future__ import annotations
 
@@ -187,6 +187,70 @@ def run_accelerate(
     receipt_file = Path(folder) / "eff_receipt.json"
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
     return Result(dict(net.state_dict()), receipt, saved, net)
+
+
+def run_fabric(
+    recipe: Any,
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    dropout: float = 0.0,
+    shuffle: bool = False,
+    save_every: int | None = None,
+    save_at_batches: tuple[int, ...] = (),
+    max_steps: int = NUM_STEPS,
+    resume: Path | None = None,
+    batch_norm: bool = True,
+    batch: int = BATCH,
+    optim: str = "adamw_torch",
+    plugin: bool = True,
+    **more: Any,
+) -> Result:
+    """A loop as Fabric's users write it, with random numbers and the place in the data in its own checkpoints."""
+    from lightning_fabric import Fabric
+
+    from lightning_eff import setup
+
+    fabric = Fabric(accelerator="cpu", **{"devices": 1, **more})
+    fabric.launch()
+    model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
+    optimizer = _optimizer(optim, model.parameters())
+    data = train_examples()
+    if plugin:
+        rows = DataLoader(data, batch_size=batch // accumulate)  # type: ignore[arg-type]
+        plan = {"total_steps": max_steps, "accumulate": accumulate, "steps_per_epoch": len(rows) // accumulate}
+        model, optimizer = setup(fabric, model, optimizer, recipe=recipe, calibration=rows, **plan)
+    else:
+        model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=batch // accumulate, shuffle=shuffle))  # type: ignore[arg-type]
+    seen, saved = 0, {}
+    if resume:
+        state = {"model": model, "optimizer": optimizer, "seen": 0, "random": torch.get_rng_state()}
+        fabric.load(resume, state)
+        seen = state["seen"]
+        torch.set_rng_state(state["random"])
+    model.train()
+    while seen < max_steps * accumulate:
+        for inputs in itertools.islice(loader, seen % len(loader), None):
+            seen += 1
+            goes_on = seen % accumulate != 0
+            with fabric.no_backward_sync(model, enabled=goes_on):
+                fabric.backward(model(**inputs)["loss"] / accumulate)
+            if not goes_on:
+                fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            done = seen // accumulate
+            if (save_every and not goes_on and done % save_every == 0) or seen in save_at_batches:
+                saved[seen if save_at_batches else done] = path = Path(folder) / f"{seen}.ckpt"
+                state = {"model": model, "optimizer": optimizer, "seen": seen, "random": torch.get_rng_state()}
+                fabric.save(path, state)
+            if done == max_steps and not goes_on:
+                break
+    fabric.save(Path(folder) / "end.ckpt", {"model": model})
+    receipt_file = Path(folder) / "eff_receipt.json"
+    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    return Result(dict(model.module.state_dict()), receipt, saved, model.module)
 
 
 def hf_trainer(

@@ -87,7 +87,11 @@ TECHNIQUES = {
         # Over newly drawn weights masks hold from the first step.
         Row("lottery", {"control": "random_reinit"}, needs_ticket=True),
         # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
-        Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
+        Row(
+            "low_rank",
+            {"rank": 16, "force": True, "merge": True},
+            exempt=frozenset({"plain_hf_checkpoints", "plain_fabric_checkpoints"}),
+        ),
         # Each process must hold all data, and the table's Lightning run gives each its own: two processes are tested
         # in tests/shared_core and, with the Hugging Face Trainer, in tests/promises.
         Row(

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from promise_drivers import difference, run_accelerate, run_hf, run_lightning, states_at_finish
+from promise_drivers import difference, run_accelerate, run_fabric, run_hf, run_lightning, states_at_finish
 from promise_table import recipe_of
 from two_ranks import run_two_ranks
 
@@ -14,7 +14,7 @@ from shared_core.distributed import collectives as ranks
 def by_two_and_by_one(front_end, folder, recipes):
     """For each recipe what the first of two equal ranks left, its weights and state, and the same of one process."""
     run_two_ranks(__file__, folder, front_end, folder, *recipes, seconds=280)
-    run = {"hf": run_hf, "lightning": run_lightning, "accelerate": run_accelerate}[front_end]
+    run = {"hf": run_hf, "lightning": run_lightning, "accelerate": run_accelerate, "fabric": run_fabric}[front_end]
     for recipe in recipes:
         first, second = (torch.load(folder / recipe / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
         states = [rank["state"]["techniques"] for rank in (first, second)]
@@ -38,6 +38,8 @@ def rank_of_two(front_end, folder, recipes):
                 result = run_hf(recipe_of(*recipe.split("+")), out, ddp_find_unused_parameters=False, **options)
             elif front_end == "accelerate":
                 result = run_accelerate(recipe_of(*recipe.split("+")), out, **options)
+            elif front_end == "fabric":
+                result = run_fabric(recipe_of(*recipe.split("+")), out, devices=2, strategy="ddp", **options)
             else:
                 result = run_lightning(recipe_of(*recipe.split("+")), out, devices=2, strategy="ddp", **options)
         torch.save({"weights": result.weights, "state": states[0]}, out / f"rank{ranks.rank()}.pt")

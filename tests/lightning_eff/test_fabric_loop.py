@@ -1,0 +1,150 @@
+"""A loop of Fabric: what its methods mean for the techniques, what its files hold, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
+from torch import nn
+
+from lightning_eff import Pruning, setup
+from shared_core import Session
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, ReceiptError, TrainingError
+
+PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+class Loop:
+    def __init__(self, recipe, plugins=(), rate=0.01, total_steps=STEPS, callbacks=(), **options):
+        self.fabric = Fabric(accelerator="cpu", devices=1, plugins=list(plugins), callbacks=list(callbacks))
+        self.plain = net()
+        optimizer = torch.optim.AdamW(self.plain.parameters(), lr=rate)
+        options |= {"recipe": recipe, "total_steps": total_steps}
+        self.model, self.optimizer = setup(self.fabric, self.plain, optimizer, **options)
+
+    def gradients(self, factor=1.0):
+        loss = self.model(torch.ones(8, 16)).square().mean() * factor
+        self.fabric.backward(loss)
+        return self
+
+    def steps(self, count=STEPS, factor=1.0, clips=True):
+        for _ in range(count):
+            self.gradients(factor)
+            if clips:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0, error_if_nonfinite=False)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def save(self, name="state.ckpt"):
+        self.fabric.save(name, {"model": self.model, "optimizer": self.optimizer})
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(monkeypatch, clips):
+    seen = []
+    show = Session.before_optimizer_step
+    monkeypatch.setattr(
+        Session,
+        "before_optimizer_step",
+        lambda self: (seen.append(self.context.model[2].weight.grad.norm().item()), show(self)),
+    )
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    Loop(PRUNE, [scaled], rate=0.0).steps(factor=100.0, clips=clips)
+    model = net()
+    (model(torch.ones(8, 16)).square().mean() * 100).backward()
+    assert len(seen) == STEPS
+    assert seen[0] == pytest.approx(model[2].weight.grad.norm().item(), rel=0.05)  # in float16, but for that
+
+
+def test_a_step_that_the_scaler_skips_counts_as_skipped(tmp_path):
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    loop = Loop(PRUNE, [scaled]).steps(1, factor=float("inf")).steps(STEPS - 1)
+    loop.save()
+    steps = json.loads((tmp_path / "eff_receipt.json").read_text())["steps"]
+    assert steps == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
+
+
+@pytest.mark.parametrize("recipe", [PRUNE, {"qat": {"scheme": "int8"}}, {"lora": {"rank": 2, "base": "none"}}], ids=str)
+def test_the_model_is_plain_behind_its_last_step_and_so_is_its_file(recipe, tmp_path):
+    loop = Loop(recipe).steps()
+    loop.save()
+    saved = torch.load("state.ckpt", weights_only=True)
+    net().load_state_dict(saved["model"])
+    assert "eff" not in saved
+    assert [type(module) for module in loop.plain.modules()] == [type(module) for module in net().modules()]
+    assert not {"backward", "clip_gradients"} & vars(loop.fabric).keys()
+    assert json.loads((tmp_path / "eff_receipt.json").read_text())["front_end"] == "fabric"
+    if "prune" in recipe:
+        weights = torch.cat([value.flatten() for name, value in saved["model"].items() if value.dim() > 1])
+        assert float((weights == 0).double().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+def test_weights_that_are_not_as_the_receipt_says_are_told_when_they_are_saved():
+    loop = Loop(PRUNE).steps()
+    with torch.no_grad():
+        loop.plain[0].weight.fill_(1.0)
+    with pytest.raises(ReceiptError, match=r"state\.ckpt"):
+        loop.save()
+
+
+def test_a_file_of_other_layers_or_without_the_state_is_refused():
+    Loop({"low_rank": {"rank": 2, "force": True, "merge": True, "min_size": 1, "skip": []}}).steps(2).save()
+    loop = Loop(PRUNE)
+    state = {"model": loop.model, "optimizer": loop.optimizer}
+    with pytest.raises(CheckpointError, match="low_rank"):
+        loop.fabric.load("state.ckpt", state)
+    stock = torch.optim.AdamW(net().parameters()).state_dict()
+    loop.fabric.save("plain.ckpt", {"model": net().state_dict(), "optimizer": stock})
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match="techniques' state under 'eff', got a file without"):
+            loop.fabric.load("plain.ckpt", state, strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (lambda loop: loop.optimizer.step(), "must follow fabric.backward"),
+        (lambda loop: loop.gradients().gradients(), "at most 1 backward with distill, got 2"),
+        (lambda loop: loop.optimizer.step(lambda: None), "got a closure"),
+    ],
+)
+def test_a_loop_that_would_train_otherwise_than_told_is_stopped(train, message):
+    loop = Loop({"distill": {"teacher": net()}})
+    with pytest.raises(TrainingError, match=message):
+        train(loop)
+
+
+def test_gradients_that_are_dropped_after_clipping_are_a_skipped_step():
+    loop = Loop(PRUNE).gradients()
+    loop.fabric.clip_gradients(loop.model, loop.optimizer, clip_val=1.0)
+    loop.optimizer.zero_grad()
+    loop.steps(STEPS - 1).save()
+    with open("eff_receipt.json") as file:
+        assert json.load(file)["steps"] == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
+
+
+def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
+    for recipe, error, message in (
+        ({"loss_scale": {"kind": "dynamic"}}, CompatibilityError, "loss_scale does not run in a loop of Fabric"),
+        ({"soup": {"kind": "uniform"}}, CompatibilityError, "eff soup"),
+        ({"prune": {"sparsity": 0.5, "begin": 9}}, ConfigError, "begin"),
+    ):
+        with pytest.raises(error, match=message):
+            Loop(recipe)
+    with pytest.raises(ConfigError, match="total_steps must be a whole number of at least 1, got 0"):
+        Loop(PRUNE, total_steps=0)
+    with pytest.raises(CompatibilityError, match=r"lightning_eff\.setup"):
+        Loop({}, callbacks=[Pruning(sparsity=0.5)])
