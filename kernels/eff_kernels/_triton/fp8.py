@@ -332,7 +332,9 @@ def _store_scale(
         # a program has one tile of 128 by 4 bytes; what lies outside is 2^-127
         tile = scale + (row // 128 * row_stride + column // 4).to(tl.int64) * 512
         exponent = tl.where(inside, s.to(tl.int32, bitcast=True) >> 23, 0).to(tl.uint8)
-        tl.store(tile + (i % 32 * 16 + i // 32 * 4 + j), exponent, mask=column + j * 0 < 4 * row_stride)
+        tl.store(
+            tile + (i % 32 * 16 + i // 32 * 4 + j), exponent, mask=(row + i * 0 < height) & (column + j * 0 < width)
+        )
     else:
         tl.store(scale + k * row_stride + m * column_stride, s, mask=inside)
         if high == wide:
