@@ -19,11 +19,15 @@ from eff_kernels._triton.launch import on_eager_cuda
 
 Block = tuple[int, int]
 Rounding = Literal["exact", "power_of_two", "mx"]
+_MX = (1, 32)
 _KERNEL_BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
 
 
 class Scaled(NamedTuple):
-    """An FP8 matrix: codes (R, K) and scales, one a block, of shape (⌈R/r⌉, ⌈K/c⌉) in float32."""
+    """An FP8 matrix: codes (R, K) and scales, one a block, of shape (⌈R/r⌉, ⌈K/c⌉) in float32.
+
+    Scales of the rounding "mx" that `quantize` makes are the bytes of `swizzled_e8m0`, as matmuls read them.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -129,7 +133,7 @@ def quantize(
     both: bool = False,
     seen: Tensor | None = None,
 ) -> Quantized:
-    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`.
+    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`; scales of 1x32 blocks, rounded "mx", as bytes.
 
     On CUDA in one launch, or in two with one scale a tensor, where the blocks allow it.
 
@@ -173,7 +177,7 @@ def quantize_all(sources: Sequence[Source], dtype: torch.dtype, block: Block, ro
         turned = Scaled(made.turned, made.turned_scale, block) if source.both else None
         found.append(Quantized(Scaled(made.codes, made.scale, block), turned))
         if source.seen is not None and not is_near:
-            note_(source.seen, made.scale if made.amax is None else made.amax)
+            note_(source.seen, float_scale(found[-1].matrix) if made.amax is None else made.amax)
     return found
 
 
@@ -206,6 +210,8 @@ def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Roundi
     amax = block_amax(x, block)
     own = amax if past is None else torch.where((past > 0) & torch.isfinite(amax), past, amax)
     matrix, other = cast(x, block_scale(own, dtype, rounding), dtype, block), None
+    if is_swizzled(block, rounding):
+        matrix = matrix._replace(scale=swizzled_e8m0(matrix.scale).view(torch.uint8))
     if both and block == (0, 0):
         # as bytes: not every device pads float8, and the code of zero is zero
         turned = F.pad(matrix.codes.view(torch.uint8), (0, 0, 0, -x.shape[0] % 16)).t().contiguous()
@@ -217,13 +223,63 @@ def _quantize(source: Source, dtype: torch.dtype, block: Block, rounding: Roundi
     return Quantized(matrix, other)
 
 
+def is_swizzled(block: Block, rounding: Rounding) -> bool:
+    """Return whether `quantize` leaves scales as bytes, see `swizzled_e8m0`."""
+    return block == _MX and rounding == "mx"
+
+
+def swizzled_e8m0(scale: Tensor) -> Tensor:
+    """Return power-of-two scales of 1x32 blocks, (R, C), as e8m0 in the layout that is called 32x4x4.
+
+    Tiles of 128 rows by 4 columns follow one another, row of tiles after row of tiles; in a tile, scale (r, c) is byte
+    ``16·(r mod 32) + 4·⌊r/32⌋ + c``. What fills the last tiles is 2^-127.
+
+    Args:
+        scale: Powers of two from 2^-126 to 2^127, or NaN; float32. Bytes are those of a result.
+
+    Returns:
+        float8_e8m0fnu, one axis of 512·⌈R/128⌉·⌈C/4⌉.
+
+    Example:
+        >>> scale = torch.ones(40, 2)
+        >>> scale[33, 1] = 2.0
+        >>> swizzled_e8m0(scale).view(torch.uint8)[16 * 1 + 4 * 1 + 1].item()  # 2^(128 - 127)
+        128
+    """
+    if scale.dtype == torch.uint8:
+        return scale.view(torch.float8_e8m0fnu)
+    # e8m0 is float32's exponent field, its NaN too; float8 of that kind converts and copies on few devices
+    codes = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    codes = F.pad(codes, (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    tiles = codes.view(-1, 4, 32, codes.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def float_scale(matrix: Scaled) -> Tensor:
+    """Return the scales in float32, (⌈R/r⌉, ⌈K/c⌉).
+
+    Args:
+        matrix: As `cast` and `quantize` return it.
+
+    Example:
+        >>> float_scale(quantize(torch.full((1, 33), 448.0), torch.float8_e4m3fn, (1, 32), "mx").matrix)
+        tensor([[1., 1.]])
+    """
+    if matrix.scale.dtype != torch.uint8:
+        return matrix.scale
+    (rows, columns), tiles = matrix.codes.shape, -(-matrix.codes.shape[0] // 128)
+    codes = matrix.scale.view(tiles, -1, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(tiles * 128, -1)
+    exponents = codes[:rows, : -(-columns // _MX[1])].int()
+    return torch.where(exponents == 255, math.nan, (exponents << 23).view(torch.float32))
+
+
 def dequantize(matrix: Scaled) -> Tensor:
     """Return the values of an FP8 matrix in float32.
 
     Args:
         matrix: Codes and scales, as `cast` and `quantize` return them.
     """
-    return matrix.codes.float() * _along(matrix.scale, matrix.block, matrix.codes.shape)
+    return matrix.codes.float() * _along(float_scale(matrix), matrix.block, matrix.codes.shape)
 
 
 def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
@@ -272,7 +328,7 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         144.0
     """
     with torch.autocast(a.codes.device.type, enabled=False):
-        if a.scale.shape[1] == b.scale.shape[1] == 1 and a.block[1] == b.block[1] == 0:
+        if a.block[1] == b.block[1] == 0:
             product = a.codes.float() @ b.codes.float().t()
             # one after the other: the product of two small scales may be 0 in float32
             return product.mul_(a.scale).mul_(b.scale.t()).to(out_dtype)

@@ -216,6 +216,8 @@ def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
     codes = x.new_empty([columns, tokens + -tokens % 16] if saved_block else [0], dtype=torch.uint8)
     if saved_block == [1, 128]:
         return codes, x.new_empty(scale[::-1], dtype=torch.float32).t()
+    if saved_block == [1, 32]:
+        return codes, x.new_empty(512 * -(-scale[0] // 128) * -(-scale[1] // 4), dtype=torch.uint8)
     return codes, x.new_empty(scale, dtype=torch.float32)
 
 

@@ -13,7 +13,7 @@ from eff_kernels import fp8 as kernels
 from torch import Tensor
 from torch.nn import functional
 
-from shared_core.fp8.scaling import inner_major, outer_major, swizzled_e8m0, whole_blocks
+from shared_core.fp8.scaling import inner_major, outer_major, whole_blocks
 
 _TENSOR, _ROW, _MX = (0, 0), (1, 0), (1, 32)
 # recipe → block of inputs and gradients, block of weights (both along the contracted axis), rounding of scales
@@ -24,7 +24,7 @@ BLOCKS: dict[str, tuple[kernels.Block, kernels.Block, kernels.Rounding]] = {
     "blockwise": ((1, 128), (128, 128), "exact"),
     "mx": (_MX, _MX, "mx"),
 }
-_LAYOUTS = {(1, 128): outer_major, (128, 128): inner_major, _MX: swizzled_e8m0}
+_LAYOUTS = {(1, 128): outer_major, (128, 128): inner_major, _MX: kernels.swizzled_e8m0}
 _functional: Any = functional  # its scaled_mm and the types of scales are not in every version
 
 

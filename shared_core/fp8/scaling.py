@@ -21,7 +21,6 @@ from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import CheckpointError
 
 _ALIGNED = 4  # scales along K in one 16-byte unit of float32, and in one tile of e8m0
-_TILE_ROWS, _GROUP = 128, 32
 
 
 def whole_blocks(matrix: Scaled, multiple: int) -> Scaled:
@@ -44,6 +43,8 @@ def whole_blocks(matrix: Scaled, multiple: int) -> Scaled:
         return matrix
     # as bytes: not every device pads float8, and the code of zero is zero
     codes = F.pad(matrix.codes.view(torch.uint8), (0, right, 0, down)).view(matrix.codes.dtype)
+    if matrix.scale.dtype == torch.uint8:  # whole tiles already
+        return matrix._replace(codes=codes)
     rows, columns = (size // side for size, side in zip(codes.shape, matrix.block, strict=True))
     below, beside = rows - matrix.scale.shape[0], columns - matrix.scale.shape[1]
     return Scaled(codes, F.pad(matrix.scale, (0, beside, 0, below), value=1.0), matrix.block)
@@ -83,31 +84,6 @@ def inner_major(scale: Tensor) -> Tensor:
     padded = scale.new_ones(tiles, wide)
     padded[:, :along] = scale
     return padded.t()
-
-
-def swizzled_e8m0(scale: Tensor) -> Tensor:
-    """Return power-of-two scales of 1x32 blocks, (R, C), as e8m0 in the layout that is called 32x4x4.
-
-    Tiles of 128 rows by 4 columns follow one another, row of tiles after row of tiles; in a tile, scale (r, c) is byte
-    ``16·(r mod 32) + 4·⌊r/32⌋ + c``. What fills the last tiles is 2^-127.
-
-    Args:
-        scale: Powers of two from 2^-126 to 2^127, or NaN; float32.
-
-    Returns:
-        float8_e8m0fnu, one axis of 512·⌈R/128⌉·⌈C/4⌉.
-
-    Example:
-        >>> scale = torch.ones(40, 2)
-        >>> scale[33, 1] = 2.0
-        >>> swizzled_e8m0(scale).view(torch.uint8)[16 * 1 + 4 * 1 + 1].item()  # 2^(128 - 127)
-        128
-    """
-    # e8m0 is float32's exponent field, its NaN too; float8 of that kind converts and copies on few devices
-    codes = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    codes = F.pad(codes, (0, -scale.shape[1] % _ALIGNED, 0, -scale.shape[0] % _TILE_ROWS))
-    tiles = codes.view(-1, _TILE_ROWS // _GROUP, _GROUP, codes.shape[1] // _ALIGNED, _ALIGNED)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
 
 
 ROLES = ("input", "weight", "gradient")

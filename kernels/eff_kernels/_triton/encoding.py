@@ -91,12 +91,10 @@ def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -
         scale = fused(rest, inverse, rough)
     else:
         bits = at_least.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) - 127 - emax
         if rounding == "power_of_two":
-            # 0x600000 is the mantissa of 1.75: a larger amax would exceed the largest value under this power of two.
-            exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.minimum(tl.maximum(exponent, -126), 127)
-        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+            # a mantissa above that of 1.75 carries: a larger amax would exceed the largest value under its power of two
+            bits += 0x1FFFFF
+        scale = ((bits & 0x7F800000) - (emax << 23)).to(tl.float32, bitcast=True)
     return tl.where(amax >= 0x7F800000, float("nan"), scale)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
 from eff_kernels._triton.launch import grid_of_tiles, has_triton
-from eff_kernels.fp8 import Block, Source
+from eff_kernels.fp8 import Block, Source, is_swizzled
 
 if has_triton():
     import triton
@@ -310,6 +310,40 @@ def _quantized_tile(
     return tl.reshape(code, tile.shape), s, amax
 
 
+def _store_scale(
+    scale: tl.tensor,
+    s: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    high: tl.constexpr,
+    wide: tl.constexpr,
+    swizzled: tl.constexpr,
+) -> None:
+    """Store the scales of blocks from a row and a column on, and what fills up their layout."""
+    k, m = row + i, column + j
+    inside = (k < height) & (m < width)
+    if swizzled:
+        # a program has one tile of 128 by 4 bytes; what lies outside is 2^-127
+        tile = scale + (row // 128 * row_stride + column // 4).to(tl.int64) * 512
+        exponent = tl.where(inside, s.to(tl.int32, bitcast=True) >> 23, 0).to(tl.uint8)
+        tl.store(
+            tile + (i % 32 * 16 + i // 32 * 4 + j), exponent, mask=(row + i * 0 < height) & (column + j * 0 < width)
+        )
+    else:
+        tl.store(scale + k * row_stride + m * column_stride, s, mask=inside)
+        if high == wide:
+            # the padding of a row follows its last scale
+            is_last = (m == width - 1) & inside
+            for beyond in tl.static_range(1, 4):
+                tl.store(scale + k * row_stride + m + beyond, 1.0, mask=is_last & (m + beyond < row_stride))
+
+
 def _block_codes(
     x: tl.tensor,
     seen: tl.tensor,
@@ -333,6 +367,7 @@ def _block_codes(
     high: tl.constexpr,
     wide: tl.constexpr,
     both: tl.constexpr,
+    swizzled: tl.constexpr,
     seen_as: tl.constexpr,
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
@@ -346,26 +381,21 @@ def _block_codes(
     tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
     code, s, amax = quantized_tile(tile, high, wide, mantissa, rounding, native)
     tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
-    k = row * (height // high) + tl.arange(0, height // high)[:, None]
-    m = column * (width // wide) + tl.arange(0, width // wide)[None, :]
-    inside = (k < scale_height) & (m < scale_width)
-    tl.store(scale + k * scale_row_stride + m * scale_column_stride, s, mask=inside)
-    noted(seen + k * 0 + m * 0, amax, inside, seen_as)
-    if high == wide:
-        beyond = scale_width + tl.arange(0, 4)[None, :]
-        padding = (k < scale_height) & (beyond < scale_row_stride)
-        tl.store(scale + k * scale_row_stride + beyond, 1.0, mask=padding)
+    k, m = tl.arange(0, height // high)[:, None], tl.arange(0, width // wide)[None, :]
+    down, along = row * (height // high), column * (width // wide)
+    noted(seen + k * 0 + m * 0, amax, (down + k < scale_height) & (along + m < scale_width), seen_as)
+    store_scale(
+        scale, s, down, along, k, m, scale_height, scale_width, scale_row_stride, scale_column_stride, high, wide,
+        swizzled,
+    )  # fmt: skip
     if both:
         code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native)
         tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
-        k = row * (height // wide) + tl.arange(0, height // wide)[:, None]
-        m = column * (width // high) + tl.arange(0, width // high)[None, :]
-        inside = (k < turned_scale_width) & (m < turned_scale_height)
-        tl.store(turned_scale + m * turned_row_stride + k * turned_column_stride, s, mask=inside)
-        if high == wide:
-            beyond = turned_scale_width + tl.arange(0, 4)[:, None]
-            padding = (beyond < turned_row_stride) & (m < turned_scale_height)
-            tl.store(turned_scale + m * turned_row_stride + beyond, 1.0, mask=padding)
+        store_scale(
+            turned_scale, s, column * (width // high), row * (height // wide),
+            tl.arange(0, width // high)[None, :], tl.arange(0, height // wide)[:, None], turned_scale_height,
+            turned_scale_width, turned_row_stride, turned_column_stride, high, wide, swizzled,
+        )  # fmt: skip
 
 
 if has_triton():
@@ -381,6 +411,7 @@ if has_triton():
         _tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers
     )
     row_codes = triton.jit(_row_codes)
+    store_scale = triton.jit(_store_scale)
     block_codes = triton.jit(_block_codes)
 
 
@@ -533,25 +564,30 @@ def _row_tile(rows: int, width: int, stride: int) -> tuple[bool, int, int]:
 def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[str, Any]) -> Cast:
     x, both, turned, (high, wide) = source.x, source.both, _turned(source, dtype), block
     rows, columns = x.shape
-    height, width = (128, 128) if both or high > 1 or x.stride(1) != 1 else (32, 256)
+    swizzled = is_swizzled(block, constants["rounding"])
+    height, width = (128, 128) if both or high > 1 or swizzled or x.stride(1) != 1 else (32, 256)
     codes = x.new_empty(x.shape, dtype=dtype)
-    scale = _block_scale(x, rows, columns, block)
-    turned_scale = _block_scale(x, columns, rows, block) if both else scale
+    scale, sizes = _block_scale(x, rows, columns, block, swizzled)
+    turned_scale, turned_sizes = _block_scale(x, columns, rows, block, swizzled) if both else (scale, sizes)
     # two casts of a tile take twice the registers
     constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
     block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
         x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
-        turned.view(torch.uint8), rows, columns, *x.stride(), *scale.shape, *scale.stride(),
-        rows + -rows % _MULTIPLE, *turned_scale.shape, *turned_scale.stride(), high=high, wide=wide, both=both,
-        height=height, width=width, **_seen([source]), **constants,
+        turned.view(torch.uint8), rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE, *turned_sizes,
+        high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **_seen([source]), **constants,
     )  # fmt: skip
     return Cast(codes, scale, turned, turned_scale, None)
 
 
-def _block_scale(x: Tensor, rows: int, columns: int, block: Block) -> Tensor:
-    """Return an empty scale of blocks, laid out as cuBLAS reads it where it has a layout of its own for float32."""
+def _block_scale(x: Tensor, rows: int, columns: int, block: Block, swizzled: bool) -> tuple[Tensor, tuple[int, ...]]:
+    """Return an empty scale of blocks, laid out as cuBLAS reads it, and its size and strides; in tiles if swizzled."""
     down, along = triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])
+    if swizzled:
+        tiles = triton.cdiv(along, 4)
+        return x.new_empty(512 * triton.cdiv(down, 128) * tiles, dtype=torch.uint8), (down, along, tiles, 1)
     if block == (1, 128):
-        return x.new_empty(along, down, dtype=torch.float32).t()
-    wide = along + -along % 4 if block == (128, 128) else along
-    return x.new_empty(down, wide, dtype=torch.float32)[:, :along]
+        scale = x.new_empty(along, down, dtype=torch.float32).t()
+    else:
+        wide = along + -along % 4 if block == (128, 128) else along
+        scale = x.new_empty(down, wide, dtype=torch.float32)[:, :along]
+    return scale, (*scale.shape, *scale.stride())

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from eff_kernels import fp8 as kernels
+from eff_kernels.fp8 import swizzled_e8m0
 from fp8_values import memory, quantized
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from shared_core.fp8.native import BLOCKS
-from shared_core.fp8.scaling import inner_major, outer_major, swizzled_e8m0, whole_blocks
+from shared_core.fp8.scaling import inner_major, outer_major, whole_blocks
 
 E8M0 = torch.float8_e8m0fnu
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (300, 9), (127, 3), (256, 16)]
