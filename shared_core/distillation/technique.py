@@ -175,7 +175,7 @@ class Distillation(Technique):
         inputs = {} if forward is None or student is None else named_inputs(student, forward)
         labels = inputs.get("labels") if self.labels is None else self.labels
         self.labels, unlabelled = None, self._examples.take()
-        task_loss = labelled_part(task_loss, labels, causal=self.is_causal)
+        given, task_loss = task_loss, labelled_part(task_loss, labels, causal=self.is_causal)
         if not (active := self._schedule.is_active(context)) or not torch.is_grad_enabled():
             # Outside of begin..end the hooks are off, so there is no forward to compare.
             self._soft = self._soft if active else None  # what was last before the end is no figure of later steps
@@ -196,7 +196,7 @@ class Distillation(Technique):
             share = functools.partial(_task_share, task, ratio)
             batch = replace(batch, forward=self._fused.with_logits(forward), task_share=share)
         elif not torch.compiler.is_compiling():
-            batch = replace(batch, task=TaskLoss(task_loss, ratio))
+            batch = replace(batch, task=TaskLoss(given, ratio))
         # With alpha 1 the soft term is a figure only: no graph is kept for it.
         with torch.set_grad_enabled(alpha != 1 or comparison.trains_others):
             compared = comparison.compare(batch)

@@ -20,6 +20,7 @@ def scores(shape, dtype):
     generator = torch.Generator().manual_seed(len(shape))
     values = torch.randint(-3, 4, shape, generator=generator).double()
     values[values == 3] = math.inf
+    values[(values == 0) & (torch.rand(shape, generator=generator) < 0.5)] = -0.0
     return values.to(dtype)
 
 
@@ -35,7 +36,7 @@ def test_n_of_m_in_the_interpreter():
     from eff_kernels._triton.masks import rank_groups_triton
 
     for index, (shape, axis, n, m) in enumerate(GROUPS):
-        for dtype in DTYPES if index in (0, 2) else DTYPES[index % 4 :][:1]:
+        for dtype in DTYPES if (n, m) == (8, 16) or index in (0, 2) else DTYPES[index % 4 :][:1]:
             values = scores(shape, dtype)
             mask, has_nan = rank_groups_triton(values, n, m, math.prod(shape[axis + 1 :]), block=1024)
             assert torch.equal(mask, reference(values, axis, n, m)), (shape, axis, dtype)

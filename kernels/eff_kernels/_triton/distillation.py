@@ -16,15 +16,87 @@ _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 _BLOCK, _WARPS = 4096, 8
 
 
+def _power_of_two(x: tl.tensor, native: tl.constexpr) -> tl.tensor:
+    """Return ``2 ** x``, where `native` by one instruction, to which results below 2^-126 are 0."""
+    if native:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
 def _softened(
-    start: tl.tensor, columns: tl.tensor, inside: tl.tensor, scale: tl.tensor, softcap: tl.tensor, capped: tl.constexpr
+    start: tl.tensor,
+    places: tl.tensor,
+    touched: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    capped: tl.constexpr,
 ) -> tl.tensor:
-    # One tile of logits, softened: z / T, or c tanh(z / c) / T; outside of the classes -inf, whose exp is 0.
-    x = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    # One tile of logits, softened: z / T, or c tanh(z / c) / T; outside of the classes -inf, whose power is 0.
+    x = tl.load(start + places, mask=touched, other=0.0).to(tl.float32)
     if capped:
         # tanh by exp: the interpreter has no libdevice
         x = softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
     return tl.where(inside, x * scale, float("-inf"))
+
+
+def _tile(
+    i: tl.tensor, shift: tl.tensor, classes: tl.tensor, shifted: tl.constexpr, block: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return classes of a tile, their places, which are read, and which of them are the row's."""
+    places = i * block + tl.arange(0, block)
+    columns = places - shift
+    # One comparison for both ends.
+    inside = columns.to(tl.uint32, bitcast=True) < tl.cast(classes, tl.uint32)
+    # Vectors are read whole, with what lies beside the row in them: no page ends there.
+    touched = places // 8 * 8 < shift + classes if shifted else inside
+    return columns, places, touched, inside
+
+
+def _gradient(
+    a: tl.tensor,
+    b: tl.tensor,
+    columns: tl.tensor,
+    label: tl.tensor,
+    student_log: tl.tensor,
+    teacher_log: tl.tensor,
+    student_max: tl.tensor,
+    of_student: tl.tensor,
+    soft_weight: tl.tensor,
+    plain_weight: tl.tensor,
+    weight: tl.tensor,
+    temperature: tl.tensor,
+    cap: tl.tensor,
+    beta: tl.tensor,
+    kind: tl.constexpr,
+    capped: tl.constexpr,
+    labelled: tl.constexpr,
+    native: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the gradient by logits from a tile of both sides, and what it adds to the forward KL."""
+    log_s, log_t = a - student_log, b - teacher_log
+    s, t = power_of_two(log_s, native), power_of_two(log_t, native)
+    of_tile = t
+    if kind == 0:
+        of_tile = tl.where(t == 0.0, 0.0, t * (log_t - log_s))
+        grad = s - t
+    elif kind == 1:
+        grad = tl.where(s == 0.0, 0.0, s * (log_s - log_t - of_student))
+    else:
+        log_m = tl.log2(beta * t + (1.0 - beta) * s)
+        grad = (1.0 - beta) * tl.where(s == 0.0, 0.0, s * (log_s - log_m - of_student))
+    grad = soft_weight * grad
+    if labelled:
+        grad += plain_weight * power_of_two(temperature * (a - student_max), native) - tl.where(
+            columns == label, weight, 0.0
+        )
+    if capped:
+        # a in these units is c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
+        ratio = a * cap
+        grad = grad * (1.0 - ratio * ratio)
+    return grad, of_tile
 
 
 def _kd_rows(
@@ -48,18 +120,34 @@ def _kd_rows(
     student_capped: tl.constexpr,
     teacher_capped: tl.constexpr,
     labelled: tl.constexpr,
+    shifted: tl.constexpr,
+    native: tl.constexpr,
     tiles: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    student += row * student_stride
-    teacher += row * teacher_stride
-    gradient += row * gradient_stride
-    scale = 1.0 / temperature
-    label = tl.full((), -1, tl.int64)
+    shift = tl.zeros((), tl.int32)
+    if shifted:
+        # Rows of one stride begin anywhere in a vector: all is read from where that vector begins.
+        first = row * student_stride
+        shift = (first % 8).to(tl.int32)
+        student += first // 8 * 8
+        teacher += first // 8 * 8
+        gradient += first // 8 * 8
+    else:
+        student += row * student_stride
+        teacher += row * teacher_stride
+        gradient += row * gradient_stride
+    # Logarithms have base two, whose powers are one instruction.
+    scale = 1.4426950408889634 / temperature
+    label = tl.full((), -1, tl.int32)
+    labelled_logit = tl.zeros((), tl.float32)
     if labelled:
-        label = tl.load(labels + row)
-    offsets = tl.arange(0, block)
+        label = tl.load(labels + row).to(tl.int32)
+        pair = tl.arange(0, 2)
+        known = pair < tl.where(label >= 0, 1, 0)
+        at = shift + label + pair
+        labelled_logit = tl.max(softened(student, at, known, known, scale, student_softcap, student_capped), 0)
 
     # First sweep: both normalisers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
     # shrinks whenever a larger maximum is found.
@@ -69,42 +157,39 @@ def _kd_rows(
     student_sum = tl.zeros((), tl.float32)
     teacher_sum = tl.zeros((), tl.float32)
     plain_sum = tl.zeros((), tl.float32)
-    labelled_logit = tl.zeros((), tl.float32)
     for i in range(tiles):
-        columns = i * block + offsets
-        inside = columns < classes
-        a = softened(student, columns, inside, scale, student_softcap, student_capped)
-        b = softened(teacher, columns, inside, scale, teacher_softcap, teacher_capped)
+        columns, places, touched, inside = tile(i, shift, classes, shifted, block)
+        a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
+        b = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped)
         largest = tl.maximum(student_max, tl.max(a, 0))
-        student_sum = student_sum * tl.exp(student_max - largest) + tl.sum(tl.exp(a - largest), 0)
+        student_sum = student_sum * tl.exp2(student_max - largest) + tl.sum(power_of_two(a - largest, native), 0)
         if labelled:
             # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
-            shrink = tl.exp(temperature * (student_max - largest))
-            plain_sum = plain_sum * shrink + tl.sum(tl.exp(temperature * (a - largest)), 0)
-            labelled_logit += tl.sum(tl.where(columns == label, a, 0.0), 0)
+            shrink = tl.exp2(temperature * (student_max - largest))
+            plain_sum = plain_sum * shrink + tl.sum(power_of_two(temperature * (a - largest), native), 0)
         student_max = largest
         largest = tl.maximum(teacher_max, tl.max(b, 0))
-        teacher_sum = teacher_sum * tl.exp(teacher_max - largest) + tl.sum(tl.exp(b - largest), 0)
+        teacher_sum = teacher_sum * tl.exp2(teacher_max - largest) + tl.sum(power_of_two(b - largest, native), 0)
         teacher_max = largest
-    student_log = student_max + tl.log(student_sum)
-    teacher_log = teacher_max + tl.log(teacher_sum)
+    student_log = student_max + tl.log2(student_sum)
+    teacher_log = teacher_max + tl.log2(teacher_sum)
 
     # Second sweep, not for the forward KL: its gradient q - p needs no sum over the row; the others' do.
     divergence = tl.zeros((), tl.float32)
     of_student = tl.zeros((), tl.float32)
     if kind != 0:
         for i in range(tiles):
-            columns = i * block + offsets
-            inside = columns < classes
+            columns, places, touched, inside = tile(i, shift, classes, shifted, block)
             # log q and log p of the tile, read and softened again: 128k classes do not fit into registers.
-            log_s = softened(student, columns, inside, scale, student_softcap, student_capped) - student_log
-            log_t = softened(teacher, columns, inside, scale, teacher_softcap, teacher_capped) - teacher_log
-            s = tl.exp(log_s)
+            a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
+            log_s = a - student_log
+            log_t = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped) - teacher_log
+            s = power_of_two(log_s, native)
             if kind == 1:
                 of_student += tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - log_t)), 0)
             else:
-                t = tl.exp(log_t)
-                log_m = tl.log(beta * t + (1.0 - beta) * s)
+                t = power_of_two(log_t, native)
+                log_m = tl.log2(beta * t + (1.0 - beta) * s)
                 of_student += tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - log_m)), 0)
                 divergence += beta * tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - log_m)), 0)
         if kind == 1:
@@ -114,41 +199,52 @@ def _kd_rows(
 
     # Last sweep: the gradient by a, times soft_weight T, as T² D has the gradient T ∂D/∂a by z; then the hard term.
     weight = tl.where(label >= 0, hard_weight, 0.0)
+    plain_weight = weight / plain_sum
+    soft_weight *= temperature
+    if kind != 0:
+        soft_weight *= 0.6931471805599453
+    cap = 1.0 / (scale * student_softcap) if student_capped else 1.0
     for i in range(tiles):
-        columns = i * block + offsets
-        inside = columns < classes
-        a = softened(student, columns, inside, scale, student_softcap, student_capped)
-        log_t = softened(teacher, columns, inside, scale, teacher_softcap, teacher_capped) - teacher_log
-        log_s = a - student_log
-        s = tl.exp(log_s)
-        t = tl.exp(log_t)
+        columns, places, touched, inside = tile(i, shift, classes, shifted, block)
+        a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
+        b = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped)
+        grad, of_tile = gradient_of(
+            a, b, columns, label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight, weight,
+            temperature, cap, beta, kind, student_capped, labelled, native,
+        )  # fmt: skip
         if kind == 0:
-            divergence += tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - log_s)), 0)
-            grad = s - t
-        elif kind == 1:
-            grad = tl.where(s == 0.0, 0.0, s * (log_s - log_t - of_student))
-        else:
-            log_m = tl.log(beta * t + (1.0 - beta) * s)
-            grad = (1.0 - beta) * tl.where(s == 0.0, 0.0, s * (log_s - log_m - of_student))
-        grad = soft_weight * temperature * grad
-        if labelled:
-            p = tl.exp(temperature * (a - student_max)) / plain_sum
-            grad += weight * (p - tl.where(columns == label, 1.0, 0.0))
-        if student_capped:
-            # a T = c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
-            ratio = a * temperature / student_softcap
-            grad = grad * (1.0 - ratio * ratio)
-        tl.store(gradient + columns, grad.to(gradient.dtype.element_ty), mask=inside)
-    tl.store(soft + row, temperature * temperature * divergence)
+            divergence += tl.sum(of_tile, 0)
+        if shifted:
+            # Whole vectors of the row; what it has of its first and its last one follows.
+            inside = (places // 8 * 8 >= shift) & (places // 8 * 8 + 8 <= shift + classes)
+        tl.store(gradient + places, grad.to(gradient.dtype.element_ty), mask=inside)
+    if shifted:
+        ends = tl.arange(0, 16)
+        last = (shift + classes) // 8 * 8
+        places = tl.where(ends < 8, ends, last + ends - 8)
+        columns = places - shift
+        # A first vector that begins with the row is written already.
+        inside = (ends >= tl.where(shift > 0, 0, 8)) & (columns >= 0) & (columns < classes)
+        a = softened(student, places, inside, inside, scale, student_softcap, student_capped)
+        b = softened(teacher, places, inside, inside, scale, teacher_softcap, teacher_capped)
+        grad, of_tile = gradient_of(
+            a, b, columns, label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight, weight,
+            temperature, cap, beta, kind, student_capped, labelled, native,
+        )  # fmt: skip
+        tl.store(gradient + places, grad.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(soft + row, temperature * temperature * 0.6931471805599453 * divergence)
     if labelled:
         # logsumexp(z) - z_y, both in units of a.
-        loss = tl.log(plain_sum) + temperature * (student_max - labelled_logit)
+        loss = 0.6931471805599453 * (tl.log2(plain_sum) + temperature * (student_max - labelled_logit))
         tl.store(hard + row, tl.where(label >= 0, loss, 0.0))
 
 
 if has_triton():
     # a kernel finds what it calls among its module's globals
+    power_of_two = triton.jit(_power_of_two)
     softened = triton.jit(_softened)
+    tile = triton.jit(_tile)
+    gradient_of = triton.jit(_gradient)
     kd_rows = triton.jit(_kd_rows)
 
 
@@ -189,6 +285,10 @@ def kd_rows_triton_(
         return soft, hard
     gradient = student_logits if gradient is None else gradient
     block = min(block, triton.next_power_of_2(classes))
+    sides = student_logits, teacher_logits, gradient
+    # Vectors of eight classes, where not each row begins with one.
+    shifted = classes > 8 and student_logits.stride(0) % 8 > 0 and len({side.stride(0) for side in sides}) == 1
+    shifted = shifted and all(side.data_ptr() % 16 == 0 for side in sides)
     kd_rows[(rows,)](
         student_logits,
         teacher_logits,
@@ -210,7 +310,9 @@ def kd_rows_triton_(
         student_capped=bool(student_softcap),
         teacher_capped=bool(teacher_softcap),
         labelled=labels is not None,
-        tiles=triton.cdiv(classes, block),
+        shifted=shifted,
+        native=student_logits.is_cuda and torch.version.hip is None,
+        tiles=triton.cdiv(classes + 7 if shifted else classes, block),
         block=block,
         num_warps=_WARPS,
         enable_fp_fusion=True,

@@ -150,9 +150,7 @@ def _grid_backward(
         below = value < 0.0
         above = value >= s
     else:
-        # past these bounds all is outside, whatever the zero point
-        span = qmax - qmin + 1.0
-        exact = within(quotient(value, s), -span, span)
+        exact = quotient(value, s)
         codes = exact
         if rounded_gate:
             codes = rounded(exact, noise, at, inside, stochastic)
@@ -162,9 +160,9 @@ def _grid_backward(
     tl.store(x_grad + at, tl.where(outside, 0.0, g).to(x_grad.dtype.element_ty), mask=inside)
     if kind != 0:
         if kind == 1:
-            nearest = within(rounded(exact, noise, at, inside, False) + z, qmin, qmax) - z
+            nearest = within(rounded(exact, noise, at, inside, False), qmin - z, qmax - z)
             first = g * (nearest - tl.where(outside, 0.0, exact))
-            second = tl.where(outside, -g * s, 0.0)
+            second = tl.where(outside, g, 0.0)
         else:
             first = tl.where(above, g, 0.0)
             second = tl.where(below, g, 0.0)
@@ -177,7 +175,11 @@ def _grid_backward(
             count = tl.cast(rows, tl.int64) * splits
         tl.store(sum_at, grad_scale * tl.sum(first, 0 if across else 1), mask=summed)
         if zeros:
-            tl.store(sum_at + count, grad_scale * tl.sum(second, 0 if across else 1), mask=summed)
+            total = grad_scale * tl.sum(second, 0 if across else 1)
+            if kind == 1:
+                # one step for all that is summed
+                total = -total * tl.reshape(s, total.shape)
+            tl.store(sum_at + count, total, mask=summed)
 
 
 def _rows_forward(
@@ -197,8 +199,9 @@ def _rows_forward(
     program = tl.program_id(0)
     row = program * block_rows + tl.arange(0, block_rows)
     # Extremes are sought among integers in the order of the floats that they are the bits of: they see NaN, which
-    # lies beyond infinity. Both start at zero, as the range has to contain it.
-    low = tl.zeros((block_rows,), tl.int32)
+    # lies beyond infinity. Both start at zero, as the range has to contain it. The largest signed one is the highest
+    # float, for no negative one exceeds 0; the largest unsigned one the lowest, for the sign is their highest bit.
+    low = tl.zeros((block_rows,), tl.uint32)
     high = tl.zeros((block_rows,), tl.int32)
     values = tl.zeros((block_rows, block_columns), tl.float32)
     for i in range(tiles):
@@ -208,9 +211,8 @@ def _rows_forward(
         if symmetric:
             high = tl.maximum(high, tl.max(bits & 0x7FFFFFFF, 1))
         else:
-            bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             high = tl.maximum(high, tl.max(bits, 1))
-            low = tl.minimum(low, tl.min(bits, 1))
+            low = tl.maximum(low, tl.max(bits.to(tl.uint32, bitcast=True), 1))
     largest = high.to(tl.float32, bitcast=True)
     z = tl.zeros((block_rows,), tl.float32)
     if symmetric:
@@ -220,7 +222,7 @@ def _rows_forward(
         s = (s.to(tl.int32, bitcast=True) + up).to(tl.float32, bitcast=True)
         s = tl.where(largest == 0.0, 1.0, s)
     else:
-        least = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)
+        least = tl.where(low >= 0x80000000, low, 0).to(tl.float32, bitcast=True).to(tl.float64)
         s = ((largest.to(tl.float64) - least) / (qmax - qmin)).to(tl.float32)
         s = tl.where(s == 0.0, 1.0, s)
         # halves to even in float64
@@ -233,9 +235,11 @@ def _rows_forward(
         at, inside = place(row, i, rows, columns, block_columns)
         if tiles > 1:
             values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        codes = rounded(quotient(values, s), noise, at, inside, stochastic)
+        exact = quotient(values, s)
         if not symmetric:
-            codes = within(codes + z, qmin, qmax) - z
+            # clamped first, which between whole bounds is the same
+            exact = within(exact, qmin - z, qmax - z)
+        codes = rounded(exact, noise, at, inside, stochastic)
         tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared_core.distillation import comparison
 from shared_core.distillation.chunked import loss as module
 from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
 from shared_core.distillation.losses.divergences import DIVERGENCES
@@ -204,7 +205,11 @@ def test_a_run_takes_the_same_steps(divergence, more, monkeypatch):
     monkeypatch.setattr(module, "SMALLEST", 1)
     for name, kernel in (("kd_rows", module.kd_rows), ("kd_rows_", KD_ROWS)):
         monkeypatch.setattr(module, name, lambda *args, kernel=kernel: calls.append(1) or kernel(*args))
+    terms = []
+    monkeypatch.setattr(comparison, "hard_term", lambda *args: terms.append(hard_term(*args)) or terms[-1])
     found = trained(options)
+    # cut classes have a cross-entropy, and peers train each other
+    assert [term is not None for term in terms] == [True] * (0 if {"vocab_size", "peers"} & more.keys() else 5)
     assert len(calls) == (10 if "peers" in more else 5)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-5), name
