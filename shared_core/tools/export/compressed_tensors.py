@@ -17,6 +17,7 @@ from shared_core.files.atomic import atomic_folder
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.modules.weight_views import weights_of
+from shared_core.numerics.block_formats import mx_encode
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.expert_layers import split_experts_
@@ -26,6 +27,7 @@ from shared_core.tools.measuring import difference, outputs
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
 _OUTPUTS = 32
+_MX_BLOCK = 32
 # What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -106,7 +108,10 @@ def export_compressed_tensors(
     coded = tuple(name for name in names if name not in values)
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
-    dtype = saved_type(model)
+    dtype, loaded_in = saved_type(model), torch.float32
+    if any(schemes[name].weight == "mxfp4" for name in coded):
+        dtype = loaded_in = torch.bfloat16  # the format's package dequantises MXFP4 to it, whatever the model's type
+        exported = exported.to(dtype)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
     float_experts = _has_experts(exported, mixture)
     loads = _transformers_loads(
@@ -133,7 +138,11 @@ def export_compressed_tensors(
             _load_as_float(temporary)
         if verify:
             _check_weights(temporary, weights, layers)
-        change = (None, None) if expected is None else _check_outputs(temporary, model, expected, example_inputs, dtype)
+        change = (
+            (None, None)
+            if expected is None
+            else _check_outputs(temporary, model, expected, example_inputs, dtype, loaded_in)
+        )
         size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
     return ServedReport(
         path=Path(folder), bytes=size, format=kind, quantized=coded, values=values,
@@ -190,7 +199,14 @@ def check_servable(name: str, module: Any, where: str) -> None:
     scheme: LayerScheme = module.quantizer.scheme
     kind = STOCK[type(module)]
     pair = (scheme.weight, "none" if kind is nn.Embedding else scheme.input)
-    known = {("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8")}
+    known = {
+        ("channel", "none"),
+        ("channel", "token"),
+        ("channel", "static"),
+        ("group", "none"),
+        ("fp8", "fp8"),
+        ("mxfp4", "mxfp4"),
+    }
     experts = isinstance(module, StackedExperts)
     if kind not in (nn.Linear, nn.Embedding) and not experts:
         raise CompatibilityError(
@@ -205,7 +221,19 @@ def check_servable(name: str, module: Any, where: str) -> None:
             where,
             f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
             f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
-            "choose scheme int8, int8_dynamic, int8_weight, int4_weight or fp8",
+            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8 or mxfp4",
+        )
+    if scheme.weight == "mxfp4" and experts:
+        raise CompatibilityError(
+            where,
+            f"{name} must have codes of integers or FP8, got experts in MXFP4, not tried in vLLM",
+            "skip it in qat",
+        )
+    if scheme.weight == "mxfp4" and module.in_features % _MX_BLOCK:
+        raise CompatibilityError(
+            where,
+            f"{name} must have a multiple of {_MX_BLOCK} inputs for MXFP4, got {module.in_features}",
+            "skip it in qat",
         )
     # an expert's second matrix has the inputs that its first one's halves give
     sizes = [size for stack in weights_of(module).values() for size in stack.shape[1:]] if experts else []
@@ -369,10 +397,13 @@ def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any]
     """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
-    rows = layer.weight.detach()
-    codes, scale = codes_of(_WHERE, name, rows, scheme, entry, dtype)
+    rows = layer.weight.detach().float()
     layer.quantization_scheme = _format_scheme(scheme)
     initialize_module_for_quantization(layer, force_zero_point=False)
+    if scheme.weight == "mxfp4":  # a power of two for each block, which the largest code keeps
+        layer.weight_scale.data = torch.exp2(mx_encode(rows).scale.float() - 127)
+        return
+    codes, scale = codes_of(_WHERE, name, rows, scheme, entry, dtype)
     layer.weight_scale.data = scale.view(len(rows), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
@@ -388,7 +419,10 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
 def _format_scheme(scheme: LayerScheme) -> Any:
     """Return a scheme in the format's words, without targets."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP4
 
+    if scheme.weight == "mxfp4":
+        return QuantizationScheme(targets=["Linear"], **MXFP4)
     kind = "float" if scheme.weight == "fp8" else "int"
     # engines have kernels for 4 and 8 bits, and beside codes of inputs for 8 alone; fewer are the same codes
     bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
@@ -477,10 +511,10 @@ def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, A
 
 
 def _check_outputs(
-    folder: Path, model: Any, expected: tuple[Any, Any], inputs: Any, dtype: torch.dtype
+    folder: Path, model: Any, expected: tuple[Any, Any], inputs: Any, dtype: torch.dtype, loads: torch.dtype
 ) -> tuple[float, float]:
     with quiet():
-        loaded = type(model).from_pretrained(folder, dtype=torch.float32)
+        loaded = type(model).from_pretrained(folder, dtype=loads)
         outputs(loaded, inputs)  # weights are dequantised in the first forward
 
     def switch(rounds: bool) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from shared_core.errors import CompatibilityError
 
-# How text is split before merges, by llama.cpp's name.
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _REST: "qwen2"}
+SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _REST: "qwen2"}
+"""How text is split before merges → llama.cpp's name."""
 
 
 def add_tokenizer(writer: Any, folder: Path | None, size: int, where: str) -> None:
@@ -60,7 +60,7 @@ def _kind(described: dict[str, Any], where: str) -> tuple[str, str]:
     levels = [part for part in parts if part.get("type") == "ByteLevel"]
     name = None
     if model.get("type") == "BPE" and levels:
-        name = "gpt-2" if split is None and levels[0].get("use_regex", True) else _SPLITS.get(split or "")
+        name = "gpt-2" if split is None and levels[0].get("use_regex", True) else SPLITS.get(split or "")
         kind = "gpt2"
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         name, kind = "default", "llama"
