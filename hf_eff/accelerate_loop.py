@@ -568,6 +568,9 @@ class AcceleratedLoop:
             self.session._services.say(receipt.text())
 
     def _at_exit(self) -> None:
+        if not self.session.has_begun:
+            self.session.finish()  # says that training never began
+            return
         if not self.session.is_finished:
             self.session.note(
                 f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.total_steps} steps "

@@ -30,6 +30,8 @@ def fresh(tmp_path, monkeypatch):
     """No state of accelerate, loops or `eff run` of another test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [FRONT_END])
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     yield
@@ -239,8 +241,7 @@ def eff_run(tmp_path, script, *arguments):
     return CliRunner().invoke(app, ["run", str(tmp_path / "loop.py"), *arguments])
 
 
-def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path, monkeypatch):
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
     prepared = "optimizer, loader = accelerator.prepare(model, optimizer, loader)"
     script = SCRIPT.replace(
         prepared, "optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"
@@ -269,8 +270,7 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path, monkeyp
         ),
     ],
 )
-def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, monkeypatch, arguments, error, told):
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arguments, error, told):
     result = eff_run(tmp_path, SCRIPT, "--prune_sparsity", "0.8", *arguments)
     with pytest.raises(error, match=told):
         raise result.exception
