@@ -30,7 +30,8 @@ def fresh(tmp_path, monkeypatch):
     """No state of accelerate, loops or `eff run` of another test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+    monkeypatch.setenv(STEPS_VARIABLE, "")  # so that what `eff run` puts there goes with the test
+    monkeypatch.delenv(STEPS_VARIABLE)
     monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [FRONT_END])
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
@@ -154,6 +155,23 @@ def test_a_teacher_may_be_prepared_too(make):
     assert prepared[2].eff_loop.inner is model
     accelerator.end_training()
     assert "TRAINING NEVER BEGAN" in " ".join(prepared[2].eff_loop.session.notes)
+
+
+def test_an_accelerator_may_train_another_model_behind_the_first(make, tmp_path):
+    loop = Loop(make, PRUNE).steps()
+    loop.accelerator.save_model(loop.model, tmp_path / "first")
+    other = make.classifier(seed=7)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, optimizer = prepare(loop.accelerator, other, optimizer, recipe=PRUNE, total_steps=2)
+    other.train()
+    for batch in [*loop.loader][:2]:
+        loop.accelerator.backward(other(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.accelerator.end_training()
+    assert optimizer.eff_loop.session.step == 2
+    assert zeros(other.state_dict()) > 0.45
+    assert Receipt.read(tmp_path / "first")["steps"]["applied"] == STEPS
 
 
 def refused(make, **given):
