@@ -73,6 +73,8 @@ def prepare(
             "an accelerator must train one model with techniques at a time, got a second one",
             "call accelerator.end_training() of the first, or make another Accelerator",
         )
+    if earlier is not None:
+        earlier.release()
     loop = AcceleratedLoop(accelerator, objects, wanted, total_steps)
     try:
         loop.check_positions()
@@ -209,7 +211,7 @@ class AcceleratedLoop:
         self._surroundings: list[Any] = []
         self._micro_batches = 0  # since the last step
         self._is_complete = self._is_discarded = False  # gradients are all there; the last step was discarded
-        self._evaluates = self._is_saving = False
+        self._evaluates = self._is_checkpointing = False
         self._loaded: Mapping[str, Any] = {}
         self._window: Mapping[str, Any] = {}
         self._baked: Any = None
@@ -236,27 +238,29 @@ class AcceleratedLoop:
         self.optimizer = next(one for one in prepared if isinstance(one, AcceleratedOptimizer))
         self.optimizer.__class__ = SessionOptimizer
         self.optimizer.eff_loop = self
-        around: dict[str, Callable[..., Any]] = {
+        in_training: dict[str, Callable[..., Any]] = {
             "backward": self._backward,
             "clip_grad_norm_": self._clip,
             "clip_grad_value_": self._clip,
             "save_state": self._save_state,
             "load_state": self._load_state,
+            "log": self._log,
+        }
+        around: dict[str, Callable[..., Any]] = {
             "unwrap_model": self._unwrap_model,
             "get_state_dict": self._get_state_dict,
             "save_model": self._save_model,
-            "log": self._log,
             "end_training": self._end_training,
         }
         self._wrapped = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
-        self._wrapped.append(self._scale.watch())
+        self._wrapped_in_training = [Wrapped(accelerator, name, outer) for name, outer in in_training.items()]
+        self._wrapped_in_training += [self._scale.watch(), Wrapped(self.model, "train", self._set_mode)]
         self._in_training: list[Any] = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             self.model.register_forward_hook(self._leave, always_call=True),
             accelerator.register_save_state_pre_hook(self._save_own),
             accelerator.register_load_state_pre_hook(self._read_own),
         ]
-        self._mode = Wrapped(self.model, "train", self._set_mode)
         if hasattr(self.inner, "save_pretrained"):
             Wrapped(self.inner, "save_pretrained", self._save_pretrained, keep_signature=True)
         atexit.register(self._at_exit)
@@ -294,7 +298,6 @@ class AcceleratedLoop:
 
     def _backward(self, method: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
         session = self.session
-        self._check_goes_on("backward")
         if not self.model.training:
             raise TrainingError(
                 "accelerate",
@@ -314,14 +317,6 @@ class AcceleratedLoop:
         with self.accelerator.autocast():
             loss = session.loss(loss)
         return method(loss, **kwargs)
-
-    def _check_goes_on(self, what: str) -> None:
-        if self.session.is_finished:
-            raise TrainingError(
-                "accelerate",
-                f"training must end with its {self.total_steps} steps, got a {what} after the model was finished",
-                "pass the true total_steps, and call unwrap_model, save_model and end_training behind the last step",
-            )
 
     def _check_accumulation(self) -> None:
         planned = self.accelerator.gradient_accumulation_steps
@@ -351,10 +346,15 @@ class AcceleratedLoop:
 
     def step(self, method: Callable[..., Any], closure: Any) -> None:
         """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
-        if not self.accelerator.sync_gradients:
+        if self._is_checkpointing or not self.accelerator.sync_gradients:
             method(closure)
             return
-        self._check_goes_on("step")
+        if self.session.is_finished:
+            raise TrainingError(
+                "accelerate",
+                f"training must end with its {self.total_steps} steps, got a step after the model was finished",
+                "pass the true total_steps, and call unwrap_model, save_model and end_training behind the last step",
+            )
         if closure is not None or not self._micro_batches:
             raise TrainingError(
                 "accelerate",
@@ -376,7 +376,7 @@ class AcceleratedLoop:
 
     def drop_gradients(self) -> None:
         """The script drops gradients: a step that was prepared for and not made is a skipped one."""
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and not self._is_checkpointing:
             if self._is_complete and self._is_live:
                 self._scale.hid_a_skip()
                 self.session.skipped_optimizer_step()
@@ -412,12 +412,18 @@ class AcceleratedLoop:
         if not self.session.is_attached:
             return method(*args, **kwargs)
         self._begin()
-        self._is_saving = True
+        with self._checkpointing(), self._training_weights(), self.session.saving():
+            return method(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Surround accelerate's own files; with shards torch makes the optimizer's state by a step that is none."""
+        self._is_checkpointing = True
+        scaler, self.optimizer.scaler = self.optimizer.scaler, None  # which fails before the first loss
         try:
-            with self._training_weights(), self.session.saving():
-                return method(*args, **kwargs)
+            yield
         finally:
-            self._is_saving = False
+            self._is_checkpointing, self.optimizer.scaler = False, scaler
 
     def _save_own(self, models: Any, weights: Any, folder: str) -> None:
         if not self._is_live:
@@ -451,7 +457,7 @@ class AcceleratedLoop:
             self.session.prepare_optimizers([inner_optimizer(self.optimizer)])
 
     def _load_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._training_weights(), loading(self.session):
+        with self._checkpointing(), self._training_weights(), loading(self.session):
             result = method(*args, **kwargs)
         if self._loaded:
             own = rank_states.load(self.session, self._loaded)
@@ -481,12 +487,12 @@ class AcceleratedLoop:
             self.finish()
 
     def _unwrap_model(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_saving and self._is_ours(model):
+        if not self._is_checkpointing and self._is_ours(model):
             self._finish_if_done()
         return method(model, *args, **kwargs)
 
     def _get_state_dict(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_saving or not self._is_ours(model):
+        if self._is_checkpointing or not self._is_ours(model):
             return method(model, *args, **kwargs)
         self._finish_if_done()
         with self._saving_baked():
@@ -543,17 +549,22 @@ class AcceleratedLoop:
             self._begin()  # a run that was resumed behind its last step
         self.session.finish()
         self._evaluates = False
-        self._mode.undo()
+        for wrapped in self._wrapped_in_training:
+            wrapped.undo()
         for handle in self._in_training:
             handle.remove()
         self.accelerator.scaler, self.accelerator.native_amp = self._own_scaler
 
-    def _end_training(self, method: Callable[..., Any]) -> Any:
+    def release(self) -> None:
+        """Finish the model, leave the receipt, and give the accelerator its own methods back."""
         self.finish()
         for wrapped in self._wrapped:
             wrapped.undo()
         atexit.unregister(self._at_exit)
         self._leave_receipt()
+
+    def _end_training(self, method: Callable[..., Any]) -> Any:
+        self.release()
         return method()
 
     def _leave_receipt(self) -> None:
@@ -568,6 +579,9 @@ class AcceleratedLoop:
             self.session._services.say(receipt.text())
 
     def _at_exit(self) -> None:
+        if not self.session.has_begun:
+            self.session.finish()  # says that training never began
+            return
         if not self.session.is_finished:
             self.session.note(
                 f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.total_steps} steps "

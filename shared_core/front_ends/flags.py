@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STEPS_FLAG, STEPS_VARIABLE = "eff_total_steps", "EFF_TOTAL_STEPS"
 """Optimizer steps of a loop whose scheduler does not tell them: the flag of `eff run`, and what hands it on."""
-_OF_A_TRAINER = {"average_tokens_across_devices"}  # begins like a technique's flag
+_OF_A_SCRIPT = {"average_tokens_across_devices", "checkpointing_steps"}  # published ones: begin like a technique's flag
 
 
 def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -48,7 +48,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             # Begins like one of ours: most likely a misspelt one, and the script would refuse or ignore it without a
             # word.
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
-            if is_flag and key and name not in _OF_A_TRAINER:
+            if is_flag and key and name not in _OF_A_SCRIPT:
                 hint = nearest(name, flags(key))
                 raise ConfigError(
                     "eff run", f"--{name} is not a flag{hint}", "the script's own flags can stand after `--`"
@@ -109,7 +109,7 @@ def _nearest_flag(arguments: list[str]) -> str:
     names = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
     alike = (
         (SequenceMatcher(None, name, flag).ratio(), flag)
-        for name in names if name not in _OF_A_TRAINER
+        for name in names if name not in _OF_A_SCRIPT
         for flag in (*flags(), "eff_recipe", PARTIAL_FLAG, STEPS_FLAG)
     )  # fmt: skip
     likeness, flag = max(alike, default=(0.0, ""))

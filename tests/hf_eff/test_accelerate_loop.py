@@ -30,6 +30,9 @@ def fresh(tmp_path, monkeypatch):
     """No state of accelerate, loops or `eff run` of another test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv(STEPS_VARIABLE, "")  # so that what `eff run` puts there goes with the test
+    monkeypatch.delenv(STEPS_VARIABLE)
+    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [FRONT_END])
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     yield
@@ -154,6 +157,23 @@ def test_a_teacher_may_be_prepared_too(make):
     assert "TRAINING NEVER BEGAN" in " ".join(prepared[2].eff_loop.session.notes)
 
 
+def test_an_accelerator_may_train_another_model_behind_the_first(make, tmp_path):
+    loop = Loop(make, PRUNE).steps()
+    loop.accelerator.save_model(loop.model, tmp_path / "first")
+    other = make.classifier(seed=7)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, optimizer = prepare(loop.accelerator, other, optimizer, recipe=PRUNE, total_steps=2)
+    other.train()
+    for batch in [*loop.loader][:2]:
+        loop.accelerator.backward(other(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.accelerator.end_training()
+    assert optimizer.eff_loop.session.step == 2
+    assert zeros(other.state_dict()) > 0.45
+    assert Receipt.read(tmp_path / "first")["steps"]["applied"] == STEPS
+
+
 def refused(make, **given):
     model = make.classifier()
     accelerator = Accelerator(cpu=True, **given.pop("options", {}))
@@ -239,8 +259,7 @@ def eff_run(tmp_path, script, *arguments):
     return CliRunner().invoke(app, ["run", str(tmp_path / "loop.py"), *arguments])
 
 
-def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path, monkeypatch):
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
     prepared = "optimizer, loader = accelerator.prepare(model, optimizer, loader)"
     script = SCRIPT.replace(
         prepared, "optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"
@@ -269,8 +288,7 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path, monkeyp
         ),
     ],
 )
-def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, monkeypatch, arguments, error, told):
-    monkeypatch.delenv(STEPS_VARIABLE, raising=False)
+def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arguments, error, told):
     result = eff_run(tmp_path, SCRIPT, "--prune_sparsity", "0.8", *arguments)
     with pytest.raises(error, match=told):
         raise result.exception

@@ -70,6 +70,11 @@ def test_a_flag_before_the_script_is_refused():
     assert "script must come before" in str(result.exception)
 
 
+def test_flags_of_published_scripts_that_begin_like_ours_are_the_scripts():
+    flags = ["--average_tokens_across_devices", "--checkpointing_steps", "4"]
+    assert take_flags(flags) == ({}, flags)
+
+
 def test_a_typo_names_the_flags_of_its_technique_alone():
     with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; the script's own"):
         take_flags(["--comm_zzz", "1"])
