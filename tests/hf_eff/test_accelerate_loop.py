@@ -197,6 +197,12 @@ def test_what_cannot_run_is_refused_before_training(make, given, error, told):
         refused(make, **given)
 
 
+def test_fsdp_that_accelerate_would_leave_out_without_a_word_is_refused(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CompatibilityError, match="FSDP was asked for, but accelerate does not shard here"):
+        refused(make)
+
+
 def test_what_would_train_without_techniques_is_refused(make):
     loop = Loop(make, {"distill": {"teacher": make.classifier(seed=7)}})
     batch = next(iter(loop.loader))
