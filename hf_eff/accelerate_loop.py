@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -561,22 +562,22 @@ class AcceleratedLoop:
         for wrapped in self._wrapped:
             wrapped.undo()
         atexit.unregister(self._at_exit)
-        self._leave_receipt()
+        self._leave_receipt(gather=True)
 
     def _end_training(self, method: Callable[..., Any]) -> Any:
         self.release()
         return method()
 
-    def _leave_receipt(self) -> None:
-        if not self.accelerator.is_main_process:
-            return
+    def _leave_receipt(self, *, gather: bool) -> None:
         try:
             if self.session.is_finished:
-                self.session.verify(None, "the trained model")
+                # Every process: sharded weights are gathered.
+                self.session.verify(None, "the trained model", gather=gather)
         finally:
-            receipt = self.session.receipt()
-            receipt.write(self._folder or self.accelerator.project_dir or Path.cwd())
-            self.session._services.say(receipt.text())
+            if self.accelerator.is_main_process:
+                receipt = self.session.receipt()
+                receipt.write(self._folder or self.accelerator.project_dir or Path.cwd())
+                self.session._services.say(receipt.text())
 
     def _at_exit(self) -> None:
         if not self.session.has_begun:
@@ -589,7 +590,7 @@ class AcceleratedLoop:
                 "it saved itself holds the weights of training"
             )
         with contextlib.suppress(EffError):  # told, and in the receipt
-            self._leave_receipt()
+            self._leave_receipt(gather=False)
 
 
 def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -618,6 +619,13 @@ def _check_kind(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise CompatibilityError("accelerate", f"techniques do not run in a loop with {kind.value}", "use DDP or FSDP2")
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if asked and kind != DistributedType.FSDP:
+        raise CompatibilityError(
+            "accelerate",
+            f"FSDP was asked for, but accelerate does not shard here (distributed type {kind.value})",
+            "start several processes on devices that it shards on, or drop ACCELERATE_USE_FSDP",
+        )
     if accelerator.mixed_precision == "fp8":
         raise CompatibilityError(
             "accelerate", "mixed_precision must not be fp8, which replaces layers", "use bf16 and the technique fp8"

@@ -1,5 +1,6 @@
 """A loop of accelerate: what its methods mean for the techniques, what they save, and what is refused."""
 
+import atexit
 import json
 import sys
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, default_data_collat
 from typer.testing import CliRunner
 
 from hf_eff import prepare
-from hf_eff.accelerate_loop import AcceleratedLoop
+from hf_eff.accelerate_loop import _LOOPS, AcceleratedLoop
 from hf_eff.front_end import FRONT_END
 from shared_core import Recipe, Session
 from shared_core.cli import app
@@ -37,6 +38,9 @@ def fresh(tmp_path, monkeypatch):
     GradientState._reset_state()
     yield
     FRONT_END.install(Recipe({}))
+    for loop in _LOOPS.values():
+        atexit.unregister(loop._at_exit)  # it would write a receipt where the tests were started
+    _LOOPS.clear()
     AcceleratorState._reset_state(reset_partial_state=False)
 
 
@@ -195,6 +199,12 @@ def refused(make, **given):
 def test_what_cannot_run_is_refused_before_training(make, given, error, told):
     with pytest.raises(error, match=told):
         refused(make, **given)
+
+
+def test_fsdp_that_accelerate_would_leave_out_without_a_word_is_refused(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(CompatibilityError, match="FSDP was asked for, but accelerate does not shard here"):
+        refused(make)
 
 
 def test_what_would_train_without_techniques_is_refused(make):
