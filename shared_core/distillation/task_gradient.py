@@ -42,20 +42,21 @@ class HardTerm:
 
 
 def hard_term(task: TaskLoss, logits: Tensor, mask: Tensor | None) -> HardTerm | None:
-    """Return the cross-entropy of these logits that a task loss is, None if it is anything else.
+    """Return the cross-entropy of these logits that a task loss is, None if it is anything else, or on a GPU.
+
+    There the number of rows would have to be read in every micro-batch, for which the host would wait.
 
     Args:
         task: The loss.
         logits: ``(..., classes)``, with a graph.
         mask: Which rows have a soft term, None for all.
     """
-    found = cross_entropy_of(task.loss, logits)
+    found = cross_entropy_of(task.loss, logits) if logits.is_cpu else None
     if found is None:
         return None
     labels, weight = found
     counted = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.flatten().to(labels.device)
     count, stray = counted.sum(), ((labels >= 0) & ~counted).sum()
-    # A device is waited for once.
     ratio, rows, strays = torch.stack([task.ratio(weight, count).double(), count.double(), stray.double()]).tolist()
     return HardTerm(labels, ratio, int(rows)) if 0 < ratio < float("inf") and not strays else None
 
