@@ -53,6 +53,7 @@ def run_environment(trainer: Trainer) -> set[str]:
     if trainer.optimizer is not None:
         optimizer_class = type(inner_optimizer(trainer.optimizer))
     holds = {
+        "deepspeed": trainer.is_deepspeed_enabled,
         "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),  # type: ignore[no-untyped-call]
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,

@@ -97,6 +97,9 @@ NAMES = {
     "_tensor_parallel_size": _ATTRIBUTE("setup_environment", "the same", owner=_SHARDED),
     "_load_checkpoint": PrivateName(f"{_SHARDED}.load_checkpoint", "optimizers are loaded as saved", owner=_FABRIC),
     "_load_raw_module_state": PrivateName("_load_checkpoint", "weights find the user's own layers", owner=_FABRIC),
+    "_forward_module": _ATTRIBUTE(
+        "__init__", "what a strategy has made of a model, in a loop", owner="fabric.wrappers:_FabricModule"
+    ),
     "_distributed_checkpoint_load": PrivateName("_load_checkpoint", "shards of an optimizer are read", owner=_FABRIC),
 }  # fmt: skip
 """What is replaced, called, set or read; ``fabric.`` begins what is Fabric's."""

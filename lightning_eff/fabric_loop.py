@@ -260,11 +260,20 @@ class FabricLoop:
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._complete()
-        result = method(*args, **kwargs)
-        for technique in self.session.techniques.values():
-            for peer in getattr(technique, "peers", ()):  # each by its own norm
-                method(peer, *args[1:], **{name: value for name, value in kwargs.items() if name != "module"})
-        return result
+        peers = [peer for one in self.session.techniques.values() for peer in getattr(one, "peers", ())]
+        if not peers:
+            return method(*args, **kwargs)
+        # Each by its own norm: Fabric clips all that the optimizer holds together.
+        names = ("module", "optimizer", "clip_val", "max_norm", "norm_type", "error_if_nonfinite")
+        asked = {"norm_type": 2.0, "error_if_nonfinite": True, **dict(zip(names, args, strict=False)), **kwargs}
+        norms = []
+        for one in (self.inner, *peers):
+            if asked.get("max_norm") is None:
+                nn.utils.clip_grad_value_(one.parameters(), asked["clip_val"])
+            else:
+                norm = asked["norm_type"], asked["error_if_nonfinite"]
+                norms.append(nn.utils.clip_grad_norm_(one.parameters(), asked["max_norm"], *norm))
+        return norms[0] if norms else None
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True

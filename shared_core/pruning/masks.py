@@ -132,6 +132,12 @@ class MaskStore(Mapping[str, Tensor]):
         is_plain = not self._packed and len(live) == len(self._masked)
         self._zeroed = [(gradient, gradient._version) for gradient in live] if is_plain else []
 
+    def is_held(self) -> bool:
+        """Return whether every pruned weight, of what this process holds, is zero."""
+        pairs = zip(self._held(self._masked), self._masks, strict=True)
+        grown = [(weight.ne(0) & ~mask).any() for weight, mask in pairs]
+        return not grown or not bool(torch.stack(grown).any())
+
     def hold(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         """Set every pruned weight to exactly +0.0 after a step; without a pass over the weights where all are so still.
 

@@ -192,7 +192,10 @@ class Pruning(Technique):
     @contextlib.contextmanager
     def saving(self, context: Context, baked: bool) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
-        self._policy.store.apply()  # what is saved holds zeros, also after writes that torch does not count (``.data``)
+        # What is saved holds zeros, also after writes that torch does not count (``.data``). Where it does, nothing is
+        # written: in the middle of a batch autograd may have kept these weights.
+        if not self._policy.store.is_held():
+            self._policy.store.apply()
         self._policy.gather()
         try:
             yield

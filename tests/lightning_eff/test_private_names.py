@@ -12,6 +12,8 @@ from shared_core.errors import CompatibilityError
 DERIVED = {"strategies.py"}  # classes of Lightning's own kinds: what they set and override is Lightning's
 OURS = {"_given", "_through_root", "_eff_leader", "_Class", "_instantiator", "_fields"}
 
+OURS |= {"_orig_mod"}  # torch's
+
 
 @pytest.mark.parametrize("namespace", BOTH)
 @pytest.mark.parametrize("name", NAMES)

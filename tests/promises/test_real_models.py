@@ -133,7 +133,7 @@ def check_stacks(key, told, stacked):
         if "qat" in told:
             (found,) = (one for one in told["qat"]["per_layer"] if one["name"].endswith("experts"))
             assert found["input"] == ("none" if key == "qat-int4" else "token")
-            groups = weight.unflatten(2, (-1, 8)) if key == "qat-int4" else weight.unsqueeze(2)
+            groups = weight.unflatten(2, (-1, found["group_size"])) if key == "qat-int4" else weight.unsqueeze(2)
             span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
             step = span / 15 if key == "qat-int4" else groups.abs().amax(-1) / 127
             codes = groups / step.clamp(min=1e-30).unsqueeze(-1)

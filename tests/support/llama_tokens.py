@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-from llama_cpp import Llama
 
 
 def main(file: Path) -> None:
+    from llama_cpp import Llama
+
     job = json.loads(file.read_text())
     engine = Llama(job["folder"], n_ctx=64, n_batch=64, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
 

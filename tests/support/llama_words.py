@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from llama_cpp import Llama
-
 
 def main(file: Path) -> None:
+    from llama_cpp import Llama
+
     job = json.loads(file.read_text())
     engine = Llama(job["folder"], vocab_only=True, verbose=False)
     answers = [engine.tokenize(text.encode(), add_bos=False, special=True) for text in job["texts"]]

@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-import openvino
 
 
 def main(file: Path) -> None:
+    import openvino
+
     job = json.loads(file.read_text())
     settings = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     model = openvino.Core().compile_model(job["folder"], "CPU", settings)
