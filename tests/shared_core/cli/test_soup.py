@@ -122,6 +122,7 @@ def test_merges(room):
     path = json.loads((room / "ties" / "soup_path.json").read_text())
     assert (path["kind"], path["base"], path["density"], path["lambda"]) == ("ties", "base", 1.0, 2.0)
     assert path["weights"] == [1.0, 1.0, 2.0]
+    assert "A merge (ties) of 3 ingredients" in report_of(room / "ties")
     for kind, seed in (("dare_linear", 1), ("dare_linear", 2), ("dare_ties", 1)):
         eff("run", "--kind", kind, *bases, 0.5, "--seed", seed, "--out", f"{kind}{seed}")
         assert load_file(f"{kind}{seed}/model.safetensors")["w"].mean().item() == pytest.approx(6)
