@@ -467,7 +467,7 @@ def _check_merge(asked: dict[str, bool], kind: str | None) -> None:
             raise ConfigError(
                 "eff soup",
                 f"{name} must come with --kind {' or '.join(kinds)}, got --kind {kind or 'greedy'}",
-                "add it",
+                "leave it out",
             )
     for name, what in (("--base", "the model they were fine-tuned from"), ("--density", "the share to keep")):
         if kind in _TASK_VECTORS and not asked[name]:

@@ -227,7 +227,7 @@ class _TaskVectors:
         if self.kind == "dare_linear":
             return total
         upward = total >= 0
-        agree = [torch.where(upward, delta > 0, delta < 0) for delta in deltas]
+        agree = [((delta > 0) == upward) & (delta != 0) for delta in deltas]
         mixed = _sum([delta * agrees for delta, agrees in zip(deltas, agree, strict=True)])
         if self.kind == "dare_ties":
             return mixed
