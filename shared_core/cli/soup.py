@@ -22,6 +22,11 @@ from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
 
+_DARE = ("dare_linear", "dare_ties")
+_TASK_VECTORS = ("ties", *_DARE)
+_MERGES = (*_TASK_VECTORS, "slerp")
+_KINDS = ("greedy", "uniform", "weighted", *_MERGES)
+
 _TASKS: dict[str, Literal["max", "min"]] = {
     "accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min",
     "mse": "min", "mae": "min", "pearson": "max", "spearman": "max",
@@ -112,9 +117,18 @@ class SoupOptions:
     kind: Annotated[
         str | None,
         typer.Option(
-            help="greedy (add while the metric does not fall), uniform (all) or weighted (all, by --weights)."
+            help="greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a merge "
+            "of differences to --base (ties, dare_linear, dare_ties), or slerp (of two)."
         ),
     ] = None
+    base: Annotated[
+        Path | None, typer.Option(help="Of ties and dare: the checkpoint that all were fine-tuned from.")
+    ] = None
+    density: Annotated[
+        float | None, typer.Option(help="Of ties and dare: the share of each difference to keep, in (0, 1].")
+    ] = None
+    lambda_: Annotated[float, typer.Option("--lambda", help="Of ties and dare: factor of the merged difference.")] = 1
+    t: Annotated[float, typer.Option("--t", help="Of slerp: 0 is the first checkpoint, 1 the second.")] = 0.5
     weights: Annotated[
         str | None,
         typer.Option(help="How much each checkpoint counts, as 600,200,200: example counts for federated averaging."),
@@ -141,7 +155,7 @@ class SoupOptions:
             "tell; only the first is evaluated alone."
         ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Of --order random.")] = 0
+    seed: Annotated[int, typer.Option(help="Of --order random, and of dare.")] = 0
     repeat: Annotated[
         bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
     ] = True
@@ -158,7 +172,7 @@ class SoupOptions:
 
     def asked(self) -> dict[str, bool]:
         """Return of each flag whether it was given another value than its default."""
-        names = {"evaluate": "eval", "repeat": "no_repeat", "as_json": "json"}
+        names = {"evaluate": "eval", "lambda_": "lambda", "repeat": "no_repeat", "as_json": "json"}
         flags = {
             f"--{names.get(field.name, field.name).replace('_', '-')}": field for field in dataclasses.fields(self)
         }
@@ -182,6 +196,8 @@ class Checkpoints:
     remask: Callable[[dict[str, Any]], None] | None
     shares: list[float] | None
     """How much each usable one counts, where that is given."""
+    base: Any
+    """The checkpoint that all were fine-tuned from, where that is given."""
 
     @classmethod
     def opened(cls, options: SoupOptions) -> Checkpoints:
@@ -199,7 +215,13 @@ class Checkpoints:
         from shared_core.soup.uniform import check_weights
 
         found = expand(options.paths or [])
-        opened = open_ingredients(found) if found else []  # first, so that a pattern that matched no file is named
+        bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
+        if len(bases) > 1:
+            raise CheckpointError("eff soup", f"--base must name one checkpoint, got {len(bases)}", "name one of them")
+        opened = (
+            open_ingredients([*found, *bases]) if found else []
+        )  # first, so that a pattern that matched no file is named
+        opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
         if len(found) < 2:
             raise CheckpointError("eff soup", f"PATH must name at least two checkpoints, got {len(found)}", "give more")
         if options.out is not None:
@@ -218,7 +240,7 @@ class Checkpoints:
             check_weights(shares, len(usable))
         for note in notes:
             _aside(note)
-        return cls(opened[0], usable, remask, shares)
+        return cls(opened[0], usable, remask, shares, base)
 
     def like(self, best: str) -> Any:
         """Return which to write a soup as: the best, before others the first, but one with a config if any has."""
@@ -232,19 +254,19 @@ class Checkpoints:
 @takes(SoupOptions)
 def soup(options: SoupOptions) -> None:
     """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
-    if options.kind not in (None, "greedy", "uniform", "weighted"):
-        raise ConfigError("eff soup", f"--kind must be greedy, uniform or weighted, got {options.kind!r}")
+    if options.kind not in (None, *_KINDS):
+        raise ConfigError("eff soup", f"--kind must be {', '.join(_KINDS[:-1])} or slerp, got {options.kind!r}")
     _check(options.asked(), options.kind)
     if options.mode not in (None, "max", "min"):
         raise ConfigError("eff soup", f"--mode must be max or min, got {options.mode!r}")
     if options.order not in ("metric", "random", "given"):
         raise ConfigError("eff soup", f"--order must be metric, random or given, got {options.order!r}")
-    if options.seed and options.order != "random":
+    if options.seed and options.order != "random" and options.kind not in _DARE:
         raise ConfigError(
             "eff soup", f"--seed must come with --order random, got it with --order {options.order}", "add it"
         )
     checkpoints = Checkpoints.opened(options)
-    if options.kind in ("uniform", "weighted"):
+    if options.kind not in (None, "greedy"):
         _average(checkpoints, options, cast(Path, options.out))
         return
     judge = options.judge(checkpoints.first)
@@ -326,16 +348,22 @@ def _say_rank_errors(state_dict: Any) -> None:
 
 
 def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
-    """Write the uniform or weighted average of all."""
+    """Write the uniform or weighted average of all, or a merge."""
     from shared_core.soup.reports import rank_errors
     from shared_core.soup.saving import save_soup, write_path
     from shared_core.soup.uniform import average_of
 
+    about: dict[str, Any] = {}
     with bar("averaging"):
-        found = average_of(checkpoints.usable, checkpoints.shares, after_average=checkpoints.remask, rank=options.rank)
+        if options.kind in _MERGES:
+            found, about = _merged(checkpoints, options)
+        else:
+            found = average_of(
+                checkpoints.usable, checkpoints.shares, after_average=checkpoints.remask, rank=options.rank
+            )
     path = json.dumps({
         "ingredients": found.ingredients, "weights": None if checkpoints.shares is None else found.weights,
-        "left_out": found.left_out, **rank_errors(found.state_dict),
+        "left_out": found.left_out, **about, **rank_errors(found.state_dict),
     })  # fmt: skip
     like = checkpoints.like(found.ingredients[0])
     save_soup(found.state_dict, like, out, lambda target: write_path(target, path), _aside)
@@ -343,8 +371,29 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
         _aside(f"{name} is {reason}")
     if not options.as_json:
         _say_rank_errors(found.state_dict)
-    told = f"{options.kind} average of {len(found.ingredients)} ingredients\nwrote {out}"
+    told = f"{options.kind} {'merge' if about else 'average'} of {len(found.ingredients)} ingredients\nwrote {out}"
     typer.echo(path if options.as_json else told)
+
+
+def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[str, Any]]:
+    """Return the merge of all, and what it was made with."""
+    from shared_core.soup.merging import slerp_soup, task_vector_soup
+    from shared_core.soup.uniform import Average
+
+    usable, remask = checkpoints.usable, checkpoints.remask
+    about: dict[str, Any] = {"kind": options.kind}
+    if options.kind == "slerp":
+        about["t"] = options.t
+        state_dict = slerp_soup(usable, options.t, after_average=remask)
+    else:
+        about |= {"base": checkpoints.base.name, "density": options.density, "lambda": options.lambda_}
+        if options.kind in _DARE:
+            about["seed"] = options.seed
+        state_dict = task_vector_soup(
+            usable, checkpoints.base, cast(Any, options.kind), density=cast(float, options.density),
+            weights=checkpoints.shares, lambda_=options.lambda_, seed=options.seed, after_average=remask,
+        )  # fmt: skip
+    return Average(state_dict, [item.name for item in usable], checkpoints.shares or [], {}), about
 
 
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions) -> None:
@@ -377,7 +426,7 @@ _TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 
 def _check(asked: dict[str, bool], kind: str | None) -> None:
     """Refuse options that play no part, and name those that lack, with `kind` or with none."""
-    averages = kind in ("uniform", "weighted")
+    averages = kind not in (None, "greedy")
     if asked["--diagnose"] and kind is not None:
         raise ConfigError(
             "eff soup", f"--kind {kind} must stand without --diagnose, which makes no soup", "leave one out"
@@ -389,8 +438,10 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
     if asked["--rank"] and asked["--diagnose"]:
         raise ConfigError("eff soup", "--rank must stand without --diagnose, which writes no average", "leave it out")
     alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
+    search = tuple(name for name in _SEARCH if not (name == "--seed" and kind in _DARE))
     useless: list[tuple[str, tuple[str, ...]]] = [
-        ("steer the greedy search", _SEARCH if averages or asked["--diagnose"] else ()),
+        ("steer the greedy search", search if averages or asked["--diagnose"] else ()),
+        ("averages of adapters take", ("--rank",) if kind in _MERGES else ()),
         ("say how candidates are evaluated", (*_JUDGED, *_TASK) if averages else ()),
     ]
     for why, names in useless:
@@ -400,11 +451,27 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
                 f"{alone} must stand without {' and '.join(given)}, which {why}",
                 "leave one or the other out",
             )
-    if asked["--weights"] != (kind == "weighted"):
+    _check_merge(asked, kind)
+    if asked["--weights"] != (kind == "weighted") and kind not in _TASK_VECTORS:
         lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
         raise ConfigError("eff soup", f"{got} must come with {lacks}, got none", "add it")
     if not averages:
         _check_judged(asked)
+
+
+def _check_merge(asked: dict[str, bool], kind: str | None) -> None:
+    """Refuse the same among the options of merges."""
+    of_kinds = {"--base": _TASK_VECTORS, "--density": _TASK_VECTORS, "--lambda": _TASK_VECTORS, "--t": ("slerp",)}
+    for name, kinds in of_kinds.items():
+        if asked[name] and kind not in kinds:
+            raise ConfigError(
+                "eff soup",
+                f"{name} must come with --kind {' or '.join(kinds)}, got --kind {kind or 'greedy'}",
+                "leave it out",
+            )
+    for name, what in (("--base", "the model they were fine-tuned from"), ("--density", "the share to keep")):
+        if kind in _TASK_VECTORS and not asked[name]:
+            raise ConfigError("eff soup", f"--kind {kind} must come with {name}, got none", f"give {what}")
 
 
 def _check_judged(asked: dict[str, bool]) -> None:

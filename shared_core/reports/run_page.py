@@ -350,7 +350,8 @@ def _is_number(value: Any) -> bool:
 def _path(values: Values) -> list[Block]:
     history = [row for row in values.get("history") or [] if isinstance(row, Mapping)]
     if not history:
-        told = f"An average of {len(values.get('ingredients', []))} ingredients; no search, so there is no path."
+        what = f"A merge ({values['kind']})" if "kind" in values else "An average"
+        told = f"{what} of {len(values.get('ingredients', []))} ingredients; no search, so there is no path."
         return [told, Table(["ingredient"], [[str(name)] for name in values.get("ingredients", [])])]
 
     def points(figure: str, accepted: bool | None = None) -> list[tuple[float, float]]:

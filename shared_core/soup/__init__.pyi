@@ -4,6 +4,8 @@ from .diagnosis import Diagnosis as Diagnosis
 from .diagnosis import diagnose as diagnose
 from .greedy import SoupResult as SoupResult
 from .greedy import greedy_soup as greedy_soup
+from .merging import slerp_soup as slerp_soup
+from .merging import task_vector_soup as task_vector_soup
 from .reports import diagnosis_plot as diagnosis_plot
 from .reports import diagnosis_table as diagnosis_table
 from .reports import noise_of as noise_of

@@ -34,7 +34,8 @@ from shared_core.errors import CheckpointError, TrainingError
 CHUNK = 1 << 16
 
 
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield flat parts of tensors of equal size, the same of each."""
     # Views of contiguous tensors; `reshape` would copy others, which `mean_with_` and `copy_finite_` rule out for
     # targets.
     return zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in tensors), strict=True)
@@ -79,7 +80,7 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
     # done.
     direct = target.dtype == mean.dtype and target.device == mean.device
     share = weight / total
-    for goal, so_far, member in _chunks(target, mean, tensor):
+    for goal, so_far, member in chunks(target, mean, tensor):
         into, member = (goal if direct else torch.empty_like(so_far)), member.to(so_far)
         # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: with start x and end m this is m - (m - x) *
         # share.
@@ -103,7 +104,7 @@ def copy_finite_(out: Tensor | None, tensor: Tensor) -> bool:
     if out is not None and not out.is_contiguous():
         target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     finite = True
-    for chunk, *goal in _chunks(tensor, *([] if target is None else [target])):
+    for chunk, *goal in chunks(tensor, *([] if target is None else [target])):
         for part in goal:
             part.copy_(chunk)
         finite = finite and _is_finite(chunk)
@@ -196,6 +197,13 @@ class Candidate:
             slot.copy_(self._mean[key])
         self._written()
 
+    def write_values(self, best: Ingredient, values: Callable[[str], Tensor]) -> None:
+        """Write what `values` returns for each tensor; integers, booleans and dtypes are those of `best`."""
+        self._best = best
+        for key, slot in self._best_slots():
+            slot.copy_(values(key))
+        self._written()
+
     def write_average(self, ingredient: Ingredient, weight: float = 1.0) -> None:
         """Write what the mean would be with one more member; the mean itself stays as it is."""
         for key, slot in self._best_slots():
@@ -221,7 +229,7 @@ class Candidate:
             # nothing.
             spec = best.spec(key)
             slot = self._slot(key, spec.shape, spec.dtype)
-            if key in self._mean:
+            if averaged(spec.dtype):
                 yield key, slot
             else:
                 slot.copy_(best.tensor(key))

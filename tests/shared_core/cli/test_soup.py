@@ -112,6 +112,27 @@ def test_uniform_and_weighted(room):
     assert load_file("weighted/model.safetensors")["w"].unique().tolist() == [2.25]
 
 
+def test_merges(room):
+    (room / "base").mkdir()
+    save_file({"w": torch.zeros(4, 4)}, room / "base" / "model.safetensors")
+    bases = ["--base", "base", "--density"]
+    result = eff("run", "--kind", "ties", *bases, 1, "--lambda", 2, "--weights", "1,1,2", "--out", "ties")
+    assert "ties merge of 3 ingredients\nwrote ties" in result.stdout
+    assert load_file("ties/model.safetensors")["w"].unique().tolist() == [4.5]
+    path = json.loads((room / "ties" / "soup_path.json").read_text())
+    assert (path["kind"], path["base"], path["density"], path["lambda"]) == ("ties", "base", 1.0, 2.0)
+    assert path["weights"] == [1.0, 1.0, 2.0]
+    assert "A merge (ties) of 3 ingredients" in report_of(room / "ties")
+    for kind, seed in (("dare_linear", 1), ("dare_linear", 2), ("dare_ties", 1)):
+        eff("run", "--kind", kind, *bases, 0.5, "--seed", seed, "--out", f"{kind}{seed}")
+        assert load_file(f"{kind}{seed}/model.safetensors")["w"].mean().item() == pytest.approx(6)
+    one, two = (load_file(f"dare_linear{seed}/model.safetensors")["w"] for seed in (1, 2))
+    assert not torch.equal(one, two)
+    eff("run/checkpoint-1", "run/checkpoint-3", "--kind", "slerp", "--t", 0.25, "--out", "arc")
+    assert load_file("arc/model.safetensors")["w"].unique().tolist() == [1.5]
+    assert (room / "arc" / "config.json").exists()
+
+
 def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
     save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
     result = eff("run", "--kind", "uniform", "--out", "mean")
@@ -153,6 +174,7 @@ def test_lightning_style_checkpoints(room):
 
 GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were ever called
 WEIGHTED = ["--kind", "weighted", "--weights"]
+TIES = ["--kind", "ties", "--density"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +203,32 @@ WEIGHTED = ["--kind", "weighted", "--weights"]
         (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
         (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--kind weighted must come with --weights"),
         (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "must come with --kind weighted"),
-        (["run", "--out", "soup", "--kind", "mean"], ConfigError, "must be greedy, uniform or weighted, got 'mean'"),
+        (["run", "--out", "soup", *TIES, "0.5"], ConfigError, "--kind ties must come with --base, got none"),
+        (["run", "--out", "soup", *TIES[:2], "--base", "wide"], ConfigError, "must come with --density, got none"),
+        (
+            ["run", "--out", "soup", *TIES, "0.5", "--base", "wide"],
+            CheckpointError,
+            r"\(4, 4\) in .* and \(5, 5\) in wide",
+        ),
+        (["run", "--out", "soup", *TIES, "0.5", "--base", "run/checkpoint-1"], CheckpointError, "must be named once"),
+        (
+            ["run", "--out", "soup", *TIES, "1.5", "--base", "base"],
+            ConfigError,
+            r"density must be in \(0, 1\], got 1.5",
+        ),
+        (
+            ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--seed", "1"],
+            ConfigError,
+            "ties must stand without --seed",
+        ),
+        (
+            ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--rank", "1"],
+            ConfigError,
+            "ties must stand without --rank",
+        ),
+        (["run", "--out", "soup", "--kind", "uniform", "--t", "0.1"], ConfigError, "--t must come with --kind slerp"),
+        (["run", "--out", "soup", "--kind", "slerp"], ConfigError, "slerp must have two ingredients, got 3"),
+        (["run", "--out", "soup", "--kind", "mean"], ConfigError, "must be greedy, uniform, .* or slerp, got 'mean'"),
         (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
         (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
         (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
@@ -215,6 +262,8 @@ def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match)
     (room / "link").symlink_to("nowhere")
     (room / "wide").mkdir()
     save_file({"w": torch.ones(5, 5)}, room / "wide" / "model.safetensors")
+    (room / "base").mkdir()
+    save_file({"w": torch.zeros(4, 4)}, room / "base" / "model.safetensors")
     before = sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts)
     with pytest.raises(kind, match=match):
         eff(*arguments)

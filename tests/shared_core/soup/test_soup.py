@@ -5,14 +5,15 @@ import json
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from soup_runs import runs, same_bits
 
-from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup import greedy_soup, uniform_soup
+from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.soup import greedy_soup, slerp_soup, task_vector_soup, uniform_soup
 
 # --- averages ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,157 @@ def test_uniform_leaves_out_what_is_not_finite():
     with pytest.raises(CheckpointError, match="at least one"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         uniform_soup([members[1]])
+
+
+# --- merges -----------------------------------------------------------------------------------------------------------
+
+
+def merged_in_float64(kind, base, members, weights, density, lambda_, kept):
+    """One tensor's merge, after Yadav et al., sec. 4, and Yu et al., eq. 1 to 3, with mergekit's conventions.
+
+    These are (generalized_task_arithmetic.py, sparsify.py): ties has normalize and no rescale, dare_* rescale to the L1
+    norm and no normalize; ties keeps int(density * numel); signs are elected by the weighted sum, 0 counting as +.
+    """
+    start, sparse = np.float64(base), []
+    for x, mask in zip(members, kept, strict=True):
+        vector = np.float64(x) - start
+        if kind == "ties" and density < 1:
+            mask = np.zeros(vector.shape, bool)
+            mask.flat[np.argsort(-np.abs(vector), axis=None, kind="stable")[: int(density * vector.size)]] = True
+        left = vector * mask
+        sparse.append(left if kind == "ties" else left * np.abs(vector).sum() / np.abs(left).sum())
+    shares = np.reshape(weights, (-1,) + (1,) * start.ndim)
+    weighted = np.stack(sparse) * shares
+    if kind == "dare_linear":
+        return start + lambda_ * weighted.sum(0)
+    agrees = np.sign(weighted) == np.where(weighted.sum(0) >= 0, 1, -1)
+    mixed = (weighted * agrees).sum(0)
+    divisor = (shares * agrees).sum(0)
+    return start + lambda_ * (mixed / np.where(divisor == 0, 1, divisor) if kind == "ties" else mixed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("density", [1.0, 0.4])
+@pytest.mark.parametrize(("weights", "lambda_"), [(None, 1.0), ([0.5, 0.0, 2.0, 0.3], 0.7)])
+@pytest.mark.parametrize("kind", ["ties", "dare_linear", "dare_ties"])
+def test_task_vectors_are_merged_as_in_float64(kind, weights, lambda_, density, dtype):
+    base, *members = ({**run, "step": torch.tensor(i)} for i, run in enumerate(runs(5, dtype=dtype)))
+    options = {"density": density, "weights": weights, "lambda_": lambda_, "seed": 3}
+    soup = task_vector_soup(members, base, kind, **options)
+    assert soup["step"] == 1  # the first ingredient's
+    for name in "ab":
+        # merges of one with another base of zeros show which numbers DARE drops
+        kept = [np.ones(base[name].shape, bool)] * 4
+        if kind != "ties":
+            ones = [{key: torch.ones_like(value) for key, value in base.items()}] * 4
+            zeros = {key: torch.zeros_like(value) for key, value in base.items()}
+            alone = [
+                task_vector_soup(ones, zeros, kind, density=density, seed=3, weights=[float(i == j) for j in range(4)])
+                for i in range(4)
+            ]
+            kept = [one[name].double().numpy() > 0 for one in alone]
+        tensors = [member[name].double().numpy() for member in members]
+        expected = merged_in_float64(
+            kind, base[name].double().numpy(), tensors, weights or [1.0] * 4, density, lambda_, kept
+        )
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+        assert soup[name].dtype == dtype
+        np.testing.assert_allclose(soup[name].double().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_dare_drops_depends_on_seed_place_and_name_only():
+    def drop(seed=0, threads=1, order=1):
+        torch.set_num_threads(threads)
+        ones = {"v": torch.ones(70_000), "w": torch.ones(70_000)}
+        members = [dict(list(ones.items())[::order])] * 2
+        zeros = {name: torch.zeros(70_000) for name in ones}
+        return task_vector_soup(members, zeros, "dare_linear", density=0.25, seed=seed, weights=[1.0, 2.0])
+
+    threads = torch.get_num_threads()
+    try:
+        first = drop()
+        for other in (drop(threads=4), drop(order=-1)):
+            assert all(same_bits(first[name], other[name]) for name in first)
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.equal(first["v"], drop(seed=1)["v"])
+    assert not torch.equal(first["v"], first["w"])
+    # each drops a quarter for itself: 4 to 12 stand for the sums of both, and the mean stays
+    shares = {round(float(value)): float((first["v"] == value).float().mean()) for value in first["v"].unique()}
+    assert shares == pytest.approx({0: 9 / 16, 4: 3 / 16, 8: 3 / 16, 12: 1 / 16}, abs=0.01)
+    assert float(first["v"].mean()) == pytest.approx(3, rel=1e-6)
+
+
+def test_ties_by_hand():
+    base = {"w": torch.zeros(6), "one": torch.zeros(1), "none": torch.empty(0)}
+    vectors = [[4.0, -1, 1, 3, 0, 1], [-6.0, -2, 1, -3, 0, 1], [1.0, 1, 1, 0, 0, 1]]
+    members = [{"w": torch.tensor(vector), "one": torch.ones(1), "none": torch.empty(0)} for vector in vectors]
+    soup = task_vector_soup(members, base, "ties", density=0.5)
+    # of equal magnitudes the first stay; 3 - 3 elects +
+    assert soup["w"].tolist() == [-6.0, -1.5, 1.0, 3.0, 0.0, 0.0]
+    assert soup["one"].item() == 1.0  # at least one number of a tensor is kept
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("case", ["apart", "parallel", "opposite", "zero"])
+def test_slerp_is_that_of_float64(case, t):
+    generator = torch.Generator().manual_seed(0)
+    one, two = torch.randn(2, 40, 3, generator=generator)
+    two = {"apart": two, "parallel": one + 0.01 * two, "opposite": -2 * one, "zero": 0 * two}[case]
+    soup = slerp_soup([{"w": one, "n": torch.tensor(1)}, {"w": two, "n": torch.tensor(2)}], t)
+    v0, v1 = one.double().numpy(), two.double().numpy()
+    # mergekit (slerp.py): a norm up to 1e-8 counts as 1; |cosine| > 0.9995 is the straight line
+    norms = [norm if (norm := np.linalg.norm(v)) > 1e-8 else 1.0 for v in (v0, v1)]
+    cosine = (v0 * v1).sum() / norms[0] / norms[1]
+    expected = (1 - t) * v0 + t * v1
+    if abs(cosine) <= 0.9995:
+        angle = np.arccos(cosine)
+        expected = (np.sin((1 - t) * angle) * v0 + np.sin(t * angle) * v1) / np.sin(angle)
+    assert (abs(cosine) > 0.9995) == (case in ("parallel", "opposite"))
+    np.testing.assert_allclose(soup["w"].double().numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert soup["n"] == 1
+
+
+def test_merges_keep_ties_and_write_into_a_model():
+    def tied(value):
+        shared = torch.full((4, 3), value)
+        return {"embed": shared, "head": shared}
+
+    into = tied(9.0)
+    assert task_vector_soup([tied(2.0), tied(4.0)], tied(1.0), "ties", density=1.0, into=into) is into
+    assert into["head"].unique().tolist() == [3.0]
+    soup = slerp_soup([tied(2.0), tied(4.0)])
+    assert soup["embed"].data_ptr() == soup["head"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
+        ({"density": math.nan}, "density must be in"),
+        ({"lambda_": math.inf}, "lambda must be a finite number"),
+        ({"kind": "dare"}, "kind must be ties, dare_linear or dare_ties"),
+        ({"weights": [1.0]}, "one for each of 2"),
+        ({"ingredients": []}, "at least one checkpoint"),
+        ({"base": {"a": torch.zeros(33, 7)}}, "same tensors, got 'b'"),
+        ({"base": {"a": torch.zeros(33, 7), "b": torch.full((5,), math.nan)}}, "base: 'b' must be finite"),
+    ],
+)
+def test_bad_merges_of_task_vectors(change, match):
+    *members, base = runs(3)
+    with pytest.raises(EffError, match=match):
+        task_vector_soup(**{"ingredients": members, "base": base, "kind": "ties", "density": 0.5, **change})
+
+
+def test_bad_slerps():
+    members = runs(3)
+    with pytest.raises(ConfigError, match="slerp must have two ingredients, got 3"):
+        slerp_soup(members)
+    with pytest.raises(ConfigError, match=r"t must be in \[0, 1\], got 1.5"):
+        slerp_soup(members[:2], 1.5)
+    members[1]["b"][2] = math.nan
+    with pytest.raises(CheckpointError, match="ingredient 1: 'b' must be finite"):
+        slerp_soup(members[:2])
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

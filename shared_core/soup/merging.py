@@ -1,0 +1,281 @@
+"""Merges of task vectors (TIES, DARE) and SLERP of two models, tensor by tensor, as mergekit computes them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shared_core.checkpoint_formats import ADAPTER, IN_MEMORY, Ingredient
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.soup.averaging import Candidate, accumulator_dtype, chunks, non_finite_tensor
+from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.uniform import check_weights
+
+TASK_VECTOR_KINDS = ("ties", "dare_linear", "dare_ties")
+
+# torch splits sums of 32768 numbers and more over its threads, and their last bits then depend on how many there are.
+_SERIAL = 1 << 14
+_OPEN_BYTES = 1 << 28
+# mergekit's: vectors with a larger cosine are mixed on the straight line, norms up to the other count as 0.
+_PARALLEL, _NO_LENGTH = 0.9995, 1e-8
+_NO_SUM = 1e-7
+
+
+def task_vector_soup(
+    ingredients: Sequence[Source],
+    base: Source,
+    kind: Literal["ties", "dare_linear", "dare_ties"],
+    *,
+    density: float,
+    weights: Sequence[float] | None = None,
+    lambda_: float = 1.0,
+    seed: int = 0,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    r"""Return ``base + lambda * merged``, where sparse task vectors ``x_i - base`` are merged, in float32.
+
+    Of each tensor and ingredient
+
+    - ``ties`` keeps the ``int(density * numel)`` largest magnitudes, at least one, of equal ones the first;
+    - ``dare_linear`` and ``dare_ties`` keep each number with probability `density`, and scale what is left to the
+      L1 norm from before (by ``1 / density`` in expectation, which is the paper's factor).
+
+    ``dare_linear`` then adds ``w_i * vector_i``. The other two elect the sign of that sum for each number (+ for 0) and
+    add only those that have it; ``ties`` divides by the sum of their weights. So weights of 1 add vectors up in DARE.
+
+    Integers, booleans and dtypes come from the first ingredient.
+
+    Args:
+        ingredients: Models fine-tuned from `base`: paths (see `open_ingredient`) or state dicts.
+        base: The model that they started from.
+        kind: Which merge.
+        density: The share of each task vector to keep, in (0, 1].
+        weights: One number >= 0 for each ingredient; all 1 by default.
+        lambda_: Factor of the merged vector.
+        seed: Of DARE. What is dropped depends on it, the ingredient's place and the tensor's name only.
+        after_average: Called with the result, to change it in place.
+        into: Tensors to write the result into; by default new ones.
+
+    Raises:
+        CheckpointError: If one cannot be read, does not belong with the others, is an adapter or is not finite.
+        ConfigError: If another argument is not as above.
+
+    Source: Yadav et al., 2023, arXiv:2306.01708; Yu et al., 2023, arXiv:2311.03099; conventions: mergekit.
+
+    Example:
+        >>> import torch
+        >>> tuned = [{"w": torch.tensor([4.0, 1.0])}, {"w": torch.tensor([2.0, -3.0])}]
+        >>> task_vector_soup(tuned, {"w": torch.zeros(2)}, "ties", density=1.0)["w"]
+        tensor([ 3., -3.])
+    """
+    if kind not in TASK_VECTOR_KINDS:
+        raise ConfigError("soup", f"kind must be {', '.join(TASK_VECTOR_KINDS[:-1])} or dare_ties, got {kind!r}")
+    if isinstance(density, bool) or not 0 < density <= 1:
+        raise ConfigError("soup", f"density must be in (0, 1], got {density!r}", "give the share to keep, such as 0.5")
+    if isinstance(lambda_, bool) or not math.isfinite(lambda_):
+        raise ConfigError("soup", f"lambda must be a finite number, got {lambda_!r}")
+    if isinstance(base, Mapping):
+        base = Ingredient("base", IN_MEMORY, None, functools.partial(dict, base))
+    *opened, start = open_ingredients([*open_ingredients(ingredients), base])
+    check_weights(weights, len(opened))
+    _check_mergeable([*opened, start])
+    shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
+    members = [_Member(*each) for each in zip(range(len(opened)), opened, shares, strict=True) if each[2] > 0]
+    merge = _TaskVectors(members, start, kind, density, lambda_, seed)
+    return _written([*opened, start], merge.merged, into, after_average)
+
+
+def slerp_soup(
+    ingredients: Sequence[Source],
+    t: float = 0.5,
+    *,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    r"""Return the point `t` of the way along the arc between two models, each tensor for itself, in float32.
+
+    Where ``|cosine| > 0.9995`` it lies on the straight line. Integers, booleans and dtypes come from the first.
+
+    Args:
+        ingredients: Two: paths (see `open_ingredient`) or state dicts.
+        t: In [0, 1]; 0 is the first, 1 the second.
+        after_average: Called with the result, to change it in place.
+        into: Tensors to write the result into; by default new ones.
+
+    Raises:
+        CheckpointError: If one cannot be read, does not belong with the other, is an adapter or is not finite.
+        ConfigError: If there are not two, or t is outside.
+
+    Source: Shoemake, 1985, doi:10.1145/325165.325242; conventions: mergekit.
+
+    Example:
+        >>> import torch
+        >>> slerp_soup([{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}])["w"]
+        tensor([0.7071, 0.7071])
+    """
+    if isinstance(t, bool) or not 0 <= t <= 1:
+        raise ConfigError("soup", f"t must be in [0, 1], got {t!r}", "0 is the first ingredient, 1 the second")
+    opened = open_ingredients(ingredients)
+    if len(opened) != 2:
+        raise ConfigError("soup", f"slerp must have two ingredients, got {len(opened)}", "merge two at a time")
+    _check_mergeable(opened)
+    return _written(opened, functools.partial(_on_arc, opened[0], opened[1], t), into, after_average)
+
+
+def _check_mergeable(opened: Sequence[Ingredient]) -> None:
+    """Refuse adapters, and what is not finite: a merge without it would be another one than asked for."""
+    for item in opened:
+        if item.kind == ADAPTER:
+            raise CheckpointError(
+                "soup",
+                f"ingredients of a merge must be whole models, got {item.name} ({ADAPTER})",
+                "merge the adapter into its model (merge_and_unload) and save that",
+            )
+    for item in opened:
+        if (bad := non_finite_tensor(item)) is not None:
+            raise CheckpointError(
+                item.name, f"{bad!r} must be finite to be merged, got a NaN or an infinity", "leave it out"
+            )
+
+
+def _written(
+    opened: Sequence[Ingredient],
+    merged: Callable[[str], Tensor],
+    into: dict[str, Tensor] | None,
+    after_average: Callable[[dict[str, Tensor]], None] | None,
+) -> dict[str, Tensor]:
+    read = 0
+
+    def value(key: str) -> Tensor:
+        nonlocal read
+        tensor = merged(key)
+        read += tensor.nbytes
+        if read > _OPEN_BYTES:
+            # Opened again when next read: memory maps of all models at once would count against the host.
+            for item in opened:
+                item.close()
+            read = 0
+        return tensor
+
+    candidate = Candidate(opened[0], into, after_average)
+    candidate.write_values(opened[0], value)
+    for item in opened:
+        item.close()
+    return candidate.state_dict
+
+
+@dataclass(frozen=True)
+class _Member:
+    place: int
+    item: Ingredient
+    weight: float
+
+
+@dataclass(frozen=True)
+class _TaskVectors:
+    members: Sequence[_Member]
+    base: Ingredient
+    kind: str
+    density: float
+    lambda_: float
+    seed: int
+
+    def merged(self, key: str) -> Tensor:
+        """Return one tensor of the merge; of the vectors of all members it holds masks, a byte a number."""
+        base = self.base.tensor(key)
+        dtype = accumulator_dtype(self.members[0].item.spec(key).dtype)
+        out = base.to("cpu", dtype, copy=True).contiguous()
+        tensors = [member.item.tensor(key) for member in self.members]
+        sparse = [
+            self._sparse(tensor.to(out) - out, member.place, key)
+            for tensor, member in zip(tensors, self.members, strict=True)
+        ]
+        for start, *parts in chunks(out, *tensors, *(kept for kept, _ in sparse)):
+            deltas = [
+                (part.to(start) - start) * kept * scale * member.weight
+                for part, kept, (_, scale), member in zip(
+                    parts[: len(tensors)], parts[len(tensors) :], sparse, self.members, strict=True
+                )
+            ]
+            start += self._mixed(deltas) * self.lambda_
+        return out
+
+    def _sparse(self, delta: Tensor, place: int, key: str) -> tuple[Tensor, float]:
+        """Return what of a task vector is kept, and the factor of that."""
+        if self.density == 1 or not delta.numel():
+            return torch.ones(delta.shape, dtype=torch.bool), 1.0
+        size = delta.abs().reshape(-1)
+        if self.kind == "ties":
+            return _largest(size, max(1, int(self.density * size.numel()))), 1.0
+        # Its own for each tensor: the order of tensors in a file, and who is left out, change no other's.
+        digest = hashlib.sha256(f"{self.seed}:{place}:{key}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        kept = torch.rand(size.shape, generator=generator) < self.density
+        before, after = _dot(size, torch.ones_like(kept)), _dot(size, kept)
+        return kept, before / after if min(before, after) >= _NO_SUM else 1.0
+
+    def _mixed(self, deltas: list[Tensor]) -> Tensor:
+        total = _sum(deltas)
+        if self.kind == "dare_linear":
+            return total
+        upward = total >= 0
+        agree = [((delta > 0) == upward) & (delta != 0) for delta in deltas]
+        mixed = _sum([delta * agrees for delta, agrees in zip(deltas, agree, strict=True)])
+        if self.kind == "dare_ties":
+            return mixed
+        shares = _sum([agrees.to(mixed) * member.weight for agrees, member in zip(agree, self.members, strict=True)])
+        return mixed / shares.masked_fill_(shares == 0, 1)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, tensors)
+
+
+def _largest(size: Tensor, count: int) -> Tensor:
+    """Return where the `count` largest are; of equal ones the first."""
+    least = _nth_largest(size, count) if size.dtype == torch.float32 else size.topk(count).values[-1]
+    kept = size > least
+    kept[(size == least).nonzero()[: count - int(kept.sum()), 0]] = True
+    return kept
+
+
+def _nth_largest(size: Tensor, place: int) -> Tensor:
+    # Floats >= 0 have the order of their bits: two counts of 16 bits each find one, in a tenth of a selection's time.
+    found, left = 0, size.view(torch.int32)
+    for shift in (16, 0):
+        digits = left >> shift & 0xFFFF
+        at_least = torch.bincount(digits).flip(0).cumsum(0)
+        larger = int((at_least < place).sum())
+        digit = len(at_least) - 1 - larger
+        place -= int(at_least[larger - 1]) if larger else 0
+        found, left = found | digit << shift, left[digits == digit]
+    return torch.tensor(found, dtype=torch.int32).view(torch.float32)
+
+
+def _on_arc(first: Ingredient, second: Ingredient, t: float, key: str) -> Tensor:
+    one, two = first.tensor(key), second.tensor(key)
+    out = one.to("cpu", accumulator_dtype(one.dtype), copy=True).contiguous()
+    lengths = [math.sqrt(_dot(each, each)) for each in (one, two)]
+    cosine = _dot(one, two) / math.prod(length if length > _NO_LENGTH else 1.0 for length in lengths)
+    if abs(cosine) > _PARALLEL:
+        shares = (1 - t, t)
+    else:
+        angle = math.acos(cosine)
+        shares = (math.sin(angle - angle * t) / math.sin(angle), math.sin(angle * t) / math.sin(angle))
+    for start, other in chunks(out, two):
+        start.mul_(shares[0]).add_(other.to(start) * shares[1])
+    return out
+
+
+def _dot(one: Tensor, two: Tensor) -> float:
+    """Return the inner product in float64, the same with any number of threads."""
+    pairs = zip(*(torch.split(tensor.reshape(-1), _SERIAL) for tensor in (one, two)), strict=True)
+    return math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)
