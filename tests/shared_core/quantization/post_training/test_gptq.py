@@ -39,7 +39,7 @@ SCHEMES = {
 def test_codes_lie_on_the_schemes_own_grid_and_cost_less_output(options, actorder):
     model, batches = llama(), texts()
     plain, _ = quantize_with_report(model, options, batches)
-    made, report = quantize_with_report(model, options, batches, gptq=GptqConfig(actorder=actorder))
+    made, report = quantize_with_report(model, options, batches, gptq={"actorder": actorder})
     entries = {entry["name"]: entry for entry in report.layers if "output_error" in entry}
     assert len(entries) == 15
     errors, rounded = (sum(e[key] for e in entries.values()) for key in ("output_error", "rounded_output_error"))
@@ -79,7 +79,7 @@ def test_pruned_weights_stay_zero_and_shared_or_other_layers_are_rounded():
     with torch.no_grad():
         model.last.weight[:, ::2] = 0
         model.last.weight[0] = 0
-    made, report = quantize_with_report(model, "int4_weight", batches, gptq=GptqConfig())
+    made, report = quantize_with_report(model, "int4_weight", batches, gptq={})
     plain, _ = quantize_with_report(model, "int4_weight", batches)
     assert [entry["name"] for entry in report.layers if "output_error" in entry] == ["last"]
     assert not made.last.weight[model.last.weight == 0].any()
@@ -91,6 +91,8 @@ def test_what_cannot_be_solved_is_refused():
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(ConfigError, match="calibration must be given for gptq"):
         quantize_with_report(net, "int4_weight", gptq=GptqConfig())
+    with pytest.raises(ConfigError, match=r"gptq\.actordr is not an option"):
+        quantize_with_report(net, "int4_weight", [torch.ones(2, 32)], gptq={"actordr": True})
     with pytest.raises(ConfigError, match="scheme must give linear layers integer codes"):
         quantize_with_report(net, "fp8", [torch.ones(2, 32)], gptq=GptqConfig())
     with pytest.raises(TrainingError, match="inputs of 0 must be finite, got NaN"):
