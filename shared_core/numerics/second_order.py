@@ -64,6 +64,7 @@ def compensated(
         order = curvature.diagonal().argsort(descending=True, stable=True)
         weight, curvature = weight[:, order], curvature[order][:, order]
     factor = _inverse_factor(curvature, damping)
+    columns = order.tolist()  # read once: on a GPU each look would wait
     held = weight == 0
     unread = (curvature.diagonal() == 0) & bool(curvature.any())
     pruned = held.clone()
@@ -83,7 +84,7 @@ def compensated(
                 lowest = scores.argsort(dim=1, stable=True)[:, : n_m[1] - n_m[0]]
                 pruned[:, near] = held[:, near].scatter(1, lowest, True)
             column = part[:, j].clone()
-            value = column if grid is None else grid(column, int(order[start + j]))
+            value = column if grid is None else grid(column, columns[start + j])
             value = value.masked_fill(pruned[:, start + j], 0)
             errors[:, j] = (column - value) / diagonal[j]
             part[:, j:].addr_(errors[:, j], inner[j, j:], alpha=-1)

@@ -87,6 +87,28 @@ def test_other_models_are_solved_on_the_inputs_of_the_dense_one():
     assert prune(gpt2, {**SPARSEGPT, "granularity": "n_m"}, texts(1)).sparsity == 0.5
 
 
+class Scaled(nn.Module):
+    """Blocks that are no chain: something happens between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = 2 * block(x)
+        return x
+
+
+def test_blocks_that_are_no_chain_are_solved_on_the_inputs_of_the_dense_model():
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(30, 8)
+    inputs = (2 * model.blocks[0](x)).detach()
+    new, _ = compensated(model.blocks[1][0].weight, inputs.T @ inputs, sparsity=0.5)
+    prune(model, SPARSEGPT, [x[:20], x[20:]])
+    torch.testing.assert_close(model.blocks[1][0].weight.detach(), new.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_be_solved_is_refused():
     model, batches = llama(), texts(1)
     for options, message in (
