@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig
+    from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
     from shared_core.tools.quantize.study import StudyResult
 
@@ -49,7 +50,7 @@ def quantize(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="gptq, awq or smoothquant, by torchao, in place of rounding. Needs --calibration."),
+        typer.Option(help="gptq, or awq or smoothquant by torchao, in place of rounding. Needs --calibration."),
     ] = None,
     weights: Weights = None,
     calibration: Annotated[
@@ -118,8 +119,8 @@ def quantize(
     eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
     with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
     from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
-    exact values, become float32. With --method the weights are plain too, no deployment file is written, and quality is
-    that of torchao's kernels.
+    exact values, become float32. With --method awq or smoothquant the weights are plain too, no deployment file is
+    written, and quality is that of torchao's kernels.
     """
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
     from shared_core.tools.quantize.study import QuantizationStudy, model_bytes, static_input
@@ -147,7 +148,7 @@ def quantize(
         raise ConfigError(
             "eff quantize", "--largest-loss must stand without --plan, which it would make", "leave one out"
         )
-    config, by_torchao = _configs(scheme, method, plan, _options(set_options or []))
+    config, by_torchao, gptq = _configs(scheme, method, plan, _options(set_options or []))
     asked["scheme"] = asked["scheme"] if method else config.scheme
     settings = _attack_settings(attack_eps, attack_range, attack_steps)
     network, inputs, folder = open_model(model, weights, "eff quantize")
@@ -160,7 +161,7 @@ def quantize(
             "eff quantize", f"{model} must return (model, example_inputs) for --latency, got a model alone"
         )
     study = QuantizationStudy(
-        network=network, config=config, method=by_torchao, num_batches=batches, equalize=equalize,
+        network=network, config=config, method=by_torchao, gptq=gptq, num_batches=batches, equalize=equalize,
         correct_bias=correct_bias, mode=mode, accept=accept, sensitivity=sensitivity, largest_loss=largest_loss,
         all_layers=all_layers, attack=settings, progress=bar,
     )  # fmt: skip
@@ -214,13 +215,18 @@ def _check_alone(asked: dict[str, Any]) -> None:
 
 def _configs(
     scheme: str | None, method: str | None, plan: Path | None, options: dict[str, Any]
-) -> tuple[QatConfig, TorchaoMethodConfig | None]:
-    """Return (how to quantise, the method of torchao if one is asked for)."""
+) -> tuple[QatConfig, TorchaoMethodConfig | None, GptqConfig | None]:
+    """Return (how to quantise, the method of torchao and GPTQ's options if they are asked for)."""
     from shared_core.quantization import BitPlan, QatConfig
+    from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
 
-    by_torchao = None
-    if method:
+    by_torchao = gptq = None
+    if method == "gptq":
+        own: dict[str, Any] = {name: options.pop(name) for name in ("damping", "actorder") if name in options}
+        gptq = GptqConfig.from_dict(own)
+        options = {"scheme": scheme or "int4_weight", **options}
+    elif method:
         by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **options})
         options = {"scheme": by_torchao.scheme}
     else:
@@ -236,7 +242,7 @@ def _configs(
             f"--set must hold options of quantising, got {useless[0]}, which only training has",
             "drop it",
         )
-    return config, by_torchao
+    return config, by_torchao, gptq
 
 
 def _attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.modules.block_calls import solve_in_order
 from shared_core.modules.calls import call_on_batch
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.numerics.second_order import compensated
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskPolicy
 from shared_core.pruning.scorers import layer_costs, observe_positions
@@ -92,6 +95,37 @@ class Calibration:
                 f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches",
                 "look at the loss",
             )
+
+    def solve(
+        self,
+        config: PruneConfig,
+        batches: Sequence[Any],
+        own: Mapping[str, float],
+        progress: Callable[[int, int], None] | None,
+    ) -> dict[str, Tensor]:
+        """Prune linear layers in the order of the forward, the kept weights moved to make up; return the masks.
+
+        Args:
+            config: Sparsity, or n_m.
+            batches: To run.
+            own: Sparsities of single weights.
+            progress: As in `prune`.
+        """
+        masks: dict[str, Tensor] = {}
+        n_m = config.kept_of if config.granularity == "n_m" else None
+
+        def one(name: str, layer: nn.Module, hessian: Tensor) -> None:
+            weight = self._tensors[name]
+            share = 0.0 if n_m else own.get(name, config.sparsity)
+            rows, kept = compensated(as_rows(layer, weight.detach()), hessian, sparsity=share, n_m=n_m)
+            weight.copy_(from_rows(layer, rows, weight))
+            masks[name] = from_rows(layer, kept, weight).contiguous()
+
+        with self._prepared(gradients=False):
+            solve_in_order(self._model, self._scorer.modules, self._run, batches, one, "prune sparsegpt", progress)
+        for batch in batches:
+            self._count(batch)
+        return masks
 
     def _run(self, batch: Any) -> Any:
         return call_on_batch(self._model, batch, self._loss, "prune: calibration")

@@ -12,7 +12,7 @@ from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 
-GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")
+GATHERED = ("taylor", "movement", "fisher", "wanda", "sparsegpt", "neuron_taylor", "shapley")
 """Criteria that need gradients or activations: at least one step has to pass before the first update."""
 OF_UNITS = ("l1_norm", "l2_norm", "geometric_median", "bn_scale", "neuron_taylor", "shapley")
 """Criteria that score an output unit, never a single weight."""
@@ -62,9 +62,12 @@ class PruneConfig(OverridableConfig):
 
     sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
     criterion: Literal[
-        "magnitude", "threshold", "random", "taylor", "movement", "fisher", "wanda", "l1_norm", "l2_norm",
+        "magnitude", "threshold", "random", "taylor", "movement", "fisher", "wanda", "sparsegpt", "l1_norm", "l2_norm",
         "geometric_median", "bn_scale", "neuron_taylor", "shapley",
-    ] = option("magnitude", help="What a weight, or a unit, is worth; the lowest goes first.")  # fmt: skip
+    ] = option(
+        "magnitude",
+        help="What a weight, or a unit, is worth; the lowest goes first. sparsegpt: after training alone (eff prune).",
+    )  # fmt: skip
     threshold: float | None = option(
         None, help="With criterion threshold: only weights with |w| below it are pruned, at most sparsity.", above=0
     )
@@ -175,6 +178,10 @@ class PruneConfig(OverridableConfig):
             raise self._error("criterion", f"must score weights with granularity {self.granularity}")
         if of_units and self.criterion in ("threshold", "movement", "wanda"):
             raise self._error("criterion", f"must score units with granularity {self.granularity}")
+        if self.criterion == "sparsegpt" and self.granularity not in ("unstructured", "n_m"):
+            raise self._error("granularity", "must be unstructured or n_m with criterion sparsegpt")
+        if self.criterion == "sparsegpt" and self.resolved_scope != "local":
+            raise self._error("scope", "must be local with criterion sparsegpt, which solves layer by layer")
         if self.criterion == "threshold" and self.granularity != "unstructured":
             raise self._error("granularity", "must be unstructured with criterion threshold")
         if self.criterion == "wanda" and self.granularity == "block":
@@ -237,7 +244,7 @@ class PruneConfig(OverridableConfig):
         if self.scope != "auto":
             return self.scope
         alike = self.granularity in UNITS and self.granularity != "layer" and self.cost == "none"
-        return "local" if alike else "global"
+        return "local" if alike or self.criterion == "sparsegpt" else "global"
 
     @property
     def layers_differ(self) -> bool:
@@ -279,7 +286,7 @@ class PruneConfig(OverridableConfig):
     @property
     def gathers_at_layers(self) -> bool:
         """Whether scores come from what passes through each layer."""
-        return self.weight_criterion in ("fisher", "wanda", "neuron_taylor")
+        return self.criterion == "sparsegpt" or self.weight_criterion in ("fisher", "wanda", "neuron_taylor")
 
     @property
     def why_not_sharded(self) -> str | None:
@@ -291,6 +298,7 @@ class PruneConfig(OverridableConfig):
             )
         return {
             "fisher": "criterion fisher keeps as much as the whole model on every process; take taylor, or use DDP",
+            "sparsegpt": "criterion sparsegpt solves for whole weights; prune the saved model",
             "shapley": "criterion shapley silences units in whole weights; take l2_norm, or use DDP",
         }.get(self.criterion)
 

@@ -99,6 +99,9 @@ def prune(
     are those of the dense model in evaluation mode. Each batch counts as the gradients of one step do in training:
     ``taylor`` is the mean over batches of the magnitude of w·g, ``fisher`` takes every example by itself.
 
+    ``sparsegpt`` (Frantar & Alistarh 2023, arXiv:2301.00774) also moves the weights that it keeps: `compensated` says
+    how, `solve_in_order` in which order and on which inputs. An error in mid-work leaves the layers done so far pruned.
+
     Args:
         model: Trained; its weights change.
         config: Options as a recipe's ``prune`` section has them, or a `PruneConfig`. Those about the time of training
@@ -147,9 +150,13 @@ def prune(
         calibrating.look_at(config, batches[0])
     elif config.cost == "bytes":
         policy.scorer.costs = layer_costs(targets.modules, "bytes")
-    if config.criterion in GATHERED and config.criterion != "shapley":
-        calibrating.run(config, batches, progress)
-    policy.take(context, policy.choose(context, config.sparsity, targets.own))
+    if config.criterion == "sparsegpt":
+        masks = calibrating.solve(config, batches, targets.own, progress)
+    else:
+        if config.criterion in GATHERED and config.criterion != "shapley":
+            calibrating.run(config, batches, progress)
+        masks = policy.choose(context, config.sparsity, targets.own)
+    policy.take(context, masks)
     told = policy.report()
     return PruneReport(
         masks=dict(policy.store),

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError
+from shared_core.modules.block_calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
 from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name, weight_of
 from shared_core.modules.weight_views import input_axis, output_axis
@@ -34,7 +35,8 @@ _NO_INPUTS = "computes with it inside, where its inputs are not seen; take crite
 LEFT_ALONE = "left dense by overrides, sparsity 0"
 _LEFT_OUT = "left out by include, skip or min_size"
 _NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
-_UNABLE = (_NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS)
+_NO_ROWS = "is no linear layer, which criterion sparsegpt solves alone; take wanda"
+_UNABLE = (_NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS, _NO_ROWS)
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -253,6 +255,8 @@ def _reason(
         return f"{type(module).__name__} {_NO_EXPERTS_INPUTS}" if config.watches_layers else None
     if config.watches_layers and own_class(module) is NonDynamicallyQuantizableLinear:
         return _NEVER_CALLED
+    if config.criterion == "sparsegpt" and not has_rows(module):
+        return f"{type(module).__name__} {_NO_ROWS}"
     if isinstance(module, _PACKED):
         if parameter.numel() < config.min_size:
             return "left out by min_size"

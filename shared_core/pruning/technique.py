@@ -17,7 +17,7 @@ from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import (
@@ -70,6 +70,12 @@ class Pruning(Technique):
 
     def __init__(self, config: PruneConfig) -> None:
         super().__init__(config)
+        if config.criterion == "sparsegpt":
+            raise ConfigError(
+                "prune",
+                "criterion must be another in training, got 'sparsegpt', which changes all weights at once",
+                "take wanda, or prune afterwards with eff prune",
+            )
         self._policy = MaskPolicy(config, Targets({}, {}), Magnitude({}))
         self._schedule = Schedule(config)
         self._costs: CostWatch | None = None

@@ -82,6 +82,8 @@ class LayerQuantizer:
     @torch.no_grad()
     def baked_weight(self, module: nn.Module, weight: Tensor) -> Tensor:
         """Return the weight that a plain layer needs to compute with codes, rounded to nearest."""
+        if self.baked:
+            return weight
         if self.batch_norm is not None:
             return unfolded_weight(module, self.rounded(module, folded_weight(module, weight)), weight)
         return self.rounded(module, weight)

@@ -30,6 +30,7 @@ from shared_core.quantization.config import QatConfig
 from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training import equalization as bias_correction
+from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
 from shared_core.quantization.post_training.output_noise import output_noise
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
@@ -109,6 +110,7 @@ def quantize_with_report(
     equalize: bool = False,
     correct_bias: bool = False,
     measure_outputs: bool = False,
+    gptq: GptqConfig | Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
     """Return (quantised copy, report); see `quantize`.
@@ -124,6 +126,9 @@ def quantize_with_report(
         correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
         measure_outputs: Run the batches through both models afterwards, for the report: what the outputs of the model
             and of its layers lose.
+        gptq: Choose the codes of linear layers by GPTQ (Frantar et al. 2022, arXiv:2210.17323), on the scheme's own
+            grid and on any device, decoder block after decoder block: its options, ``{}`` for the defaults; None: round
+            to nearest.
         progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
 
     Raises:
@@ -142,8 +147,9 @@ def quantize_with_report(
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
     if batches is not None and not batches:
         raise ConfigError(WHERE, "calibration must hold batches, got none")
-    if correct_bias and batches is None:
-        raise ConfigError(WHERE, "calibration must be given for correct_bias, got none")
+    solver = GptqConfig.from_dict(gptq) if isinstance(gptq, Mapping) else gptq
+    if (correct_bias or solver) and batches is None:
+        raise ConfigError(WHERE, f"calibration must be given for {'gptq' if solver else 'correct_bias'}, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
     # Equalisation and bias correction need fused batch norms: a norm behind a layer would undo either.
@@ -163,14 +169,19 @@ def quantize_with_report(
     used = _calibrate(quantized, technique, batches, notes, progress)
     if config.range == "mse":
         _search_weights(technique)
+    solved = dict[str, dict[str, float]]()
+    if solver is not None and batches is not None:
+        solved = solve_weights(quantized, technique.layers, batches, solver, progress)
+        notes.append(solved_note(solved))
     report = _finish(quantized, technique, context)
-    layers, whole = report["per_layer"], None
+    layers, whole = [{**entry, **solved.get(entry["name"], {})} for entry in report["per_layer"]], None
     if reference is not None and batches is not None:
         if correct_bias:
             _try("biases", notes, lambda: _corrected(quantized, reference, batches))
         if measure_outputs:
             whole, each = output_noise(reference, quantized, [entry["name"] for entry in layers], batches)
             layers = [{**entry, "output_sqnr_db": each.get(entry["name"])} for entry in layers]
+    used = len(batches) if solver and batches else used
     return quantized, QuantizationReport(layers, report["left_out"], used, technique.ranges(), notes, whole)
 
 

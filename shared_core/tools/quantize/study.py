@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shared_core.errors import ConfigError
 from shared_core.quantization import QatConfig, SelectivePlan, quantize_with_report
 from shared_core.quantization.batch_norm import run
+from shared_core.quantization.post_training.gptq import GptqConfig
 from shared_core.quantization.post_training.latency import latencies
 from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
 from shared_core.quantization.post_training.quantize import quantized_bytes
@@ -63,7 +64,8 @@ class QuantizationStudy:
     Args:
         network: Trained, in float; stays as it is.
         config: How to quantise it.
-        method: GPTQ, AWQ or SmoothQuant by torchao, in place of rounding; then `config` holds its scheme alone.
+        method: AWQ or SmoothQuant by torchao, in place of rounding; then `config` holds its scheme alone.
+        gptq: GPTQ of this library, in place of rounding.
         data: Calibration batches: tensors, tuples or dicts of inputs.
         num_batches: How many of them to run, at most.
         equalize: Even out the ranges of channels first.
@@ -90,6 +92,7 @@ class QuantizationStudy:
     network: nn.Module
     config: QatConfig
     method: TorchaoMethodConfig | None = None
+    gptq: GptqConfig | None = None
     data: list[Any] | None = None
     num_batches: int = 100
     equalize: bool = False
@@ -182,6 +185,7 @@ class QuantizationStudy:
             correct_bias=self.correct_bias,
             # Candidates of a plan are judged by quality alone.
             measure_outputs=not candidate,
+            gptq=self.gptq,
             progress=show,
         )
 

@@ -10,7 +10,13 @@ import torch
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from typer.testing import CliRunner
 
 from shared_core.cli import app
@@ -53,6 +59,9 @@ def text():
     return [
         {"input_ids": torch.randint(20, (4, 6), generator=generator), "labels": torch.arange(4) % 3} for _ in range(3)
     ]
+
+def tokens():
+    return [{"input_ids": batch["input_ids"]} for batch in text()]
 
 def nothing(model):
     return None
@@ -189,6 +198,29 @@ def test_a_folder_comes_out_as_a_folder(run, folder, tmp_path):
     assert report["sparsity"] == 0.5
     assert report["quality"]["pruned"] - report["quality"]["dense"] == report["pruned"]
     assert report["examples"] == 12
+
+
+@pytest.mark.parametrize("pattern", [(), ("--granularity", "n_m")], ids=["unstructured", "n_m"])
+def test_a_decoder_is_pruned_by_sparsegpt_block_by_block(run, tmp_path, pattern):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    result = run(
+        "llama", "--out", "out", "--sparsity", "0.5", "--criterion", "sparsegpt", *pattern,
+        "--calibration", "prune_task:tokens", "--skip", "lm_head", "--eval", "prune_task:zeros",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert report["criterion"] == "sparsegpt"
+    assert report["sparsity"] == 0.5
+    assert len(report["tensors"]) == 14
+    for entry in report["tensors"]:
+        zero = loaded.get_parameter(entry["name"]) == 0
+        assert zero.sum() == entry["pruned"]
+        assert not pattern or (zero.unflatten(1, (-1, 4)).sum(2) == 2).all()
 
 
 def test_a_granularity_that_finds_nothing_names_those_that_do_in_a_readable_line(run, folder):

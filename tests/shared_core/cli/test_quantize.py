@@ -7,13 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli import app
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.quantization import BitPlan, apply_ranges, quantize
 from shared_core.quantization.post_training.torchao_calibration import quantize_with_torchao
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.compressed_tensors import codes_of
 
 TASK = """
 import torch
@@ -55,6 +58,10 @@ def error(net):
 
 def unpaired():
     return [torch.ones(2, 64)]
+
+def tokens():
+    generator = torch.Generator().manual_seed(2)
+    return [{"input_ids": torch.randint(32, (4, 9), generator=generator)} for _ in range(2)]
 
 def narrow():
     return [torch.ones(2, 63)]
@@ -225,7 +232,8 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*SCHEME, "--batches", "3"], ConfigError, "--batches must come with --calibration"),
     ([*SCHEME, "--attack-steps", "3"], ConfigError, "--attack-steps must come with --attack"),
     ([*SCHEME, "--method", "awq"], ConfigError, "--method must come with --calibration"),
-    ([*BY_TORCHAO, "--method", "gptq"], CompatibilityError, "what runs here: awq"),
+    ([*BY_TORCHAO, "--method", "gptq", "--scheme", "fp8"], ConfigError, "scheme must give linear layers integer codes"),
+    ([*BY_TORCHAO, "--method", "gptq", "--set", "damping=0"], ConfigError, "damping must be"),
     ([*AWQ, "--scheme", "int8"], ConfigError, "scheme must be one of"),
     ([*AWQ, "--set", "range=kl"], ConfigError, "torchao.range is not an option"),
     ([*AWQ, "--equalize", "--latency"], ConfigError, "without --equalize, --latency"),
@@ -340,6 +348,33 @@ def test_a_method_of_torchao_writes_plain_weights_and_tells_the_gain(run, tmp_pa
     page = (tmp_path / "page.md").read_text()
     assert "## What awq gained" in page
     assert f"{report.layers[0]['output_sqnr_db']:.2f}" in page
+
+
+def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    result = run(
+        "llama", "--out", "out", "--method", "gptq", "--calibration", "quantize_task:tokens",
+        "--set", "group_size=32", "--set", "actorder=false", "--set", "skip=Embedding,lm_head",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
+    assert values["config"]["scheme"] == "int4_weight"
+    assert values["batches"] == 2
+    assert len(values["layers"]) == 14
+    assert sum(e["output_error"] for e in values["layers"]) < sum(e["rounded_output_error"] for e in values["layers"])
+    made = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for entry in values["layers"]:
+        weight = made.get_submodule(entry["name"]).weight.detach()
+        codes, scale = codes_of(
+            "test", entry["name"], weight, LayerScheme("group", 4, "none", 0, 32, True), {}, weight.dtype
+        )
+        assert torch.equal((codes * scale.unsqueeze(1)).view_as(weight), weight)
+    export = ["export", "out", "--format", "compressed-tensors", "--out", "served"]
+    assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
 
 
 def test_a_method_of_torchao_prints_the_gain(run, tmp_path):

@@ -1,0 +1,179 @@
+"""GPTQ: codes chosen column by column, each making up for the error of those before (Frantar et al. 2022)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from eff_kernels.quantization import affine as kernels
+from eff_kernels.quantization.group import group_codes, group_qparams
+from torch import Tensor, nn
+
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.errors import ConfigError
+from shared_core.modules.block_calls import has_rows, solve_in_order
+from shared_core.modules.calls import call_model
+from shared_core.modules.weight_views import as_rows, from_rows, weights_of
+from shared_core.numerics.noise import sqnr
+from shared_core.numerics.second_order import compensated
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+
+WHERE = "quantize: gptq"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptqConfig(TechniqueConfig):
+    """Options of GPTQ (arXiv:2210.17323).
+
+    Example:
+        >>> GptqConfig().damping
+        0.01
+    """
+
+    key: ClassVar[str] = "gptq"
+
+    damping: float = option(0.01, above=0, help="Share of the Hessian's mean diagonal that is added to it.")
+    actorder: bool = option(True, help="Columns with large inputs first; groups stay neighbours in the weight.")
+
+
+class WeightGrid:
+    """The grid of one weight, with the scales that plain rounding would give it.
+
+    The largest and smallest value of each group keep their codes, so that the scale found again in the result is the
+    same.
+
+    Args:
+        layer: The layer.
+        quantizer: How it is quantised: integer codes by channel or group.
+
+    Example:
+        >>> from shared_core.quantization.ranges.observers import RangeBank
+        >>> from shared_core.quantization.schemes import LayerScheme
+        >>> layer = nn.Linear(2, 1)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 1.0]]))
+        >>> grid = WeightGrid(layer, LayerQuantizer(RangeBank([]), None, LayerScheme(weight_bits=3)))
+        >>> grid(torch.tensor([1.6]), 1), grid(torch.tensor([1.6]), 0)
+        (tensor([2.]), tensor([3.]))
+    """
+
+    def __init__(self, layer: nn.Module, quantizer: LayerQuantizer) -> None:
+        scheme, weight = quantizer.scheme, quantizer.weight_scale
+        rows = as_rows(layer, layer.weight.detach())  # type: ignore[union-attr, operator, arg-type]
+        rows = rows.to(kernels.compute_dtype(rows.dtype))
+        self.size = scheme.group_size or rows.shape[1]
+        self.low, self.high = -scheme.weight_qmax - scheme.affine, scheme.weight_qmax
+        self.held = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
+        if weight is not None:  # searched scales are saved beside the weight, and clip
+            self.low, self.high = weight.qmin, weight.qmax
+            self.scale = weight.scale(layer).detach().to(rows).unsqueeze(1)
+            self.zero = torch.zeros_like(self.scale)
+        elif scheme.weight == "group":
+            self.scale, zero = group_qparams(rows, self.size, scheme.weight_bits, not scheme.affine)
+            self.zero = zero.to(rows.dtype)
+        else:
+            self.scale = kernels.symmetric_scale(rows, 0, self.high).unsqueeze(1)
+            self.zero = torch.zeros_like(self.scale)
+        codes = group_codes(rows, self.scale, self.zero, self.size, scheme.weight_bits)
+        self.codes = codes.clamp(self.low, self.high).flatten(1)
+        if weight is None:
+            groups, held = (x.view(len(rows), -1, self.size) for x in (rows.contiguous(), self.held))
+            ends = [groups.argmin(2, True), groups.argmax(2, True)] if scheme.affine else [groups.abs().argmax(2, True)]
+            for end in ends:
+                held.scatter_(2, end, True)
+
+    def __call__(self, values: Tensor, column: int) -> Tensor:
+        """Return the values of a column on the grid."""
+        scale, zero = self.scale[:, column // self.size], self.zero[:, column // self.size]
+        codes = ((values / scale).round_() + zero).clamp_(self.low, self.high)
+        return torch.where(self.held[:, column], self.codes[:, column], codes).sub_(zero).mul_(scale)
+
+
+def solve_weights(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Sequence[Any],
+    config: GptqConfig,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Put the weights of linear layers on their grids, in the order of the forward (`solve_in_order`).
+
+    Other layers, weights that several layers share and folded ones are left to rounding. Zeros stay zeros. Inputs are
+    those of float activations.
+
+    Args:
+        model: With fake-quantising layers that do not quantise yet.
+        layers: Name → such a layer; its weight changes.
+        batches: Inputs.
+        config: The options.
+        progress: As in `quantize_with_report`.
+
+    Returns:
+        Layer → what the weight lost: ``sqnr_db`` and ``largest_relative_error`` of the weight; ``output_error`` and
+        ``rounded_output_error``, ``‖(W' − W)X‖/‖WX‖`` of the result and of plain rounding.
+
+    Raises:
+        ConfigError: If no layer can be solved.
+        TrainingError: If a layer saw no input, or NaN or infinity.
+    """
+    owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
+    chosen = {name: layer for name, layer in layers.items() if _can_solve(layer, owners)}
+    if not chosen:
+        raise ConfigError(
+            WHERE,
+            "scheme must give linear layers integer codes by channel or group, got none that does",
+            "take int4_weight, int8_weight or int8_dynamic",
+        )
+    found: dict[str, dict[str, float]] = {}
+
+    def one(name: str, layer: nn.Module, hessian: Tensor) -> None:
+        quantizer: Any = layer.quantizer
+        weight: Any = layer.weight
+        rows = as_rows(layer, weight.detach())
+        grid = WeightGrid(layer, quantizer)
+        new, _ = compensated(rows, hessian, grid=grid, actorder=config.actorder, damping=config.damping)
+        plain = as_rows(layer, quantizer.rounded(layer, weight.detach()))
+        exact = _energy(rows, hessian)
+        found[name] = {
+            "sqnr_db": sqnr(rows, new),
+            "largest_relative_error": ((new - rows).abs().max() / rows.abs().max().clamp_min(1e-30)).item(),
+            "output_error": _energy(new - rows, hessian) / max(exact, 1e-30),
+            "rounded_output_error": _energy(plain - rows, hessian) / max(exact, 1e-30),
+        }
+        weight.copy_(from_rows(layer, new, weight))
+        quantizer.baked = True
+
+    def run(batch: Any) -> Any:
+        return call_model(model, batch, f"{WHERE}: calibration")
+
+    solve_in_order(model, chosen, run, batches, one, WHERE, progress)
+    return found
+
+
+def solved_note(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Return what GPTQ gained over rounding, in words.
+
+    Example:
+        >>> solved_note({"a": {"output_error": 0.05, "rounded_output_error": 0.08}})
+        'gptq: 1 linear layers; error of their outputs on the calibration batches 0.0500 on average, 0.0800 if rounded'
+    """
+    mean = sum(each["output_error"] for each in found.values()) / len(found)
+    rounded = sum(each["rounded_output_error"] for each in found.values()) / len(found)
+    return (
+        f"gptq: {len(found)} linear layers; error of their outputs on the calibration batches {mean:.4f} on average, "
+        f"{rounded:.4f} if rounded"
+    )
+
+
+def _can_solve(layer: nn.Module, owners: Counter[int]) -> bool:
+    quantizer: Any = layer.quantizer
+    if not has_rows(layer) or quantizer.scheme.weight not in ("channel", "group") or quantizer.batch_norm is not None:
+        return False
+    return owners[id(layer.weight)] == 1
+
+
+def _energy(rows: Tensor, hessian: Tensor) -> float:
+    rows = rows.to(hessian.dtype)
+    return float((rows @ hessian).mul_(rows).sum().clamp_min(0).sqrt())
