@@ -213,9 +213,9 @@ def loss_scaling_sweep() -> Iterator[Call]:
                 yield lambda t=tensors, b=bound: scan_triton_(t, b)
             yield lambda t=tensors: unscale_triton_(t, scalar, scalar)
             if dtype in _PATTERNS:
-                bits, mantissa, exponent = _PATTERNS[dtype]
+                _, mantissa, exponent = _PATTERNS[dtype]
                 for count in counts:
-                    values = flat(count, bits, count % 2)
+                    values = flat(count, dtype, count % 2)
                     yield lambda v=values, m=mantissa, e=exponent: count_exponents_triton(v, m, e)
 
 
@@ -224,8 +224,8 @@ def loss_scaling_measured(dtype: torch.dtype) -> Iterator[Measured]:
 
     size, scalar = dtype.itemsize, empty(1, dtype=F)
     even, odd = [flat(N * N, dtype)], [flat(N * N + 1, dtype)]
-    bits, mantissa, exponent = _PATTERNS[dtype]
-    values = flat(N * N, bits)
+    _, mantissa, exponent = _PATTERNS[dtype]
+    values = flat(N * N, dtype)
     yield Measured("exponents", lambda: count_exponents_triton(values, mantissa, exponent), N * N, (size,), size)
     if dtype != H:
         yield Measured("unscale", lambda: unscale_triton_(even, scalar, scalar), N * N, (2 * size,), size)
