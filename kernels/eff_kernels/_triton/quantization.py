@@ -238,7 +238,7 @@ def _rows_forward(
     row = program * block_rows + tl.arange(0, block_rows)
     low = tl.zeros((block_rows,), tl.uint32)
     high = tl.zeros((block_rows,), tl.int32)
-    row_values = ()
+    row_values: tl.tuple = ()
     if held:
         for i in tl.static_range(tiles):
             at, inside = place(row, i, rows, columns, block_columns)
