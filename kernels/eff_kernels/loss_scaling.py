@@ -214,7 +214,7 @@ def count_exponents_of(tensor: Tensor) -> Tensor:
     from eff_kernels._triton.loss_scaling import count_exponents_triton
 
     with torch.cuda.device(tensor.device):
-        return count_exponents_triton(tensor.view(_LAYOUTS[tensor.dtype].integer), *_LAYOUTS[tensor.dtype][1:3])
+        return count_exponents_triton(tensor, *_LAYOUTS[tensor.dtype][1:3])
 
 
 @count_exponents_of.register_fake

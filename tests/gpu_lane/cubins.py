@@ -15,7 +15,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ CARDS = {
 }
 _ISSUED = 0.75  # of what can be issued, what a kernel without stalls reaches
 _FIGURES = "registers", "instructions", "load"
-_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*?)[ ;](.*)")
+_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*?)[ ;](.*)")
 _WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
 Key = tuple[str, str, str, str]
@@ -43,6 +43,8 @@ class Sample(NamedTuple):
     elements: float
     loaded: float
     """Bytes that a sweep reads an element."""
+    apart: bool
+    """Whether a program runs one side of a branch, and other programs, with other elements, the other."""
 
 
 class Code(NamedTuple):
@@ -63,6 +65,7 @@ class Row(NamedTuple):
 
 
 class _Line(NamedTuple):
+    always: bool
     opcode: str
     target: int
 
@@ -112,10 +115,10 @@ def _name(names: bytes, at: int) -> str:
     return names[at : names.index(b"\0", at)].decode()
 
 
-def _line(address: str, opcode: str, rest: str) -> _Line:
+def _line(address: str, predicate: str | None, opcode: str, rest: str) -> _Line:
     """Return an instruction with the number of the one that it goes to, or its own."""
     target = re.search(r"0x([0-9a-f]+)", rest) if opcode.startswith("BRA") else None
-    return _Line(opcode, int(target[1] if target else address, 16) // 16)
+    return _Line(predicate is None and opcode != "BRA.U", opcode, int(target[1] if target else address, 16) // 16)
 
 
 def _code(sample: Sample, lines: list[_Line], start: int) -> Code:
@@ -127,6 +130,9 @@ def _code(sample: Sample, lines: list[_Line], start: int) -> Code:
         bits = sum(_bits(line.opcode) for line in lines[first : last + 1])
         if bits:
             times[first : last + 1] = [max(1.0, 8 * sample.elements * sample.loaded / bits)] * (last + 1 - first)
+    if sample.apart:
+        for side in _shorter_sides(lines, start, times):
+            times[side] = [0.0] * len(times[side])
     widths: collections.Counter[int] = collections.Counter()
     for line in lines:
         widths[_bits(line.opcode)] += _bits(line.opcode)
@@ -137,6 +143,18 @@ def _code(sample: Sample, lines: list[_Line], start: int) -> Code:
         load_bits=widths.most_common(1)[0][0],
         spilled=any(line.opcode.startswith(("LDL", "STL")) for line in lines),
     )
+
+
+def _shorter_sides(lines: list[_Line], start: int, times: list[float]) -> Iterator[slice]:
+    """Yield of each if and else, whose first side ends by an exit or behind the second, the one that takes less."""
+    for at, line in enumerate(lines):
+        other = line.target - start
+        if line.always or not line.opcode.startswith("BRA") or not at + 1 < other < len(lines):
+            continue
+        end = lines[other - 1]
+        behind = len(lines) if end.opcode == "EXIT" else end.target - start
+        if end.always and behind > other:
+            yield min(slice(at + 1, other), slice(other, behind), key=lambda side: sum(times[side]))
 
 
 def _bits(opcode: str) -> int:
@@ -156,7 +174,7 @@ def measure(family: str, architecture: str) -> dict[Key, Row]:
             for case in launches.measured(family, dtype):
                 for launch, moved in zip(record(case.call), case.moved, strict=True):
                     key = family, launch.kernel.fn.__name__, case.name, str(dtype).removeprefix("torch.")
-                    sample = Sample(launch.compile(), case.elements / launch.threads, case.loaded)
+                    sample = Sample(launch.compile(), case.elements / launch.threads, case.loaded, case.apart)
                     found.append((key, Row(moved, case.wide, launch.programs, {}), sample))
     rows: dict[Key, Row] = {}
     for (key, row, _), code in zip(found, read(architecture, [sample for _, _, sample in found]), strict=True):

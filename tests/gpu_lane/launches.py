@@ -33,6 +33,8 @@ class Measured(NamedTuple):
     """Bytes that one sweep reads an element."""
     wide: bool = True
     """Whether addresses and sizes allow vectors of at least 8 bytes."""
+    apart: bool = False
+    """Whether a program runs one side of a branch, and other programs, with other elements, the other."""
 
 
 def empty(*shape: int, dtype: torch.dtype = B, offset: int = 0) -> Tensor:
@@ -102,7 +104,9 @@ def fp8_measured(dtype: torch.dtype) -> Iterator[Measured]:
     delayed, watched = Source(x, past, False), Source(x, None, True, empty(1, dtype=torch.int32))
     yield Measured("delayed", lambda: quantize_triton([delayed], E4M3, (0, 0), "exact"), n, (once, once), size)
     pair = [watched, watched]
-    yield Measured("two watched", lambda: quantize_triton(pair, E4M3, (0, 0), "exact"), 2 * n, (size, twice), size)
+    yield Measured(
+        "two watched", lambda: quantize_triton(pair, E4M3, (0, 0), "exact"), 2 * n, (size, twice), size, apart=True
+    )
     yield Measured("fake quantize", lambda: fake_quantize_triton(x, E4M3, False), n, (size, 2 * size), size)
     yield Measured("fake quantize rows", lambda: fake_quantize_triton(x, E4M3, True), n, (2 * size,), size)
     yield case("rows both layouts", (1, 0), "exact", True, 2 * once)
@@ -213,9 +217,9 @@ def loss_scaling_sweep() -> Iterator[Call]:
                 yield lambda t=tensors, b=bound: scan_triton_(t, b)
             yield lambda t=tensors: unscale_triton_(t, scalar, scalar)
             if dtype in _PATTERNS:
-                bits, mantissa, exponent = _PATTERNS[dtype]
+                _, mantissa, exponent = _PATTERNS[dtype]
                 for count in counts:
-                    values = flat(count, bits, count % 2)
+                    values = flat(count, dtype, count % 2)
                     yield lambda v=values, m=mantissa, e=exponent: count_exponents_triton(v, m, e)
 
 
@@ -224,8 +228,8 @@ def loss_scaling_measured(dtype: torch.dtype) -> Iterator[Measured]:
 
     size, scalar = dtype.itemsize, empty(1, dtype=F)
     even, odd = [flat(N * N, dtype)], [flat(N * N + 1, dtype)]
-    bits, mantissa, exponent = _PATTERNS[dtype]
-    values = flat(N * N, bits)
+    _, mantissa, exponent = _PATTERNS[dtype]
+    values = flat(N * N, dtype)
     yield Measured("exponents", lambda: count_exponents_triton(values, mantissa, exponent), N * N, (size,), size)
     if dtype != H:
         yield Measured("unscale", lambda: unscale_triton_(even, scalar, scalar), N * N, (2 * size,), size)

@@ -25,40 +25,113 @@ def _power_of_two(x: tl.tensor, native: tl.constexpr) -> tl.tensor:
     return y
 
 
+def _logarithm(x: tl.tensor, native: tl.constexpr) -> tl.tensor:
+    """Return ``log2(x)``, of what lies below 2^-126 that of 2^-126."""
+    x = tl.maximum(x, 2.0**-126, propagate_nan=tl.PropagateNan.ALL)
+    if native:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
 def _softened(
     start: tl.tensor,
     places: tl.tensor,
-    touched: tl.tensor,
     inside: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     capped: tl.constexpr,
 ) -> tl.tensor:
     # One tile of logits, softened: z / T, or c tanh(z / c) / T; outside of the classes -inf, whose power is 0.
-    x = tl.load(start + places, mask=touched, other=0.0).to(tl.float32)
+    x = tl.load(start + places, mask=inside, other=float("-inf")).to(tl.float32)
     if capped:
         # tanh by exp: the interpreter has no libdevice
-        x = softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
-    return tl.where(inside, x * scale, float("-inf"))
+        x = tl.where(inside, softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0), float("-inf"))
+    return x * scale
 
 
 def _tile(
     i: tl.tensor, shift: tl.tensor, classes: tl.tensor, shifted: tl.constexpr, block: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return classes of a tile, their places, which are read, and which of them are the row's."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return places of a tile, and which of them are the row's; where it is shifted those in whole vectors."""
     places = i * block + tl.arange(0, block)
-    columns = places - shift
-    # One comparison for both ends.
-    inside = columns.to(tl.uint32, bitcast=True) < tl.cast(classes, tl.uint32)
-    # Vectors are read whole, with what lies beside the row in them: no page ends there.
-    touched = places // 8 * 8 < shift + classes if shifted else inside
-    return columns, places, touched, inside
+    inside = places < classes
+    if shifted:
+        # One comparison for both ends.
+        inside = (places // 8 * 8 - shift).to(tl.uint32, bitcast=True) < tl.cast(classes - 7, tl.uint32)
+    return places, inside
+
+
+def _normalisers(
+    a: tl.tensor,
+    b: tl.tensor,
+    student_max: tl.tensor,
+    teacher_max: tl.tensor,
+    student_sum: tl.tensor,
+    teacher_sum: tl.tensor,
+    plain_sum: tl.tensor,
+    temperature: tl.tensor,
+    labelled: tl.constexpr,
+    native: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the largest and the sums of powers so far, with a tile of both sides."""
+    largest = tl.maximum(student_max, tl.max(a, 0))
+    student_sum = student_sum * tl.exp2(student_max - largest) + tl.sum(power_of_two(a - largest, native), 0)
+    if labelled:
+        # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
+        shrink = tl.exp2(temperature * (student_max - largest))
+        plain_sum = plain_sum * shrink + tl.sum(power_of_two(temperature * (a - largest), native), 0)
+    student_max = largest
+    largest = tl.maximum(teacher_max, tl.max(b, 0))
+    teacher_sum = teacher_sum * tl.exp2(teacher_max - largest) + tl.sum(power_of_two(b - largest, native), 0)
+    return student_max, largest, student_sum, teacher_sum, plain_sum
+
+
+def _mixed(
+    a: tl.tensor,
+    b: tl.tensor,
+    student_log: tl.tensor,
+    teacher_log: tl.tensor,
+    beta: tl.tensor,
+    native: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return q and p of a tile, and log2 q/m and log2 p/m with their mixture m; any number where q or p is 0."""
+    log_s = tl.maximum(a - student_log, -1e30, propagate_nan=tl.PropagateNan.ALL)
+    log_t = tl.maximum(b - teacher_log, -1e30, propagate_nan=tl.PropagateNan.ALL)
+    s, t = power_of_two(log_s, native), power_of_two(log_t, native)
+    # m/q = 1 - beta + beta p/q: its logarithm is small where both sides agree, and exact there; a difference of log q
+    # and log m is not. Beyond 2^126 the ratio does not matter to q, and p/m is 1 / beta.
+    apart = tl.minimum(log_t - log_s, 126.0, propagate_nan=tl.PropagateNan.ALL)
+    log_m = logarithm(1.0 - beta + beta * power_of_two(apart, native), native)
+    return s, t, -log_m, apart - log_m
+
+
+def _parts(
+    a: tl.tensor,
+    b: tl.tensor,
+    student_log: tl.tensor,
+    teacher_log: tl.tensor,
+    beta: tl.tensor,
+    kind: tl.constexpr,
+    native: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return what a tile of both sides adds to the divergence, from the student and from the teacher."""
+    if kind == 1:
+        log_s = a - student_log
+        s = power_of_two(log_s, native)
+        of_student = tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - (b - teacher_log))), 0)
+        of_teacher = tl.zeros((), tl.float32)
+    else:
+        s, t, student_ratio, teacher_ratio = mixed(a, b, student_log, teacher_log, beta, native)
+        of_student, of_teacher = tl.sum(s * student_ratio, 0), tl.sum(t * teacher_ratio, 0)
+    return of_student, of_teacher
 
 
 def _gradient(
     a: tl.tensor,
     b: tl.tensor,
-    columns: tl.tensor,
+    places: tl.tensor,
     label: tl.tensor,
     student_log: tl.tensor,
     teacher_log: tl.tensor,
@@ -85,12 +158,12 @@ def _gradient(
     elif kind == 1:
         grad = tl.where(s == 0.0, 0.0, s * (log_s - log_t - of_student))
     else:
-        log_m = tl.log2(beta * t + (1.0 - beta) * s)
-        grad = (1.0 - beta) * tl.where(s == 0.0, 0.0, s * (log_s - log_m - of_student))
+        s, t, ratio, _ = mixed(a, b, student_log, teacher_log, beta, native)
+        grad = s * (ratio - of_student)
     grad = soft_weight * grad
     if labelled:
         grad += plain_weight * power_of_two(temperature * (a - student_max), native) - tl.where(
-            columns == label, weight, 0.0
+            places == label, weight, 0.0
         )
     if capped:
         # a in these units is c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
@@ -147,7 +220,15 @@ def _kd_rows(
         pair = tl.arange(0, 2)
         known = pair < tl.where(label >= 0, 1, 0)
         at = shift + label + pair
-        labelled_logit = tl.max(softened(student, at, known, known, scale, student_softcap, student_capped), 0)
+        labelled_logit = tl.max(softened(student, at, known, scale, student_softcap, student_capped), 0)
+    if shifted:
+        # What the row has of its first vector and of its last one, 16 places; a first one that begins with the row
+        # is whole.
+        ends = tl.arange(0, 16)
+        ends = tl.where(ends < 8, ends, (shift + classes) // 8 * 8 + ends - 8)
+        ended = (ends >= tl.where(shift > 0, shift, 8)) & (ends < shift + classes)
+        student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
+        teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
 
     # First sweep: both normalisers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
     # shrinks whenever a larger maximum is found.
@@ -158,19 +239,17 @@ def _kd_rows(
     teacher_sum = tl.zeros((), tl.float32)
     plain_sum = tl.zeros((), tl.float32)
     for i in range(tiles):
-        columns, places, touched, inside = tile(i, shift, classes, shifted, block)
-        a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
-        b = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped)
-        largest = tl.maximum(student_max, tl.max(a, 0))
-        student_sum = student_sum * tl.exp2(student_max - largest) + tl.sum(power_of_two(a - largest, native), 0)
-        if labelled:
-            # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
-            shrink = tl.exp2(temperature * (student_max - largest))
-            plain_sum = plain_sum * shrink + tl.sum(power_of_two(temperature * (a - largest), native), 0)
-        student_max = largest
-        largest = tl.maximum(teacher_max, tl.max(b, 0))
-        teacher_sum = teacher_sum * tl.exp2(teacher_max - largest) + tl.sum(power_of_two(b - largest, native), 0)
-        teacher_max = largest
+        places, inside = tile(i, shift, classes, shifted, block)
+        a = softened(student, places, inside, scale, student_softcap, student_capped)
+        b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
+        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
+            a, b, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature, labelled, native
+        )
+    if shifted:
+        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
+            student_ends, teacher_ends, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature,
+            labelled, native,
+        )  # fmt: skip
     student_log = student_max + tl.log2(student_sum)
     teacher_log = teacher_max + tl.log2(teacher_sum)
 
@@ -179,23 +258,18 @@ def _kd_rows(
     of_student = tl.zeros((), tl.float32)
     if kind != 0:
         for i in range(tiles):
-            columns, places, touched, inside = tile(i, shift, classes, shifted, block)
-            # log q and log p of the tile, read and softened again: 128k classes do not fit into registers.
-            a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
-            log_s = a - student_log
-            log_t = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped) - teacher_log
-            s = power_of_two(log_s, native)
-            if kind == 1:
-                of_student += tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - log_t)), 0)
-            else:
-                t = power_of_two(log_t, native)
-                log_m = tl.log2(beta * t + (1.0 - beta) * s)
-                of_student += tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - log_m)), 0)
-                divergence += beta * tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - log_m)), 0)
-        if kind == 1:
-            divergence = of_student
-        else:
-            divergence += (1.0 - beta) * of_student
+            places, inside = tile(i, shift, classes, shifted, block)
+            # Read and softened again: 128k classes do not fit into registers.
+            a = softened(student, places, inside, scale, student_softcap, student_capped)
+            b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
+            student_part, teacher_part = parts(a, b, student_log, teacher_log, beta, kind, native)
+            of_student += student_part
+            divergence += teacher_part
+        if shifted:
+            student_part, teacher_part = parts(student_ends, teacher_ends, student_log, teacher_log, beta, kind, native)
+            of_student += student_part
+            divergence += teacher_part
+        divergence = of_student if kind == 1 else beta * divergence + (1.0 - beta) * of_student
 
     # Last sweep: the gradient by a, times soft_weight T, as T² D has the gradient T ∂D/∂a by z; then the hard term.
     weight = tl.where(label >= 0, hard_weight, 0.0)
@@ -203,35 +277,28 @@ def _kd_rows(
     soft_weight *= temperature
     if kind != 0:
         soft_weight *= 0.6931471805599453
+    if kind == 2:
+        soft_weight *= 1.0 - beta
     cap = 1.0 / (scale * student_softcap) if student_capped else 1.0
     for i in range(tiles):
-        columns, places, touched, inside = tile(i, shift, classes, shifted, block)
-        a = softened(student, places, touched, inside, scale, student_softcap, student_capped)
-        b = softened(teacher, places, touched, inside, scale, teacher_softcap, teacher_capped)
+        places, inside = tile(i, shift, classes, shifted, block)
+        a = softened(student, places, inside, scale, student_softcap, student_capped)
+        b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
-            a, b, columns, label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight, weight,
-            temperature, cap, beta, kind, student_capped, labelled, native,
+            a, b, places, shift + label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight,
+            weight, temperature, cap, beta, kind, student_capped, labelled, native,
         )  # fmt: skip
         if kind == 0:
             divergence += tl.sum(of_tile, 0)
-        if shifted:
-            # Whole vectors of the row; what it has of its first and its last one follows.
-            inside = (places // 8 * 8 >= shift) & (places // 8 * 8 + 8 <= shift + classes)
         tl.store(gradient + places, grad.to(gradient.dtype.element_ty), mask=inside)
     if shifted:
-        ends = tl.arange(0, 16)
-        last = (shift + classes) // 8 * 8
-        places = tl.where(ends < 8, ends, last + ends - 8)
-        columns = places - shift
-        # A first vector that begins with the row is written already.
-        inside = (ends >= tl.where(shift > 0, 0, 8)) & (columns >= 0) & (columns < classes)
-        a = softened(student, places, inside, inside, scale, student_softcap, student_capped)
-        b = softened(teacher, places, inside, inside, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
-            a, b, columns, label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight, weight,
-            temperature, cap, beta, kind, student_capped, labelled, native,
+            student_ends, teacher_ends, ends, shift + label, student_log, teacher_log, student_max, of_student,
+            soft_weight, plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled, native,
         )  # fmt: skip
-        tl.store(gradient + places, grad.to(gradient.dtype.element_ty), mask=inside)
+        if kind == 0:
+            divergence += tl.sum(of_tile, 0)
+        tl.store(gradient + ends, grad.to(gradient.dtype.element_ty), mask=ended)
     tl.store(soft + row, temperature * temperature * 0.6931471805599453 * divergence)
     if labelled:
         # logsumexp(z) - z_y, both in units of a.
@@ -242,8 +309,12 @@ def _kd_rows(
 if has_triton():
     # a kernel finds what it calls among its module's globals
     power_of_two = triton.jit(_power_of_two)
+    logarithm = triton.jit(_logarithm)
     softened = triton.jit(_softened)
     tile = triton.jit(_tile)
+    normalisers = triton.jit(_normalisers)
+    mixed = triton.jit(_mixed)
+    parts = triton.jit(_parts)
     gradient_of = triton.jit(_gradient)
     kd_rows = triton.jit(_kd_rows)
 
@@ -311,7 +382,7 @@ def kd_rows_triton_(
         teacher_capped=bool(teacher_softcap),
         labelled=labels is not None,
         shifted=shifted,
-        native=student_logits.is_cuda and torch.version.hip is None,
+        native=not student_logits.is_cpu and torch.version.hip is None,
         tiles=triton.cdiv(classes + 7 if shifted else classes, block),
         block=block,
         num_warps=_WARPS,

@@ -40,6 +40,7 @@ def _scan(
     rest: tl.tensor,
     bound: tl.tensor,
     unscaled: tl.constexpr,
+    edge: tl.constexpr,
     aligned: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
@@ -49,66 +50,73 @@ def _scan(
     factor = 1.0
     if unscaled:
         factor = tl.load(inv_scale)
-    # Counts of a program's own in registers; one atomic a column at its end, not one a number.
-    bins = tl.zeros((256,), tl.int32)
-    zeros = tl.zeros((), tl.int32)
-    small = tl.zeros((), tl.int32)
-    largest = tl.zeros((), tl.int32)
+    # Counts of a program's own in registers, summed at its end: one atomic a column, not one a number. What lies
+    # behind the tensor counts as zeros, which are taken off then: each number is counted without a condition.
+    bins = tl.zeros((512,), tl.int32)
+    below = tl.zeros((block,), tl.int32)
+    largest = tl.zeros((block,), tl.int32)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
         inside = places < size
         x = tl.load(values + places, mask=inside, other=0.0)
         bits = magnitude_bits(x)
         if unscaled:
-            highest = tl.max(bits, 0)
-            if highest >= 0x7F800000:
-                # Every program that finds one stores the same number: no atomic is needed.
-                tl.store(found_inf, 1.0)
-            largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
+            largest = tl.maximum(largest, bits)
             # Multiplied in float32 and rounded once to the gradient's type, as torch's own kernel does.
             x = (x.to(tl.float32) * factor).to(x.dtype)
             tl.store(values + places, x, mask=inside)
         else:
-            bins += tl.histogram(bits >> 23, 256, mask=inside)
-            zeros += tl.sum((inside & (bits == 0)).to(tl.int32), 0)
-            # Columns tell magnitudes apart by powers of two only; the threshold may lie between them.
-            small += tl.sum(((bits > 0) & (bits < bound)).to(tl.int32), 0)
-            largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 0))
-    if not unscaled:
-        columns = tl.arange(0, 256)
-        tl.atomic_add(histogram + index * 256 + columns, bins.to(tl.int64), mask=bins > 0)
-        tl.atomic_add(rest + index * 3, zeros.to(tl.int64))
-        tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64))
+            # Bin 0 for zero, and behind it the columns.
+            bins += tl.histogram(tl.minimum(bits, (bits >> 23) + 1), 512)
+            if not edge:
+                # Columns tell magnitudes apart by powers of two only. -1 for each one below the threshold.
+                below += (bits - bound) >> 31
+            # By this sum infinity and NaN become negative.
+            largest = tl.maximum(largest, bits + 0x00800000)
+    highest = tl.max(largest, 0)
+    if unscaled:
+        if highest >= 0x7F800000:
+            # Every program that finds one stores the same number: no atomic is needed.
+            tl.store(found_inf, 1.0)
+        highest = tl.minimum(highest, 0x7F800000)
+    else:
+        highest = tl.maximum(highest - 0x00800000, 0)
+        bin = tl.arange(0, 512)
+        zeros = tl.sum(tl.where(bin == 0, bins, 0), 0)
+        small = -tl.sum(tl.where(bin <= bound >> 23, -bins, 0) if edge else below, 0) - zeros
+        behind = tl.maximum(start + chunk - size, 0).to(tl.int32)
+        bins -= tl.where(bin == 0, behind, 0)
+        column = tl.maximum(bin - 1, 0)
+        tl.atomic_add(histogram + index * 256 + column, bins.to(tl.int64), mask=bins > 0, sem="relaxed")
+        tl.atomic_add(rest + index * 3, (zeros - behind).to(tl.int64), sem="relaxed")
+        tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64), sem="relaxed")
     # Bits of magnitudes are ordered as integers, so an integer maximum is one of numbers, and needs no float atomic.
-    tl.atomic_max(rest + index * 3 + 2, largest.to(tl.int64))
+    tl.atomic_max(rest + index * 3 + 2, highest.to(tl.int64), sem="relaxed")
 
 
 def _exponents(
-    bits: tl.tensor,
+    values: tl.tensor,
     counts: tl.tensor,
     size: tl.tensor,
-    magnitude: tl.constexpr,
-    mantissa: tl.constexpr,
-    infinity: tl.constexpr,
-    bins: tl.constexpr,
+    offset: tl.constexpr,
     columns: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     start = tl.program_id(0).to(tl.int64) * chunk
-    found = tl.zeros((bins,), tl.int32)
+    found = tl.zeros((512,), tl.int32)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
-        inside = places < size
-        pattern = tl.load(bits + places, mask=inside, other=0).to(tl.int32) & magnitude
-        # a subnormal number's highest bit is the exponent of its pattern, which float32 holds exactly
-        highest = (pattern.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        # Columns as of `eff_kernels.loss_scaling._count_exponents`: zero, subnormals, normals, infinity, NaN.
-        normal = (pattern >> mantissa) + mantissa + (pattern > infinity).to(tl.int32)
-        column = tl.where(pattern >> mantissa > 0, normal, tl.where(pattern > 0, highest + 1, 0))
-        found += tl.histogram(column, bins, mask=inside)
-    column = tl.arange(0, bins)
-    tl.atomic_add(counts + column, found.to(tl.int64), mask=(found > 0) & (column < columns))
+        bits = magnitude_bits(tl.load(values + places, mask=places < size, other=0.0))
+        # At most 2^-126 times 2^23 has as exponent 0 for zero, 1 to 23 for what is subnormal in float32, 24 for what
+        # is normal there, 255 for NaN: added to the number's own, all that has a column of its own has a bin.
+        low = tl.minimum(bits.to(tl.float32, bitcast=True), 2.0**-126, propagate_nan=tl.PropagateNan.ALL) * 2.0**23
+        found += tl.histogram((bits >> 23) + ((low.to(tl.int32, bitcast=True) >> 23) & 255), 512)
+    bin = tl.arange(0, 512)
+    found -= tl.where(bin == 0, tl.maximum(start + chunk - size, 0).to(tl.int32), 0)
+    # Columns as of `eff_kernels.loss_scaling._count_exponents`: zero, subnormals, normals, infinity (bin 279), NaN.
+    column = tl.minimum(tl.maximum(bin - (bin > 24).to(tl.int32) - offset, 0), columns - 2)
+    tl.atomic_add(counts + column + (bin > 279).to(tl.int32), found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
 if importlib.util.find_spec("triton") is not None:
@@ -180,6 +188,7 @@ def _launch(
             rest,
             bound,
             unscaled=unscaled,
+            edge=bound & 0x7FFFFF == 0,
             aligned=part.is_aligned,
             chunk=chunk,
             block=block,
@@ -189,29 +198,27 @@ def _launch(
 
 
 def count_exponents_triton(
-    bits: Tensor, mantissa: int, exponent: int, block: int = _BLOCK, tiles: int = _TILES
+    values: Tensor, mantissa: int, exponent: int, block: int = _BLOCK, tiles: int = _TILES
 ) -> Tensor:
     """Return the counts of `eff_kernels.loss_scaling.count_exponents`.
 
     Args:
-        bits: int16 or int32, dense: the patterns of float16, bfloat16 or float32.
+        values: float16, bfloat16 or float32, dense.
         mantissa: Bits of the mantissa.
         exponent: Bits of the exponent.
         block: Elements at a time, a power of two.
         tiles: How often a program takes so many.
     """
     columns = mantissa + (1 << exponent) + 1
-    counts = torch.zeros(columns, dtype=torch.int64, device=bits.device)
+    counts = torch.zeros(columns, dtype=torch.int64, device=values.device)
     chunk = tiles * block
-    if bits.numel():
-        exponents[(triton.cdiv(bits.numel(), chunk),)](
-            bits,
+    if values.numel():
+        exponents[(triton.cdiv(values.numel(), chunk),)](
+            values,
             counts,
-            bits.numel(),
-            magnitude=torch.iinfo(bits.dtype).max,
-            mantissa=mantissa,
-            infinity=((1 << exponent) - 1) << mantissa,
-            bins=triton.next_power_of_2(columns),
+            values.numel(),
+            # the exponents of float32 below the format's lowest
+            offset=150 - ((1 << exponent - 1) - 1) - mantissa,
             columns=columns,
             chunk=chunk,
             block=block,

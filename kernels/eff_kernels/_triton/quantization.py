@@ -23,7 +23,7 @@ def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
     return tl.minimum(low_bounded, high, propagate_nan=tl.PropagateNan.ALL)
 
 
-def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def _quotient(values: tl.tensor, scale: tl.tensor, bounded: tl.constexpr = False) -> tl.tensor:
     """Return ``values / scale`` rounded to nearest, like CPU and ONNX: ties would move, were it not.
 
     A reciprocal a row and two steps of Newton's, the last of which rounds correctly (Markstein, 1990): half of what a
@@ -37,8 +37,10 @@ def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
     rough = values * reciprocal
     better = fused(fused(-rough, scale, values), reciprocal, rough)
     better = fused(fused(-better, scale, values), reciprocal, better)
-    # far outside, where a residual is inf - inf, the rough one will do
-    return tl.where(tl.abs(rough) < 4194304.0, better, rough)
+    if not bounded:
+        # far outside, where a residual is inf - inf, the rough one will do
+        better = tl.where(tl.abs(rough) < 4194304.0, better, rough)
+    return better
 
 
 def _rounded(
@@ -182,6 +184,41 @@ def _grid_backward(
             tl.store(sum_at + count, total, mask=summed)
 
 
+def _extremes(
+    values: tl.tensor, low: tl.tensor, high: tl.tensor, symmetric: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    # Sought among integers in the order of the floats that they are the bits of: they see NaN, which lies beyond
+    # infinity. Both start at zero, as the range has to contain it. The largest signed one is the highest float, for no
+    # negative one exceeds 0; the largest unsigned one the lowest, for the sign is their highest bit.
+    bits = values.to(tl.int32, bitcast=True)
+    if symmetric:
+        high = tl.maximum(high, tl.max(bits & 0x7FFFFFFF, 1))
+    else:
+        high = tl.maximum(high, tl.max(bits, 1))
+        low = tl.maximum(low, tl.max(bits.to(tl.uint32, bitcast=True), 1))
+    return low, high
+
+
+def _on_grid(
+    values: tl.tensor,
+    noise: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    s: tl.tensor,
+    z: tl.tensor,
+    qmin: tl.tensor,
+    qmax: tl.tensor,
+    symmetric: tl.constexpr,
+    stochastic: tl.constexpr,
+) -> tl.tensor:
+    # no quotient exceeds the range that its row's scale was made for
+    exact = quotient(values, s, True)
+    if not symmetric:
+        # clamped first, which between whole bounds is the same
+        exact = within(exact, qmin - z, qmax - z)
+    return rounded(exact, noise, at, inside, stochastic) * s
+
+
 def _rows_forward(
     x: tl.tensor,
     noise: tl.tensor,
@@ -192,27 +229,27 @@ def _rows_forward(
     qmax: tl.tensor,
     symmetric: tl.constexpr,
     stochastic: tl.constexpr,
+    held: tl.constexpr,
     tiles: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
     row = program * block_rows + tl.arange(0, block_rows)
-    # Extremes are sought among integers in the order of the floats that they are the bits of: they see NaN, which
-    # lies beyond infinity. Both start at zero, as the range has to contain it. The largest signed one is the highest
-    # float, for no negative one exceeds 0; the largest unsigned one the lowest, for the sign is their highest bit.
     low = tl.zeros((block_rows,), tl.uint32)
     high = tl.zeros((block_rows,), tl.int32)
-    values = tl.zeros((block_rows, block_columns), tl.float32)
-    for i in range(tiles):
-        at, inside = place(row, i, rows, columns, block_columns)
-        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        bits = values.to(tl.int32, bitcast=True)
-        if symmetric:
-            high = tl.maximum(high, tl.max(bits & 0x7FFFFFFF, 1))
-        else:
-            high = tl.maximum(high, tl.max(bits, 1))
-            low = tl.maximum(low, tl.max(bits.to(tl.uint32, bitcast=True), 1))
+    row_values: tl.tuple = ()
+    if held:
+        for i in tl.static_range(tiles):
+            at, inside = place(row, i, rows, columns, block_columns)
+            values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            low, high = extremes(values, low, high, symmetric)
+            row_values += (values,)
+    else:
+        for i in range(tiles):
+            at, inside = place(row, i, rows, columns, block_columns)
+            values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            low, high = extremes(values, low, high, symmetric)
     largest = high.to(tl.float32, bitcast=True)
     z = tl.zeros((block_rows,), tl.float32)
     if symmetric:
@@ -227,20 +264,21 @@ def _rows_forward(
         s = tl.where(s == 0.0, 1.0, s)
         # halves to even in float64
         zero = (qmin - least / s.to(tl.float64) + 6755399441055744.0) - 6755399441055744.0
-        zero = tl.where(zero < qmin, qmin, tl.where(zero > qmax, qmax, zero))
-        z = tl.where(zero != zero, 0.0, zero).to(tl.float32)
+        z = within(zero.to(tl.float32), qmin, qmax)
+        z = tl.where(z != z, 0.0, z)
     s = s[:, None]
     z = z[:, None]
-    for i in range(tiles):
-        at, inside = place(row, i, rows, columns, block_columns)
-        if tiles > 1:
+    if held:
+        for i in tl.static_range(tiles):
+            at, inside = place(row, i, rows, columns, block_columns)
+            values = on_grid(row_values[i], noise, at, inside, s, z, qmin, qmax, symmetric, stochastic)
+            tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
+    else:
+        for i in range(tiles):
+            at, inside = place(row, i, rows, columns, block_columns)
             values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        exact = quotient(values, s)
-        if not symmetric:
-            # clamped first, which between whole bounds is the same
-            exact = within(exact, qmin - z, qmax - z)
-        codes = rounded(exact, noise, at, inside, stochastic)
-        tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
+            values = on_grid(values, noise, at, inside, s, z, qmin, qmax, symmetric, stochastic)
+            tl.store(y + at, values.to(y.dtype.element_ty), mask=inside)
 
 
 if has_triton():
@@ -251,6 +289,8 @@ if has_triton():
     place = triton.jit(_place)
     of_channels = triton.jit(_of_channels)
     steps = triton.jit(_steps)
+    extremes = triton.jit(_extremes)
+    on_grid = triton.jit(_on_grid)
     grid_forward = triton.jit(_grid_forward)
     grid_backward = triton.jit(_grid_backward)
     rows_forward = triton.jit(_rows_forward)
@@ -414,6 +454,10 @@ def rows_forward_triton(
     block_rows, block_columns = _tile(rows, columns, block)
     if block_columns < columns <= row_block:
         block_columns = triton.next_power_of_2(columns)
+    held, warps = columns <= block_columns, _warps(block_rows, block_columns)
+    if held and block_rows > 1:
+        # A thread divides once a row: its vectors of 16 bytes lie in one, of which neighbours read 128 bytes or more.
+        block_columns //= max(1, min(x.itemsize, block_columns * x.itemsize // 128))
     rows_forward[(triton.cdiv(rows, block_rows),)](
         x,
         x if noise is None else noise,
@@ -424,10 +468,11 @@ def rows_forward_triton(
         float(qmax),
         symmetric=symmetric,
         stochastic=noise is not None,
+        held=held,
         tiles=triton.cdiv(columns, block_columns),
         block_rows=block_rows,
         block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
+        num_warps=warps,
         enable_fp_fusion=True,
     )
     return y
