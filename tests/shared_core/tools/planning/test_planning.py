@@ -69,11 +69,11 @@ def test_sharded_private_training_keeps_inputs_and_gradients_of_outputs_as_plann
     torch.manual_seed(0)
     model = runpy.run_path(str(BENCHMARK))["Decoder"]()
     per_sample = PerSample(model, functorch=False)
-    per_sample.num_examples, per_sample._hooks.spares = 2, True
+    per_sample.num_examples = 2
     model(torch.randint(256, (2, 32))).square().sum().backward()
     made = [found for (found,) in per_sample._hooks.made.values()]
     assert all(found.samples is None for found in made)
-    parts = {part.data_ptr(): part.nbytes for found in made for use in found.uses for part in use[1:]}
+    parts = {part.data_ptr(): part.nbytes for found in made for use in found.uses for part in (use.inputs, use.outputs)}
     shape, run = (
         ModelShape.of_params(851_968, layers=4, hidden=128, vocab=256),
         PlannedRun(ranks=2, strategy="fsdp2", precision="fp32", micro_batch=2, seq_len=32),
