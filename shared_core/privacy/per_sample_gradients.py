@@ -507,7 +507,7 @@ class PerSample:
         return cast(Mapping[str, bool], self._hooks.ghosts)
 
     def clipped_sums(self, scale: Tensor, max_norm: float, check_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter, and forget its gradients.
+        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter, and forget its gradients and ``.grad``.
 
         Args:
             scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
@@ -522,6 +522,8 @@ class PerSample:
         made = self._take()
         if check_sum:
             self._check_sums(made)
+        for parameter in self._model.parameters():
+            parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
         if made:
             # The norm is over all parameters of an example: norms of parts, then the norm of these.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)

@@ -320,9 +320,10 @@ class DifferentialPrivacy(Technique):
                 total = torch.zeros_like(local_part(parameter))
             if not is_sharded(parameter):  # else it was summed with every micro-batch
                 all_reduce_(total, "sum")
-            parameter.grad = torch.empty_like(parameter)
             # Divided by the expected batch size, a constant: the true one is private.
-            local_part(parameter.grad).copy_((total + drawn[place_of(parameter)].to(total)) / batches.expected)
+            total.add_(drawn[place_of(parameter)].to(total)).div_(batches.expected)
+            parameter.grad = torch.empty_like(parameter)
+            local_part(parameter.grad).copy_(total)
         self._sums, self._micro_batch = {}, 0
         # Counted here: the noised gradient exists, whatever the optimizer does with it.
         self._draws += 1
