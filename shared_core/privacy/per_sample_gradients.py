@@ -87,8 +87,8 @@ class Use:
         return found.index_add_(0, places.flatten(), right.flatten(0, 1)).view(count, *self.shape)
 
 
-def ghost_norms(uses: Iterable[Use]) -> Tensor:
-    """Return each example's norm of ``Σₜ lₜrₜᵀ``, from the products of positions ``(lₛ·lₜ)(rₛ·rₜ)``.
+def ghost_squares(uses: Iterable[Use]) -> Tensor:
+    """Return each example's squared norm of ``Σₜ lₜrₜᵀ``, from the products of positions ``(lₛ·lₜ)(rₛ·rₜ)``.
 
     What rounding can hide where positions cancel is added: a norm told too small would break the bound on an example.
 
@@ -109,14 +109,20 @@ def ghost_norms(uses: Iterable[Use]) -> Tensor:
     )
     squares = []
     for part in parts:
-        grams = [_gram(left, left) * (right @ right.mT) for left, right in part]
-        total = sum(gram.sum((1, 2)) for gram in grams)
+        total = 0
+        for left, right in part:
+            gram = right @ right.mT
+            gram.diagonal(dim1=1, dim2=2).mul_(1 + positions * torch.finfo(gram.dtype).eps)
+            total = total + _dot(_gram(left, left), gram)
         if len(part) == 2:
             (left, right), (other, others) = part
-            total = total + 2 * (_gram(left, other) * (right @ others.mT)).sum((1, 2))
-        trace = sum(gram.diagonal(dim1=1, dim2=2).sum(1) for gram in grams)
-        squares.append(cast(Tensor, total).clamp(min=0) + torch.finfo(grams[0].dtype).eps * positions * trace)
-    return torch.cat(squares).sqrt()
+            total = total + 2 * _dot(_gram(left, other), right @ others.mT)
+        squares.append(total)
+    return squares[0] if len(squares) == 1 else torch.cat(squares)
+
+
+def _dot(gram: Tensor, other: Tensor) -> Tensor:
+    return (gram.to(other.dtype).flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()
 
 
 def _gram(left: Tensor, other: Tensor) -> Tensor:
@@ -133,7 +139,7 @@ class ExampleGradients:
     """The gradients of one parameter in one backward, an example a row, or the inputs that they are made of."""
 
     norms: Tensor
-    """(examples,), in float32 or float64."""
+    """(examples,), in float32 or float64; squared where `samples` is None, until the backward has ended."""
     samples: Tensor | None
     """(examples, ...), None where the layers' inputs and gradients of outputs are kept instead, which are smaller."""
     uses: list[Use] = field(default_factory=list)
@@ -348,7 +354,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     def _keep(self, name: str) -> ExampleGradients:
         uses, samples = self._uses.pop(name, []), self._samples.pop(name, None)
         self.ghosts[name] = samples is None
-        norms = ghost_norms(uses) if samples is None else in_full(samples).flatten(1).norm(dim=1)
+        norms = ghost_squares(uses) if samples is None else in_full(samples).flatten(1).norm(dim=1)
         return ExampleGradients(norms, samples, uses, name in self._coarse)
 
 
@@ -507,7 +513,7 @@ class PerSample:
         return cast(Mapping[str, bool], self._hooks.ghosts)
 
     def clipped_sums(self, scale: Tensor, max_norm: float, check_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter, and forget its gradients and ``.grad``.
+        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter; forget its gradients.
 
         Args:
             scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
@@ -546,6 +552,11 @@ class PerSample:
                     "use layers as modules, and leave gradient checkpointing out",
                 )
         self._hooks.made = {}
+        ghosts = [found for found in taken.values() if found.samples is None]
+        if ghosts:  # all roots at once: a kernel for each layer would take as long as its products
+            roots = torch.stack([found.norms for found in ghosts]).clamp(min=0).sqrt()
+            for found, root in zip(ghosts, roots, strict=True):
+                found.norms = root
         return taken
 
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:

@@ -65,7 +65,7 @@ def test_adapters_leave_moments_and_traffic_to_themselves():
     assert adapters.sent < 0.01 * whole.sent
 
 
-def test_sharded_private_training_keeps_inputs_and_gradients_of_outputs_as_planned():
+def test_private_training_keeps_inputs_and_gradients_of_outputs_as_planned():
     torch.manual_seed(0)
     model = runpy.run_path(str(BENCHMARK))["Decoder"]()
     per_sample = PerSample(model, functorch=False)
@@ -79,7 +79,7 @@ def test_sharded_private_training_keeps_inputs_and_gradients_of_outputs_as_plann
         PlannedRun(ranks=2, strategy="fsdp2", precision="fp32", micro_batch=2, seq_len=32),
     )
     (cost,) = PrivacyConfig(noise_multiplier=1.0).memory_costs(shape, run)
-    planned = cost.during - 4 * shape.params / 2 - 4 * 2 * 512 * 128  # the sum, and one matrix's of both examples
+    planned = cost.during - 4 * shape.params / 2  # the sum
     assert sum(parts.values()) == pytest.approx(planned, rel=0.01)
 
 
