@@ -125,6 +125,7 @@ def measure(quick: bool) -> list[Row]:
     return [
         cost("embedding, 4 blocks of 256, 64 positions", lambda: text(256, 4), words, rounds),
         cost("linear, 4 layers of 1024", lambda: perceptron(1024, 4), torch.randn(batch, 1024), rounds),
+        cost("linear, 4 layers of 1024", lambda: perceptron(1024, 4), torch.randn(8 * batch, 1024), rounds),
         cost("4 convolutions of 32 to 256 channels", lambda: convolutions(32), pixels, rounds),
     ]
 

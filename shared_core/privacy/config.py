@@ -74,7 +74,7 @@ class PrivacyConfig(TechniqueConfig):
         "rdp", help="Counts epsilon: Renyi moments (rdp), or numerical composition (prv), which is tighter."
     )
     grad_sample_mode: Literal["hooks", "functorch"] = option(
-        "hooks", help="Gradients of single examples by Opacus' rules for each layer (hooks), or by vmap for all."
+        "hooks", help="Norms and sums by a rule for each layer (hooks), or gradients of single examples by vmap."
     )
     check_loss: bool = option(
         True, help="In Lightning, compare the first batch's loss with its halves': it must be a mean over examples."

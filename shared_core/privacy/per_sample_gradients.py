@@ -109,15 +109,15 @@ def ghost_squares(uses: Iterable[Use]) -> Tensor:
     )
     squares = []
     for part in parts:
-        total = 0
+        dots = []
         for left, right in part:
             gram = right @ right.mT
             gram.diagonal(dim1=1, dim2=2).mul_(1 + positions * torch.finfo(gram.dtype).eps)
-            total = total + _dot(_gram(left, left), gram)
+            dots.append(_dot(_gram(left, left), gram))
         if len(part) == 2:
             (left, right), (other, others) = part
-            total = total + 2 * _dot(_gram(left, other), right @ others.mT)
-        squares.append(total)
+            dots.append(2 * _dot(_gram(left, other), right @ others.mT))
+        squares.append(dots[0] if len(dots) == 1 else torch.stack(dots).sum(0))
     return squares[0] if len(squares) == 1 else torch.cat(squares)
 
 
