@@ -11,7 +11,7 @@ import typer
 
 from shared_core.cli.arguments import bar
 from shared_core.cli.loading import check_new, copy_beside, keep_report, user_batches
-from shared_core.cli.quantized_models import model_and_inputs
+from shared_core.cli.quantized_models import model_and_inputs, saved_codes
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
@@ -53,7 +53,11 @@ def export(
         bool, typer.Option("--static-batch", help="Of onnx: fix the batch to the example's; executorch always does.")
     ] = False,
     calibration: Annotated[
-        str | None, typer.Option(help="module:function that returns batches of inputs: codes between convolutions too.")
+        str | None,
+        typer.Option(
+            help="module:function that returns batches of inputs: codes between convolutions too. By default, of onnx, "
+            "those that eff quantize kept."
+        ),
     ] = None,
     weight_codes: Annotated[
         str,
@@ -103,7 +107,7 @@ def export(
             report = export_onnx(
                 network, example, target,
                 opset=opset, dynamic_batch=not static_batch, dynamic_length=dynamic_length, verify=not no_verify,
-                calibration=batches, weight_codes=weight_codes,  # type: ignore[arg-type]
+                calibration=saved_codes(model, weights) if batches is None else batches, weight_codes=weight_codes,  # type: ignore[arg-type]
             )  # fmt: skip
         elif kind == "executorch":
             from shared_core.tools.export.executorch import export_executorch

@@ -15,9 +15,9 @@ import typer
 
 from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights, bar
 from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
-from shared_core.cli.quantized_models import load_quantized
+from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.json_yaml import json_text
 from shared_core.reports.page import check_page, write_page
 from shared_core.reports.quantization_page import section_of_method, sections, tell
@@ -194,7 +194,7 @@ def quantize(
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
     values = {"asked": shown, **result.values, "notes": [*notes, *result.values["notes"]]}
     values["bytes"]["float"] = float_bytes
-    _write(out, result, values, folder)
+    _write(out, result, values, folder, _between(result, study.data, values["notes"]))
     if report is not None:
         gained = [] if by_torchao is None else [section_of_method(values)]
         write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
@@ -338,14 +338,35 @@ def _loaded(batches: Iterable[Any], count: int) -> Iterator[Any]:
             advance(number, None)
 
 
-def _write(out: Path, result: StudyResult, values: dict[str, Any], folder: Path | None) -> None:
+def _between(result: StudyResult, batches: list[Any] | None, notes: list[str]) -> dict[str, tuple[float, int]]:
+    """Return the codes that `eff export` gives tensors between convolutions."""
+    from shared_core.tools.export.onnx import codes_between_layers
+
+    if not batches or not result.values["ranges"]:
+        return {}
+    try:
+        with bar("codes between convolutions"):
+            return codes_between_layers(result.model, batches)
+    except (CompatibilityError, ConfigError, MissingExtraError) as error:
+        notes.append(f"eff export to onnx will need --calibration: {error}")
+        return {}
+
+
+def _write(
+    out: Path,
+    result: StudyResult,
+    values: dict[str, Any],
+    folder: Path | None,
+    between: dict[str, tuple[float, int]],
+) -> None:
     from shared_core.checkpoint_formats.plain import write_deployment
     from shared_core.files.atomic import atomic_folder
 
     with atomic_folder(out) as temporary:
         save_network(result.model, folder, temporary)
         if values["ranges"]:
-            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
+            kept = {BETWEEN: between} if between else {}
+            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
         if result.plan is not None:
             result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=result.config.scheme)
         (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")

@@ -13,6 +13,9 @@ from shared_core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
+BETWEEN = "between_layers"
+"""Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
+
 
 def model_and_inputs(
     model: str, weights: Path | None, length: int | None, default_length: int | None, *, traced: bool
@@ -74,10 +77,29 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
 
 
 def _saved_ranges(folder: Path) -> dict[str, Any]:
+    return _of_qat(folder, "ranges")
+
+
+def _of_qat(folder: Path, key: str) -> dict[str, Any]:
     from shared_core.checkpoint_formats.plain import read_deployment
 
-    ranges: dict[str, Any] = read_deployment(folder).get("qat", {}).get("ranges", {})
-    return ranges
+    values: dict[str, Any] = read_deployment(folder).get("qat", {}).get(key, {})
+    return values
+
+
+def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]] | None:
+    """Return the codes between layers that `eff quantize` kept beside the weights; None without.
+
+    Args:
+        model: A folder, or ``module:function``.
+        weights: For the model of a function.
+    """
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+
+    path = Path(model) if weights is None else weights
+    folder = path.parent if path.suffix == ".safetensors" else path
+    found = _of_qat(folder, BETWEEN) if (folder / DEPLOYMENT_FILE).exists() else {}
+    return {name: (scale, zero_point) for name, (scale, zero_point) in found.items()} or None
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:

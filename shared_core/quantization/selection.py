@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -17,6 +18,8 @@ from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_qua
 BASE = ".base_layer"
 """How the name of a layer beneath PEFT's adapters ends."""
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"
+_TABLE = re.compile(r"position|token_type|segment|^wpe$")
+_EVERY_TOKEN = "a table of positions or token types, whose error is in every token; `include` can name it"
 _ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
 
 
@@ -31,7 +34,9 @@ def select_layers(
 
     Args:
         model: Searched through.
-        include: As in `match_modules`. A layer that stands here by its own name or type must be quantisable.
+        include: As in `match_modules`. A layer that stands here by its own name or type must be quantisable. Empty: all
+            but tables of positions and token types: what they round a row by is in all tokens alike, which no sum over
+            tokens averages out, and they are few rows.
         skip: As in `match_modules`.
         trains: Whether training must see every quantised weight: then one that other code reads stays in float.
 
@@ -53,7 +58,10 @@ def select_layers(
     reasons = [
         _ORIGINAL
         if id(found.module) in replaced
-        else _why_adapted(found, adapted, include) or _why_not(found.module) or _past_quantiser(readers, found.module)
+        else _why_adapted(found, adapted, include)
+        or _why_not(found.module)
+        or _past_quantiser(readers, found.module)
+        or _in_every_token(found, include)
         for found in matched
     ]
     able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
@@ -85,6 +93,11 @@ def select_layers(
 def _past_quantiser(readers: Mapping[int, str], module: nn.Module) -> str | None:
     reader = readers.get(id(module))
     return reader and f"{reader}, past any quantiser"
+
+
+def _in_every_token(found: Matched, include: tuple[str, ...]) -> str | None:
+    is_table = own_class(found.module) is nn.Embedding and _TABLE.search(found.name.rpartition(".")[2])
+    return _EVERY_TOKEN if is_table and not include else None
 
 
 def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]) -> tuple[str, ...]:

@@ -35,6 +35,11 @@ def _onnx(report: Any) -> Iterator[str]:
         yield f"largest difference to the model: {report.largest_difference:.2g}"
     if report.relative_change is not None:
         yield f"codes between layers change the outputs by {report.relative_change:.2%}"
+    if report.float_activations:
+        yield (
+            f"{len(report.float_activations)} outputs and sums of convolutions stay in float, with the convolutions "
+            "before them: slower than the float model; --calibration gives them codes"
+        )
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     yield f"integer kernels of onnxruntime here: {nodes or 'none'}"
     if report.unsigned_weights and nodes:

@@ -66,13 +66,17 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
     groups as there are codes and spread evenly over the cells of each group that ``P`` occupies. ``T`` minimises
     ``Σ P·ln(P/Q)``; of equals (to 1e-10) it is the largest.
 
-    What the source leaves open: groups are as even as can be (cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``); a
-    threshold that leaves fewer cells than codes is not tried; a ``Q`` that is zero where ``P`` is not is refused
-    rather than smoothed; exact zeros are left out, since every range codes them exactly and the spike of a ReLU would
-    otherwise drive ``T`` down; and an end whose outermost cell holds more values than the occupied cells do on average
-    is never cut: those are values that saturate there (a ReLU6, a one-hot vector), not a tail. Symmetric: a histogram
-    of ``|x|`` and ``L = qmax + 1`` codes (128 of int8, as published). Otherwise ``L = qmax - qmin + 1`` codes share
-    what ``[-T, T]`` leaves of the values' own range, so that a one-sided tensor has them all on its side.
+    What the source leaves open: groups are as even as can be (cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``); a threshold
+    that leaves fewer cells than codes is not tried; a ``Q`` that is zero where ``P`` is not is refused rather than
+    smoothed; exact zeros are left out, and of the cells next to zero what exceeds their outer neighbour (NVIDIA's own
+    calibrator gives them its count): every range codes them alike, and that spike, of a ReLU or of values that almost
+    vanish, would otherwise drive ``T`` down; the divergence that a sample of the histogram's size shows on average
+    where ``P`` and ``Q`` are the same, ``(occupied cells - occupied groups)/2n``, is taken off as far as there is as
+    much, or few values would ask for narrow groups; and an end whose outermost cell holds more values than the occupied
+    cells do on average is never cut: those are values that saturate there (a ReLU6, a one-hot vector), not a tail.
+    Symmetric: a histogram of ``|x|`` and ``L = qmax + 1`` codes (128 of int8, as published). Otherwise ``L = qmax -
+    qmin + 1`` codes share what ``[-T, T]`` leaves of the values' own range, so that a one-sided tensor has them all on
+    its side.
 
     Args:
         histogram: Of the values, or of their magnitudes.
@@ -83,7 +87,8 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
     Returns:
         (rows, 2) in float64: low and high, never beyond the extrema.
 
-    Source: Migacz 2017, "8-bit Inference with TensorRT", GTC 2017, session S7310.
+    Source: Migacz 2017, "8-bit Inference with TensorRT", GTC 2017, session S7310; the mean of a sample's divergence:
+    Miller 1955, "Note on the bias of information estimates".
 
     Example:
         >>> histogram = Histogram()
@@ -109,6 +114,7 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
 def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, levels: int) -> Tensor:
     """Return the best threshold of each row in cells; all arguments are in cells too."""
     rows, bins = counts.shape
+    counts = _without_spike(counts, first)
     threshold = torch.arange(1, bins + 1, device=counts.device)
     # the window of each threshold, as indices of cells: from `start` to before `end`
     bottom, top = torch.floor(low).long()[:, None], torch.floor(high).long()[:, None] + 1
@@ -150,12 +156,23 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     cross = cross + torch.xlogy(left, height[..., 0]) + torch.xlogy(right, height[..., -1])
     # KL(P || Q) = Σ p log(p/q), P normalised by all values, Q by those inside the window.
     divergence = (reference - cross) / total - torch.log(total) + torch.log(inside)
+    # A sample of n values differs from its own distribution by half a degree of freedom / n on average.
+    divergence = (divergence - (cells.sum(2) - (cells > 0).sum(2)) / (2 * total)).clamp(min=0)
     divergence = torch.where(valid & (inside > 0), divergence, math.inf)
     least = divergence.amin(1)
     # equal divergences differ by the rounding of the sums, so that they are equal up to a tolerance
     # Of equal divergences the widest window: it clips least.
     best = torch.where(divergence <= least[:, None] + 1e-10, threshold, 0).amax(1)
     return torch.where(torch.isfinite(least), best, bins)
+
+
+def _without_spike(counts: Tensor, first: Tensor) -> Tensor:
+    """Return the counts with no more in the two cells next to zero than in their outer neighbours."""
+    padded = torch.nn.functional.pad(counts, (1, 1))
+    above = 1 - first[:, None]  # the padded place of the cell that begins at zero
+    cells, outer = torch.cat([above - 1, above], 1), torch.cat([above - 2, above + 1], 1)
+    outer = outer.clamp(0, counts.shape[1] + 1)
+    return padded.scatter(1, cells, torch.minimum(padded.gather(1, cells), padded.gather(1, outer)))[:, 1:-1]
 
 
 def _saturated_reach(counts: Tensor, bottom: Tensor, top: Tensor, first: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch.utils._pytree import (
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError, nearest
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
+from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_layers import to_export, translations
 from shared_core.tools.export.source import (
@@ -47,8 +48,14 @@ _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpos
 _JOINS = frozenset({"Add", "Concat"})
 
 
-def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) -> tuple[str, ...]:
-    """Write an exported file anew so that convolutions hand codes on; return the tensors that got a quantiser.
+Codes = dict[str, tuple[float, int]]
+"""Name of a tensor in an ONNX file → scale and zero point of its uint8 codes."""
+
+
+def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
+    """Write an exported file anew so that convolutions hand codes on; return the codes of the tensors that got some.
+
+    Without `calibration`, or where it lacks a tensor, nothing is written; returned are the tensors that stay in float.
 
     onnxruntime sums a convolution in integers only where its output is quantised. Where a residual sum, a
     concatenation or an average pool reads the output, training has put no quantiser: one is added, in uint8, with the
@@ -59,7 +66,7 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
     Args:
         exact: As `export_onnx` writes it.
         file: Where it is written.
-        calibration: Batches of inputs, each as `call_model` takes them.
+        calibration: Batches of inputs, each as `call_model` takes them, or the codes that these gave.
 
     Raises:
         ConfigError: If there is no batch.
@@ -83,8 +90,10 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
     # Placed first, measured then: which tensors need a range is known only from the graph. The ranges are of the
     # exact file, so quantisers before one do not shift it.
     names = tuple(quantizer.inputs[0].name for quantizer in new)
-    bank = _observed(exact, names, calibration)
-    for quantizer, scale, zero_point in zip(new, bank.scale.tolist(), bank.zero_point.tolist(), strict=True):
+    if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
+        return names
+    codes = calibration if isinstance(calibration, dict) else _observed(exact, names, calibration)
+    for quantizer, (scale, zero_point) in zip(new, map(codes.__getitem__, names), strict=True):
         # A scale and a zero point of each tensor, unsigned: onnxruntime's fast kernels take uint8 inputs.
         for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
             value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
@@ -93,11 +102,11 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
     RemoveUnusedNodesPass()(model)
     graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
     onnx_ir.save(model, file)
-    return names
+    return {name: codes[name] for name in names}
 
 
-def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> EstimatorBank:
-    """Return the ranges of the tensors, a row each, over all batches."""
+def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
+    """Return the codes of the tensors, over all batches."""
     # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
@@ -122,7 +131,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
         raise TrainingError(
             "export_onnx", f"calibration must give finite values, but {', '.join(missing[:5])} had none", "look for NaN"
         )
-    return bank
+    return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 
 def _is_code(value: Any) -> bool:
@@ -427,7 +436,8 @@ class ExportReport:
         largest_difference: Between onnxruntime without optimisation and the model on the example inputs; None if it
             was not compared.
         moved_codes: Share of activation codes that float rounding put on the other side of a tie in that comparison.
-        quantized_activations: Tensors between layers that got codes of their own from `calibration`.
+        quantized_activations: Tensors between layers that got codes of their own from `calibration`, and these.
+        float_activations: Those without `calibration`: a convolution before one of them is computed in float.
         relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
             inputs, relative to the largest output; None without `calibration`.
         inputs: Name → shape of what the file takes; an open axis has a name.
@@ -441,7 +451,8 @@ class ExportReport:
     integer_nodes: dict[str, int]
     largest_difference: float | None
     moved_codes: float | None
-    quantized_activations: tuple[str, ...] = ()
+    quantized_activations: Codes = dataclasses.field(default_factory=dict)
+    float_activations: tuple[str, ...] = ()
     relative_change: float | None = None
     inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
     unsigned_weights: bool = False
@@ -456,7 +467,7 @@ def export_onnx(
     dynamic_batch: bool = True,
     dynamic_length: bool = False,
     verify: bool = True,
-    calibration: Iterable[Any] | None = None,
+    calibration: Iterable[Any] | Codes | None = None,
     weight_codes: WeightCodes = "auto",
 ) -> ExportReport:
     """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
@@ -485,8 +496,9 @@ def export_onnx(
             the next step are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
             1e-2 of it where inputs have a range for each token. With `dynamic_length` the same for inputs that are
             shorter by one. Without onnxruntime nothing is compared.
-        calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers. What is
-            compared is the file before it gets them; how far it moves then is in the report.
+        calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers, or the codes
+            that these gave before (the report's `quantized_activations`), which are left out if they are of another
+            graph. What is compared is the file before it gets them; how far it moves then is in the report.
         weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
             unsigned inputs and signed 8-bit weights saturate, far off on some; ``unsigned`` weights are exact there.
             ``auto``: what is right for the processor that exports. Weights of 7 bits are exact either way.
@@ -522,7 +534,8 @@ def export_onnx(
             "train it with qat, or call apply_ranges on a model with baked weights",
         )
     runs = importlib.util.find_spec("onnxruntime") is not None
-    activations: tuple[str, ...] = ()
+    activations: Codes = {}
+    waiting: tuple[str, ...] = ()
     change: float | None = None
     difference = moved = None
     with scratch_folder() as folder:
@@ -544,17 +557,40 @@ def export_onnx(
             except CompatibilityError:
                 if exact_bias:
                     raise
-        if calibration is not None:
-            exact, file = file, folder / "integer.onnx"
-            activations = quantize_activations(exact, file, calibration)
+        found = quantize_activations(file, folder / "integer.onnx", calibration) if names else ()
+        if isinstance(found, dict):
+            exact, file, activations = file, folder / "integer.onnx", found
             change = relative_change(file, exact, example_inputs)
+        else:
+            waiting = found
         # Of the final file: what runs on integers depends on onnxruntime's fusions here.
         nodes = integer_nodes(file) if runs else {}
         with atomic_write(path) as temporary:
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
     size = path.stat().st_size
-    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change, shapes, unsigned)
+    return ExportReport(
+        path, size, names, left, nodes, difference, moved, activations, waiting, change, shapes, unsigned
+    )
+
+
+def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
+    """Return the codes that `export_onnx` with `calibration` gives tensors between layers; none without convolutions.
+
+    Args:
+        model: As `export_onnx` takes it.
+        calibration: Batches of inputs.
+
+    Raises:
+        MissingExtraError: If onnx, onnxscript or onnxruntime is not installed.
+        CompatibilityError: If the model cannot be exported.
+        ConfigError: If batches differ in what the file leaves fixed.
+    """
+    if not any(isinstance(layer, nn.modules.conv._ConvNd) and is_quantized(layer) for layer in model.modules()):
+        return {}
+    with scratch_folder() as folder:
+        report = export_onnx(model, calibration[0], folder / "model.onnx", calibration=calibration)
+        return report.quantized_activations
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:

@@ -1,5 +1,6 @@
 """`eff quantize` on folders that transformers wrote: they load with what was measured, and `eff export` takes them."""
 
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli import app
 from shared_core.errors import ConfigError
-from shared_core.quantization import BitPlan, apply_ranges, quantize
+from shared_core.quantization import BitPlan, apply_ranges, quantize, quantize_with_report
 
 TASK = """
 import torch
@@ -76,6 +77,27 @@ def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_
         app, ["export", "out", "--out", "model.onnx", "--length", "6"], catch_exceptions=False
     )
     assert f"{len(told['ranges'])} layers quantised" in exported.output
+
+
+def test_tables_of_positions_and_token_types_stay_in_float_unless_included(run, make):
+    told = run("bert", *STATIC)
+    tables = {f"bert.embeddings.{name}_embeddings" for name in ("position", "token_type")}
+    assert {*told["left_out"]} == tables
+    assert not tables & {*told["ranges"]}
+    assert "bert.embeddings.word_embeddings" in told["ranges"]
+    from folder_task import batches
+
+    decibels = {"": 0.0, "*": 0.0}
+    for seed, include in itertools.product(range(3), decibels):
+        model = make.classifier(seed, hidden_size=128, intermediate_size=128)
+        embeddings = model.bert.embeddings
+        for table in (embeddings.position_embeddings, embeddings.token_type_embeddings):
+            table.weight.data[:, 5] = 1.0  # trained tables have such a channel, which makes a row's step coarse
+        config = {"scheme": "int8", "include": include}
+        report = quantize_with_report(model, config, batches(), measure_outputs=True)[1]
+        assert (tables <= {*report.ranges}) == (include == "*")
+        decibels[include] += report.output_sqnr_db / 3
+    assert decibels[""] > decibels["*"] + 1
 
 
 def test_weights_of_16_bits_become_float32_whose_values_lie_on_a_grid(run, make, tmp_path):

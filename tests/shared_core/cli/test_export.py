@@ -25,6 +25,18 @@ def build():
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.GELU(), nn.Linear(40, 10))
     return net, torch.ones(2, 24)
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+    def forward(self, x):
+        x = torch.relu(self.one(x))
+        return self.head(torch.relu(self.two(x) + x).mean((2, 3)))
+def residual():
+    torch.manual_seed(1)
+    return Residual(), batches()[0]
+def batches():
+    return torch.randn(3, 4, 3, 8, 8, generator=torch.Generator().manual_seed(2)).unbind()
 def alone():
     return build()[0]
 def none():
@@ -69,6 +81,24 @@ def test_the_command_exports_what_either_trainer_saved(room):
     assert report["integer_nodes"] == {"QGemm": 3}
     assert report["largest_difference"] <= 1e-5
     assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
+
+
+def test_eff_quantize_keeps_the_codes_between_convolutions_that_eff_export_takes(room):
+    asked = ["quantize", "export_task:residual", "--calibration", "export_task:batches", "--out", "small"]
+    assert not CliRunner().invoke(app, asked, catch_exceptions=False).exit_code
+    saved = ["export_task:residual", "--weights", "small"]
+    plain = json.loads(eff(*saved, "--out", "kept.onnx", "--json").output)
+    assert plain["integer_nodes"] == {"QGemm": 1, "QLinearAdd": 1, "QLinearConv": 2}
+    eff(*saved, "--out", "calibrated.onnx", "--calibration", "export_task:batches")
+    assert (room / "kept.onnx").read_bytes() == (room / "calibrated.onnx").read_bytes()
+    file = room / "small" / "eff_deployment.json"
+    deployment = json.loads(file.read_text())
+    deployment["qat"]["between_layers"].popitem()  # as of another graph
+    write_deployment(room / "small", deployment)
+    told = eff(*saved, "--out", "float.onnx").output
+    assert "2 outputs and sums of convolutions stay in float" in told
+    assert "--calibration gives them codes" in told
+    assert "QLinearAdd" not in told
 
 
 def test_a_sharded_checkpoint_of_lightning_gives_its_baked_weights_and_ranges(room):

@@ -141,7 +141,8 @@ def reference_kl(cells, first, low, high, threshold, levels):
     if sum(candidate) == 0 or any(b == 0 for a, b in zip(p, candidate, strict=True) if a > 0):
         return math.inf
     q = np.array(candidate) / sum(candidate)
-    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+    freedom = np.count_nonzero(p) - sum(any(p[members] > 0) for members in groups.values())
+    return max(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0) - freedom / (2 * sum(cells)), 0)
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -153,6 +154,9 @@ def test_kl_finds_the_threshold_of_the_exhaustive_search(name, symmetric, qmin, 
     x = x.abs() if symmetric else x
     bins, levels = 64, qmax + 1 if symmetric else qmax - qmin + 1
     cells, width, first = reference_cells(x.numpy(), bins)
+    for cell, outer in ((-first, 1 - first), (-first - 1, -first - 2)):  # the spike next to zero is left out
+        if 0 <= cell < bins:
+            cells[cell] = min(cells[cell], cells[outer] if 0 <= outer < bins else 0)
     bottom = min(0, math.floor(x.min() / width))
     top = max(0, math.floor(x.max() / width) + 1)
     scores = {}
@@ -189,6 +193,28 @@ def quantised(x, low, high, qmin, qmax, symmetric):
     scale = (high / qmax if symmetric else (high - low) / (qmax - qmin)) or 1.0
     zero = 0 if symmetric else min(max(round(qmin - low / scale), qmin), qmax)
     return (np.clip(np.round(x / scale) + zero, qmin, qmax) - zero) * scale
+
+
+NEAR_ZERO = {
+    "relu": lambda x: x.relu(),
+    "tiny": lambda x: x.relu() + 5e-4 * torch.rand(len(x), generator=torch.Generator().manual_seed(1)),
+    "softplus": lambda x: torch.nn.functional.softplus(20 * x) / 20,
+    "both_sides": lambda x: torch.where(torch.arange(len(x)) % 20 < 9, 1e-4 * x, x),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_ZERO)
+@pytest.mark.parametrize("count", [2000, 20_000, 200_000])
+def test_kl_comes_near_the_best_clip_of_values_half_of_which_almost_vanish(name, count):
+    x = NEAR_ZERO[name](torch.randn(count, generator=torch.Generator().manual_seed(0)).double())
+    low, high = min(x.min().item(), 0.0), x.max().item()
+
+    def sqnr(low, high):
+        lost = x.numpy() - quantised(x.numpy(), low, high, 0, 255, False)
+        return 10 * math.log10(x.square().mean().item() / np.square(lost).mean())
+
+    best = max(sqnr(share * low, share * high) for share in np.linspace(0.3, 1, 71))
+    assert sqnr(*kl_range(histogram_of(x), 0, 255, False)[0].tolist()) > best - 4
 
 
 @pytest.mark.parametrize("name", ["normal", "relu", "negative", "heavy"])

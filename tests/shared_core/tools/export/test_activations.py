@@ -80,7 +80,7 @@ def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build,
     model, path, optimised = net(build), tmp_path / "model.onnx", tmp_path / "optimised.onnx"
     plain = export_onnx(model, images(), path)
     assert plain.integer_nodes == before
-    assert plain.quantized_activations == ()
+    assert plain.quantized_activations == {}
     assert plain.relative_change is None
     x = images(64)
     exact = run(path, x)
@@ -175,7 +175,7 @@ def test_linear_layers_are_left_as_they_are(tmp_path):
     x = torch.randn(8, 24)
     export_onnx(model, x, tmp_path / "exact.onnx")
     report = export_onnx(model, x, tmp_path / "model.onnx", calibration=[x])
-    assert report.quantized_activations == ()
+    assert report.quantized_activations == {}
     assert report.relative_change == 0
     assert np.array_equal(run(tmp_path / "model.onnx", x), run(tmp_path / "exact.onnx", x))
 
