@@ -287,8 +287,15 @@ class AcceleratedLoop:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
-        if trains:
+        if trains and not self.session.has_begun:
+            known = {*module._forward_pre_hooks}
             self._begin()
+            # torch has listed this call's hooks already: those that techniques begin with would miss the first batch
+            for number, hook in [*module._forward_pre_hooks.items()]:
+                if number not in known:
+                    hook(module, args, kwargs) if number in module._forward_pre_hooks_with_kwargs else hook(
+                        module, args
+                    )
         surrounding = self.session.forward() if trains else contextlib.nullcontext()
         surrounding.__enter__()
         self._surroundings.append(surrounding)

@@ -76,7 +76,8 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
         else:
             content = torch.load(path, weights_only=True)["state_dict"]
             weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
-        if f"plain_{front_end}_checkpoints" in TECHNIQUES[key].exempt:
+        is_merged = "hidden.weight" in weights  # Fabric's behind the last step
+        if f"plain_{front_end}_checkpoints" in TECHNIQUES[key].exempt and not is_merged:
             load_factorised(make_net(recipe=(key,)), weights)
         else:
             make_net(recipe=(key,)).load_state_dict(weights, strict=True)

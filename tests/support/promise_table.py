@@ -90,7 +90,7 @@ TECHNIQUES = {
         Row(
             "low_rank",
             {"rank": 16, "force": True, "merge": True},
-            exempt=frozenset({"plain_hf_checkpoints", "plain_fabric_checkpoints"}),
+            exempt=frozenset({"plain_hf_checkpoints", "plain_accelerate_checkpoints", "plain_fabric_checkpoints"}),
         ),
         # Each process must hold all data, and the table's Lightning run gives each its own: two processes are tested
         # in tests/shared_core and, with the Hugging Face Trainer, in tests/promises.
