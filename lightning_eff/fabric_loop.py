@@ -172,6 +172,7 @@ class FabricLoop:
         self._loaded: Mapping[str, Any] | None = None
         self._window: Mapping[str, Any] = {}
         self._folder: Path | None = None
+        self._start = Path.cwd()
 
     def plan(self, steps_per_epoch: StepsPerEpoch | None) -> None:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
@@ -349,7 +350,7 @@ class FabricLoop:
             result = method(path, state, *args, **kwargs)
             self._check_saved(Path(path), key)
             return result
-        self._folder = self._folder or Path(path).parent
+        self._folder = self._folder or Path(path).absolute().parent
         if _KEY in state:
             raise ConfigError("fabric", f"state must not have a key {_KEY!r}, which is the techniques'", "rename it")
         self._begin()
@@ -364,7 +365,7 @@ class FabricLoop:
             weights = torch.load(path, "cpu", weights_only=True, mmap=True)[key]
         except Exception:  # the script's own objects lie beside the weights: those of the model are counted
             weights = None
-        self._folder = path.parent
+        self._folder = path.absolute().parent
         try:
             self.session.verify(weights, str(path))
         finally:
@@ -459,7 +460,7 @@ class FabricLoop:
             )
             say(session.receipt().text())
         if self.fabric.is_global_zero and not (session.is_finished and self._folder):
-            session.receipt().write(self._folder or Path.cwd())
+            session.receipt().write(self._folder or self._start)
 
 
 def _environment(fabric: Any, optimizer: torch.optim.Optimizer) -> set[str]:
