@@ -267,6 +267,7 @@ class LotteryTicket(Technique):
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Nothing advances."""
+        self._masks.forget_gradients()
         self._rates_held.give_back(context.optimizers)
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:

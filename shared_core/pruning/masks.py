@@ -132,6 +132,10 @@ class MaskStore(Mapping[str, Tensor]):
         is_plain = not self._packed and len(live) == len(self._masked)
         self._zeroed = [(gradient, gradient._version) for gradient in live] if is_plain else []
 
+    def forget_gradients(self) -> None:
+        """Hold no gradients any longer: the step is over."""
+        self._zeroed = []
+
     def is_held(self) -> bool:
         """Return whether every pruned weight, of what this process holds, is zero."""
         pairs = zip(self._held(self._masked), self._masks, strict=True)
@@ -379,6 +383,7 @@ class MaskPolicy:
     def end_step(self) -> None:
         """Forget what the step showed, whether it was applied or skipped."""
         self.scorer.discard_step()  # a probe may have run another backward through the hooks
+        self.store.forget_gradients()
 
     def next_masks(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
         """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has.
