@@ -35,6 +35,7 @@ from shared_core.engine.state_file import load_state, rng_state, save_state, set
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
 from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.script_loop import ScriptLoop
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _LOOPS: weakref.WeakKeyDictionary[Accelerator, AcceleratedLoop] = weakref.WeakKeyDictionary()
@@ -166,7 +167,7 @@ class SessionOptimizer(AcceleratedOptimizer):
         AcceleratedOptimizer.zero_grad(self, set_to_none)
 
 
-class AcceleratedLoop:
+class AcceleratedLoop(ScriptLoop):
     """Drives one session through one script's loop.
 
     Args:
@@ -184,8 +185,6 @@ class AcceleratedLoop:
         self.model: Any = None
         found, torch_optimizer = _trained(objects)
         _check_kind(accelerator)
-        self.inner: Any = accelerator.unwrap_model(found, keep_torch_compile=False)
-        """The user's model."""
         total_steps = planned_steps(accelerator, objects) if total_steps is None else total_steps
         if total_steps is None or total_steps < 1:
             raise ConfigError(
@@ -199,22 +198,18 @@ class AcceleratedLoop:
                 "pass total_steps= to hf_eff.prepare, --eff_total_steps to eff run, or prepare the scheduler of "
                 "get_scheduler(num_training_steps=...) in the same call",
             )
-        self.total_steps = total_steps
         loaders = [one for one in objects if isinstance(one, DataLoader)]
         self.loader = loaders[0] if loaders else None
-        self._epoch = _steps_per_epoch(accelerator, loaders)
+        inner = accelerator.unwrap_model(found, keep_torch_compile=False)
+        super().__init__(inner, total_steps, _steps_per_epoch(accelerator, loaders))
         self.session = Session(recipe, front_end="accelerate", services=LoopServices(self))
         environment = {"own_loop", *accelerator_environment(accelerator, self.inner, type(torch_optimizer))}
         self.session.attach_with(self.inner, [torch_optimizer], environment)
         self._scale = GradientScale(self)
         self._own_scaler = accelerator.scaler, accelerator.native_amp
         self._place_scaler()
-        self._surroundings: list[Any] = []
-        self._micro_batches = 0  # since the last step
-        self._is_complete = self._is_discarded = False  # gradients are all there; the last step was discarded
-        self._evaluates = self._is_checkpointing = False
+        self._is_discarded = self._is_checkpointing = False  # of the last step; of files
         self._loaded: Mapping[str, Any] = {}
-        self._window: Mapping[str, Any] = {}
         self._baked: Any = None
         self._folder: Path | None = None
 
@@ -224,13 +219,6 @@ class AcceleratedLoop:
             if (make := getattr(technique, "make_scaler", None)) is not None:
                 self.accelerator.scaler = make(self.accelerator.device.type)
                 self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
-
-    def check_positions(self) -> None:
-        """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
-        context = cast(Any, self.session.context)
-        context.total_steps, context.steps_per_epoch = self.total_steps, self._epoch
-        for technique in self.session.techniques.values():
-            technique.timeline(context)
 
     def watch(self, prepared: tuple[Any, ...]) -> None:
         """Put the hooks on what accelerate prepared, and on the accelerator."""
@@ -245,7 +233,7 @@ class AcceleratedLoop:
             "clip_grad_value_": self._clip,
             "save_state": self._save_state,
             "load_state": self._load_state,
-            "log": self._log,
+            "log": self.log_figures,
         }
         around: dict[str, Callable[..., Any]] = {
             "unwrap_model": self._unwrap_model,
@@ -255,10 +243,10 @@ class AcceleratedLoop:
         }
         self._wrapped = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
         self._wrapped_in_training = [Wrapped(accelerator, name, outer) for name, outer in in_training.items()]
-        self._wrapped_in_training += [self._scale.watch(), Wrapped(self.model, "train", self._set_mode)]
+        self._wrapped_in_training += [self._scale.watch(), Wrapped(self.model, "train", self.set_mode)]
         self._in_training: list[Any] = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            self.model.register_forward_hook(self._leave, always_call=True),
+            self.model.register_forward_hook(self.leave, always_call=True),
             accelerator.register_save_state_pre_hook(self._save_own),
             accelerator.register_load_state_pre_hook(self._read_own),
         ]
@@ -272,18 +260,16 @@ class AcceleratedLoop:
     def _is_ours(self, model: Any) -> bool:
         return isinstance(model, nn.Module) and self._unwrapped(model) is self.inner
 
-    @property
-    def _is_live(self) -> bool:
-        return self.session.is_attached and self.session.has_begun
-
     # --- a step
 
     def _begin(self) -> None:
         """Begin at the first micro-batch: whatever the script loads is loaded by then."""
         if self.session.has_begun:
             return
-        self.session.begin([inner_optimizer(self.optimizer)], total_steps=self.total_steps, steps_per_epoch=self._epoch)
-        self._restore_window()
+        self.session.begin(
+            [inner_optimizer(self.optimizer)], total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch
+        )
+        self.restore_window()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
@@ -293,16 +279,9 @@ class AcceleratedLoop:
             # torch has listed this call's hooks already: those that techniques begin with would miss the first batch
             for number, hook in [*module._forward_pre_hooks.items()]:
                 if number not in known:
-                    hook(module, args, kwargs) if number in module._forward_pre_hooks_with_kwargs else hook(
-                        module, args
-                    )
-        surrounding = self.session.forward() if trains else contextlib.nullcontext()
-        surrounding.__enter__()
-        self._surroundings.append(surrounding)
-
-    def _leave(self, *_: Any) -> None:
-        if self._surroundings:
-            self._surroundings.pop().__exit__(None, None, None)
+                    named = (kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()
+                    hook(module, args, *named)
+        self.surround(trains)
 
     def _backward(self, method: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
         session = self.session
@@ -313,13 +292,13 @@ class AcceleratedLoop:
                 "call model.train() before each epoch",
             )
         self._begin()
-        if self._is_complete:
+        if self.is_complete:
             raise TrainingError(
                 "accelerate",
                 "gradients must be clipped once a step, after its last backward, got a backward behind the clipping",
                 "accumulate with accelerator.accumulate(model), or clip where the optimizer steps",
             )
-        self._micro_batches += 1
+        self.micro_batches += 1
         self._check_accumulation()
         # The forward ran under autocast, and other models of a loss belong there too.
         with self.accelerator.autocast():
@@ -329,18 +308,18 @@ class AcceleratedLoop:
     def _check_accumulation(self) -> None:
         planned = self.accelerator.gradient_accumulation_steps
         weighs = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
-        if weighs and self._micro_batches > planned:
+        if weighs and self.micro_batches > planned:
             raise TrainingError(
                 "accelerate",
-                f"a step must have at most {planned} backward with {', '.join(weighs)}, got {self._micro_batches}: "
+                f"a step must have at most {planned} backward with {', '.join(weighs)}, got {self.micro_batches}: "
                 "what is added to the loss would not be divided by their number as the script divides its own",
                 "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)",
             )
 
     def _complete(self) -> None:
         """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
-        if self._is_live and self.accelerator.sync_gradients and not self._is_complete:
-            self._is_complete = True
+        if self.is_live and self.accelerator.sync_gradients and not self.is_complete:
+            self.is_complete = True
             self._scale.unscale()
             self.session.before_optimizer_step()
 
@@ -363,7 +342,7 @@ class AcceleratedLoop:
                 f"training must end with its {self.total_steps} steps, got a step after the model was finished",
                 "pass the true total_steps, and call unwrap_model, save_model and end_training behind the last step",
             )
-        if closure is not None or not self._micro_batches:
+        if closure is not None or not self.micro_batches:
             raise TrainingError(
                 "accelerate",
                 "optimizer.step must follow accelerator.backward(loss), got "
@@ -375,7 +354,7 @@ class AcceleratedLoop:
             self.optimizer._is_overflow = self._is_discarded = False  # accelerate sets it where it has a scaler alone
         self._scale.before_step()
         method()
-        self._is_complete, self._micro_batches = False, 0
+        self.is_complete, self.micro_batches = False, 0
         is_hidden = self._scale.hid_a_skip()
         if is_hidden or self.optimizer.step_was_skipped:
             self.session.skipped_optimizer_step()
@@ -385,34 +364,10 @@ class AcceleratedLoop:
     def drop_gradients(self) -> None:
         """The script drops gradients: a step that was prepared for and not made is a skipped one."""
         if self.accelerator.sync_gradients and not self._is_checkpointing:
-            if self._is_complete and self._is_live:
+            if self.is_complete and self.is_live:
                 self._scale.hid_a_skip()
                 self.session.skipped_optimizer_step()
-            self._is_complete, self._micro_batches = False, 0
-
-    # --- validation
-
-    def _set_mode(self, method: Callable[..., Any], mode: bool = True) -> Any:
-        result = method(mode)
-        if self._is_live and mode == self._evaluates:
-            self._evaluates = not mode
-            (self.session.after_eval if mode else self.session.before_eval)()
-        return result
-
-    @contextlib.contextmanager
-    def _training_weights(self) -> Iterator[None]:
-        """Surround saving: a validation that goes on may have put in others."""
-        if not self._evaluates:
-            yield
-            return
-        self.session.after_eval()
-        try:
-            yield
-        finally:
-            self.session.before_eval()
-
-    def _log(self, method: Callable[..., Any], values: Any, *args: Any, **kwargs: Any) -> Any:
-        return method({**values, **self.session.metrics()} if self._is_live else values, *args, **kwargs)
+            self.is_complete, self.micro_batches = False, 0
 
     # --- the state beside accelerate's own
 
@@ -420,7 +375,7 @@ class AcceleratedLoop:
         if not self.session.is_attached:
             return method(*args, **kwargs)
         self._begin()
-        with self._checkpointing(), self._training_weights(), self.session.saving():
+        with self._checkpointing(), self.training_weights(), self.session.saving():
             return method(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -434,17 +389,12 @@ class AcceleratedLoop:
             self._is_checkpointing, self.optimizer.scaler = False, scaler
 
     def _save_own(self, models: Any, weights: Any, folder: str) -> None:
-        if not self._is_live:
+        if not self.is_live:
             return
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.inner.named_parameters()
-            if self._micro_batches and parameter.grad is not None
-        }
-        if any(map(is_sharded, gradients.values())):
-            gradients = {}
+        window = self.open_window()
+        if any(map(is_sharded, window["gradients"].values())):
+            window["gradients"] = {}
             self.session.note("gradients of an unfinished accumulation window are not saved where they are sharded")
-        window = {"count": self._micro_batches, "gradients": gradients, "windows": self.session.window_state()}
         state = rank_states.gathered(self.session, self.model, window=window)
         if self.accelerator.is_main_process:
             save_state(folder, state)
@@ -465,26 +415,16 @@ class AcceleratedLoop:
             self.session.prepare_optimizers([inner_optimizer(self.optimizer)])
 
     def _load_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._checkpointing(), self._training_weights(), loading(self.session):
+        with self._checkpointing(), self.training_weights(), loading(self.session):
             result = method(*args, **kwargs)
         if self._loaded:
             own = rank_states.load(self.session, self._loaded)
-            self._window = own.get("window", {})
+            self.window = own.get("window", {})
             if self.session.has_begun and self.session.context is not None:
                 for technique in self.session.techniques.values():
                     technique.begin(self.session.context)
-                self._restore_window()
+                self.restore_window()
         return result
-
-    def _restore_window(self) -> None:
-        window, self._window = self._window, {}
-        self._micro_batches = int(window.get("count", 0))
-        if not self._micro_batches:
-            return
-        parameters = dict(self.inner.named_parameters())
-        for name, gradient in window["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
-        self.session.load_window_state(window["windows"])
 
     # --- the model as the user gets it
 
@@ -505,7 +445,7 @@ class AcceleratedLoop:
         self._finish_if_done()
         with self._saving_baked():
             state = method(model, *args, **kwargs)
-            if state and self._is_live:
+            if state and self.is_live:
                 prefix = "" if next(iter(self.inner.state_dict())) in state else "module."
                 baked = self.session.bake({name.removeprefix(prefix): value for name, value in state.items()})
                 state = {f"{prefix}{name}": value for name, value in baked.items()}
@@ -514,7 +454,7 @@ class AcceleratedLoop:
 
     @contextlib.contextmanager
     def _saving_baked(self) -> Iterator[None]:
-        with self._training_weights(), self.session.saving(baked=True) if self._is_live else contextlib.nullcontext():
+        with self.training_weights(), self.session.saving(baked=True) if self.is_live else contextlib.nullcontext():
             yield
 
     def _save_model(
@@ -528,7 +468,7 @@ class AcceleratedLoop:
     def _save_pretrained(self, method: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._finish_if_done()
         with self._saving_baked():
-            if self._is_live and not is_peft(self.inner):
+            if self.is_live and not is_peft(self.inner):
                 given = kwargs.get("state_dict")
                 if given is None or given is not self._baked:
                     kwargs["state_dict"] = self.session.bake(given or self.inner.state_dict())
@@ -556,7 +496,7 @@ class AcceleratedLoop:
         if self._loaded:
             self._begin()  # a run that was resumed behind its last step
         self.session.finish()
-        self._evaluates = False
+        self.evaluates = False
         for wrapped in self._wrapped_in_training:
             wrapped.undo()
         for handle in self._in_training:

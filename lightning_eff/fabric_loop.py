@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.script_loop import ScriptLoop
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _KEY = "eff"
@@ -71,9 +71,10 @@ def setup(
     for name, value in (("total_steps", total_steps), ("accumulate", accumulate)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError("fabric", f"{name} must be a whole number of at least 1, got {value!r}")
-    loop = FabricLoop(fabric, model, optimizer, wanted, total_steps, accumulate, calibration)
+    plan = (total_steps, steps_per_epoch, accumulate)
+    loop = FabricLoop(fabric, model, optimizer, wanted, plan, calibration)
     try:
-        loop.plan(steps_per_epoch)
+        loop.check_positions()
         prepared = fabric.setup(model, optimizer, **options)
         loop.watch(prepared[0], prepared[1])
     except BaseException:
@@ -133,7 +134,7 @@ class _SavedState:
         self._loop.read_state(state)
 
 
-class FabricLoop:
+class FabricLoop(ScriptLoop):
     """Drives one session through one script's loop.
 
     Args:
@@ -141,20 +142,18 @@ class FabricLoop:
         model: What it sets up next.
         optimizer: The model's, of torch.
         recipe: What to switch on.
-        total_steps: Optimizer steps of the run.
-        accumulate: Micro-batches of a step.
+        plan: Optimizer steps of the run, those of an epoch if they are known, micro-batches of a step.
         calibration: Batches for the techniques that look at some.
     """
 
     def __init__(
-        self, fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, total_steps: int,
-        accumulate: int, calibration: Iterable[Any] | None,
+        self, fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe,
+        plan: tuple[int, StepsPerEpoch | None, int], calibration: Iterable[Any] | None,
     ) -> None:  # fmt: skip
-        self.fabric, self.total_steps, self.calibration = fabric, total_steps, calibration
-        self.inner: nn.Module = getattr(model, "_orig_mod", model)
-        """The user's model, without torch.compile's wrapper."""
+        total_steps, steps_per_epoch, self._accumulate = plan
+        super().__init__(getattr(model, "_orig_mod", model), total_steps, steps_per_epoch)  # without torch.compile's
+        self.fabric, self.calibration, self._optimizer = fabric, calibration, optimizer
         self.model: Any = None
-        self._optimizer, self._accumulate = optimizer, accumulate
         environment = _environment(fabric, optimizer)
         self._precision = fabric.strategy.precision
         self._precision.convert_module(self.inner)  # now: techniques must see the type that is trained
@@ -165,39 +164,27 @@ class FabricLoop:
                     "fabric", f"{key} does not run in a loop of Fabric, which scales by itself", "drop it, or use bf16"
                 )
         self.session.attach_with(self.inner, [optimizer], environment)
-        self._epoch: StepsPerEpoch | None = None
-        self._surroundings: list[Any] = []
-        self._micro_batches = 0  # since the last step
-        self._is_complete = self._is_unscaled = self._has_stepped = self._evaluates = False
+        self._is_unscaled = self._has_stepped = False
         self._loaded: Mapping[str, Any] | None = None
-        self._window: Mapping[str, Any] = {}
         self._folder: Path | None = None
         self._start = Path.cwd()
-
-    def plan(self, steps_per_epoch: StepsPerEpoch | None) -> None:
-        """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
-        context = cast(Any, self.session.context)
-        self._epoch = context.steps_per_epoch = steps_per_epoch
-        context.total_steps = self.total_steps
-        for technique in self.session.techniques.values():
-            technique.timeline(context)
 
     def watch(self, model: nn.Module, optimizer: Any) -> None:
         """Put the hooks on what Fabric set up, and on Fabric."""
         self.model = model
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave, always_call=True),
+            model.register_forward_hook(self.leave, always_call=True),
             self._optimizer.register_step_post_hook(self._note_step),
         ]
         self._wrapped = [
             Wrapped(self.fabric, "backward", self._backward),
             Wrapped(self.fabric, "clip_gradients", self._clip),
-            Wrapped(self.fabric, "log_dict", self._log),
+            Wrapped(self.fabric, "log_dict", self.log_figures),
             Wrapped(self._precision, "unscale_gradients", self._unscale),
             Wrapped(optimizer, "step", self._step),
             Wrapped(optimizer, "zero_grad", self._drop_gradients),
-            Wrapped(self.inner, "train", self._set_mode),  # what Fabric wraps it in hands on what is set
+            Wrapped(self.inner, "train", self.set_mode),  # what Fabric wraps it in hands on what is set
         ]
         self._files = [Wrapped(self.fabric, "save", self._save), Wrapped(self.fabric, "load", self._load)]
         atexit.register(self._at_exit)
@@ -207,36 +194,30 @@ class FabricLoop:
     def _begin(self) -> None:
         """Begin at the first micro-batch: whatever the script loads is loaded by then."""
         if not self.session.has_begun:
-            self.session.begin([self._optimizer], total_steps=self.total_steps, steps_per_epoch=self._epoch)
-            self._restore_window()
+            self.session.begin([self._optimizer], total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+            self.restore_window()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         trains = module.training and torch.is_grad_enabled()
         if trains:
             self._begin()
-        surrounding = self.session.forward() if trains else contextlib.nullcontext()
-        surrounding.__enter__()
-        self._surroundings.append(surrounding)
-
-    def _leave(self, *_: Any) -> None:
-        if self._surroundings:
-            self._surroundings.pop().__exit__(None, None, None)
+        self.surround(trains)
 
     def _backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._begin()
-        if self._is_complete:
+        if self.is_complete:
             raise TrainingError(
                 "fabric",
                 "gradients must be clipped once a step, after its last backward, got a backward behind the clipping",
                 "clip where the optimizer steps",
             )
-        self._micro_batches += 1
+        self.micro_batches += 1
         weighs = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
-        if weighs and self._micro_batches > self._accumulate:
+        if weighs and self.micro_batches > self._accumulate:
             raise TrainingError(
                 "fabric",
                 f"a step must have at most {self._accumulate} backward with {', '.join(weighs)}, got "
-                f"{self._micro_batches}: what is added to the loss must be divided by their number as the loop "
+                f"{self.micro_batches}: what is added to the loss must be divided by their number as the loop "
                 "divides its own",
                 "pass accumulate= to setup",
             )
@@ -254,8 +235,8 @@ class FabricLoop:
 
     def _complete(self) -> None:
         """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
-        if not self._is_complete:
-            self._is_complete = True
+        if not self.is_complete:
+            self.is_complete = True
             self._precision.unscale_gradients(self._optimizer)
             self.session.before_optimizer_step()
 
@@ -280,7 +261,7 @@ class FabricLoop:
         self._has_stepped = True
 
     def _step(self, method: Callable[..., Any], closure: Any = None) -> Any:
-        if closure is not None or not self._micro_batches:
+        if closure is not None or not self.micro_batches:
             raise TrainingError(
                 "fabric",
                 "optimizer.step must follow fabric.backward(loss), got "
@@ -290,8 +271,8 @@ class FabricLoop:
         self._complete()
         self._has_stepped = False
         result = method()
-        self._is_complete = self._is_unscaled = False
-        self._micro_batches = 0
+        self.is_complete = self._is_unscaled = False
+        self.micro_batches = 0
         session = self.session
         if self._has_stepped:
             session.after_optimizer_step()
@@ -303,37 +284,12 @@ class FabricLoop:
 
     def _drop_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count a step that was prepared for and not made as skipped."""
-        if self._is_complete:
+        if self.is_complete:
             self.session.skipped_optimizer_step()
-        if self._micro_batches:
-            self._is_complete = self._is_unscaled = False
-            self._micro_batches = 0
+        if self.micro_batches:
+            self.is_complete = self._is_unscaled = False
+            self.micro_batches = 0
         return method(*args, **kwargs)
-
-    # --- validation
-
-    def _set_mode(self, method: Callable[..., Any], mode: bool = True) -> Any:
-        result = method(mode)
-        if self.session.has_begun and mode == self._evaluates:
-            self._evaluates = not mode
-            (self.session.after_eval if mode else self.session.before_eval)()
-        return result
-
-    @contextlib.contextmanager
-    def _training_weights(self) -> Iterator[None]:
-        """Surround saving: a validation that goes on may have put in others."""
-        if not self._evaluates:
-            yield
-            return
-        self.session.after_eval()
-        try:
-            yield
-        finally:
-            self.session.before_eval()
-
-    def _log(self, method: Callable[..., Any], metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        own = self.session.metrics() if self.session.has_begun else {}
-        return method({**metrics, **own}, *args, **kwargs)
 
     # --- checkpoints
 
@@ -354,7 +310,7 @@ class FabricLoop:
         if _KEY in state:
             raise ConfigError("fabric", f"state must not have a key {_KEY!r}, which is the techniques'", "rename it")
         self._begin()
-        with self._training_weights(), self.session.saving():
+        with self.training_weights(), self.session.saving():
             return method(path, {_KEY: _SavedState(self), **state}, *args, **kwargs)
 
     def _check_saved(self, path: Path, key: str) -> None:
@@ -373,10 +329,8 @@ class FabricLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a file holds of the session, on every process."""
-        named = self.inner.named_parameters()
-        held = {name: one.grad for name, one in named if self._micro_batches and one.grad is not None}
-        window = {"count": self._micro_batches, "gradients": held, "windows": self.session.window_state()}
-        return rank_states.gathered(self.session, cast(Any, self.model)._forward_module, window=window)
+        wrapped = cast(Any, self.model)._forward_module
+        return rank_states.gathered(self.session, wrapped, window=self.open_window())
 
     def read_state(self, state: Mapping[str, Any]) -> None:
         """Look at a saved state before the weights beside it are loaded.
@@ -398,7 +352,7 @@ class FabricLoop:
         if self._of_ours(state) is None or self.session.is_finished:
             return method(path, state, *args, **kwargs)
         self._loaded, asked = None, {_KEY: _SavedState(self), **state}
-        with self._training_weights(), loading(self.session):
+        with self.training_weights(), loading(self.session):
             try:
                 result = method(path, asked, *args, **kwargs)
             except KeyError as error:
@@ -409,11 +363,11 @@ class FabricLoop:
             self._refuse_foreign(path, None)
         state.update({name: asked[name] for name in state})
         own = rank_states.load(self.session, cast(Any, self._loaded))
-        self._window = own.get("window", {})
+        self.window = own.get("window", {})
         if self.session.has_begun and self.session.context is not None:
             for technique in self.session.techniques.values():
                 technique.begin(self.session.context)
-            self._restore_window()
+            self.restore_window()
         return result
 
     def _refuse_foreign(self, path: Any, error: BaseException | None) -> None:
@@ -423,22 +377,12 @@ class FabricLoop:
             "load its weights before setup, to start from them",
         ) from error
 
-    def _restore_window(self) -> None:
-        window, self._window = self._window, {}
-        self._micro_batches = int(window.get("count", 0))
-        if not self._micro_batches:
-            return
-        parameters = dict(self.inner.named_parameters())
-        for name, gradient in window["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
-        self.session.load_window_state(window["windows"])
-
     # --- the end
 
     def finish(self) -> None:
         """Finish the model: it is the user's plain one from now on."""
         self.session.finish()
-        self._evaluates = False
+        self.evaluates = False
         for wrapped in self._wrapped:
             wrapped.undo()
         for handle in self._handles:
