@@ -25,7 +25,8 @@ FILE = RESULTS / "cost.json"
 
 def measure(techniques: Sequence[str], quick: bool) -> dict[str, Any]:
     """Return what was measured: curves at all their sizes, quickly at the two smallest; those of others as they are."""
-    known = {curve_name(curve): curve for curve in json.loads(FILE.read_text())["curves"]} if techniques else {}
+    before = json.loads(FILE.read_text()) if techniques else {"curves": []}
+    known = {curve_name(curve): curve for curve in before["curves"]}
     curves = []
     for curve in cost_curves.CURVES:
         begun = time.monotonic()
@@ -41,6 +42,9 @@ def measure(techniques: Sequence[str], quick: bool) -> dict[str, Any]:
         print(f"{time.monotonic() - begun:5.1f} s  {told}", flush=True)
     libraries = ", ".join(f"{name} {number}" for name, number in versions().items() if name in ("Python", "torch"))
     about = {"device": device(), "date": today(), "versions": libraries, "layers": cost_curves.LAYERS}
+    if techniques:  # the other curves are of another day
+        told = f"{about['device']}, {about['date']}"
+        about = before["about"] | {"again": before["about"].get("again", {}) | dict.fromkeys(techniques, told)}
     return {"about": about, "curves": curves}
 
 

@@ -214,7 +214,7 @@ def saved(tokens: int, recipe: dict[str, Any]) -> float:
 
 
 def private(examples: int, memory: bool) -> float:
-    """Return the time or the peak of gradients of each example, as DP-SGD needs them."""
+    """Return the time or the peak of a sum of gradients that are clipped for each example."""
     model, x = stack(1 << 18), torch.randn(examples, 256)
     samples = PerSample(model, functorch=False)
 
@@ -295,8 +295,8 @@ CURVES: tuple[Curve, ...] = (
           partial(saved, recipe={}), "power", "1"),
     Curve("fp8", "emulated on CPU, forward and backward", "tokens", "ms", (64, 256, 1024),
           partial(fp8_time, recipe=FP8), "line", "a line: weights are cast once, activations a token"),
-    Curve("dp", "gradients of each example, clipped", "examples", "ms", EXAMPLES, partial(private, memory=False),
-          "power", "1: a gradient an example"),
-    Curve("dp", "gradients of each example, peak", "examples", "MiB", EXAMPLES, partial(private, memory=True), "power",
-          "1: four bytes a parameter and example"),
+    Curve("dp", "sum of clipped gradients", "examples", "ms", EXAMPLES, partial(private, memory=False), "line",
+          "a line: sums of all parameters, and products of the examples"),
+    Curve("dp", "sum of clipped gradients, peak", "examples", "MiB", EXAMPLES, partial(private, memory=True), "line",
+          "a line: sums of all parameters, and inputs of layers"),
 )  # fmt: skip

@@ -101,7 +101,8 @@ def page(result: Mapping[str, Any]) -> str:
             )
             rows.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(rows) + "\n")
-    parts.append(METHOD.format(**result["about"]))
+    again = "".join(f"`{key}` was measured again: {told}.\n" for key, told in result["about"].get("again", {}).items())
+    parts.append(METHOD.format(**result["about"]) + again)
     return "\n".join(parts)
 
 

@@ -93,8 +93,9 @@ class WatchedSteps:
         return window_ended
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._trainer.fit_loop._skip_backward:
-            return  # an epoch of Lightning's SWA, which steps without gradients
+        # An epoch of Lightning's SWA steps without gradients, and torch for states that it saves.
+        if self._trainer.fit_loop._skip_backward or self._session.is_saving:
+            return
         self._applied = self._session.after_optimizer_step()
         self._discarded = not self._applied
 

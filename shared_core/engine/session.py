@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine import claims, compatibility, coverage, model_guards, preview
 from shared_core.engine.claims import Where
 from shared_core.engine.expert_use import ExpertUse
@@ -137,6 +137,36 @@ class StepWatch:
         self._handles, self._stepped, self._has_stepped = [], False, False
 
 
+@contextlib.contextmanager
+def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
+
+    torch.distributed.checkpoint (2.13) steps one that has neither state nor gradients, with a rate and gradients of 0,
+    so that the file has states. Adam would count that step in its bias correction, in this run and in a resumed one. So
+    the file gets a count of 0, and the optimizer no state.
+    """
+
+    def count_none(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"] *= 0
+
+    fresh = [
+        optimizer
+        for optimizer in optimizers
+        if any(is_sharded(value) for group in optimizer.param_groups for value in group["params"])
+        and not optimizer.state
+    ]
+    handles = [optimizer.register_step_post_hook(count_none) for optimizer in fresh]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for optimizer in fresh:
+            optimizer.state.clear()
+
+
 class Session:
     """One run of a recipe. A front end calls its methods at the moments they name; so can a plain loop.
 
@@ -213,6 +243,11 @@ class Session:
     def is_finished(self) -> bool:
         """Whether the run ended and the model is plain again."""
         return self._finished
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save runs: a step of the optimizer in it is torch's, which makes states for a file."""
+        return self._is_saving
 
     @property
     def has_begun(self) -> bool:
@@ -539,7 +574,8 @@ class Session:
         try:
             self._refuse_changed()
             self._experts.join()
-            with self._entered(self._hooks.saving, baked):
+            optimizers = self.context.optimizers if self.context else ()
+            with _unstepped(optimizers), self._entered(self._hooks.saving, baked):
                 yield
         finally:
             self._is_saving = False

@@ -74,7 +74,7 @@ class PrivacyConfig(TechniqueConfig):
         "rdp", help="Counts epsilon: Renyi moments (rdp), or numerical composition (prv), which is tighter."
     )
     grad_sample_mode: Literal["hooks", "functorch"] = option(
-        "hooks", help="Gradients of single examples by Opacus' rules for each layer (hooks), or by vmap for all."
+        "hooks", help="Norms and sums by a rule for each layer (hooks), or gradients of single examples by vmap."
     )
     check_loss: bool = option(
         True, help="In Lightning, compare the first batch's loss with its halves': it must be a mean over examples."
@@ -146,13 +146,10 @@ class PrivacyConfig(TechniqueConfig):
             )
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of gradients of single examples, and of their sums between ranks."""
+        """Return the bytes of what gradients of single examples are made of, and of their sums between ranks."""
         sizes = 4.0 * shape.params
-        if run.strategy != "fsdp2":
-            why = "gradients of each example of a micro-batch, and their clipped sum; joined over ranks once a step"
-            return [Cost("dp", during=(run.micro_batch + 1) * sizes, sent=2 * run.ring(sizes), why=why)]
         passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
-        largest = 4.0 * run.micro_batch * max(shape.vocab, 4 * shape.hidden) * shape.hidden
-        why = "inputs of layers and gradients of outputs, one layer's gradients of each example; /N: their clipped sum"
-        during = min(passed, run.micro_batch * sizes) + largest + sizes / run.parts
-        return [Cost("dp", during=during, sent=run.accumulate * run.ring(sizes), why=why)]
+        why = "inputs of layers and gradients of outputs, or gradients of each example; /N: their clipped sum"
+        during = min(passed, run.micro_batch * sizes) + sizes / run.parts
+        sent = run.accumulate * run.ring(sizes) if run.strategy == "fsdp2" else 2 * run.ring(sizes)
+        return [Cost("dp", during=during, sent=sent, why=why)]

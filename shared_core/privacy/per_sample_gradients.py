@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,15 +16,122 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from shared_core.distributed.sharded_tensors import shards, whole
+from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.matching import own_class
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.privacy.accountant import opacus
 
-_JOINED = (nn.Linear, nn.Embedding)
-"""Layers whose weight gets its gradient from each position by itself: sums over examples are one product."""
+_FACTORED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+"""Layers of whose weight an example's gradient is ``Σₜ lₜrₜᵀ`` over positions: no matrix an example need be made."""
+
+_GRAM_ELEMENTS = 1 << 24
+
+
+@dataclass
+class Use:
+    """A pass of a batch through a layer of such a kind."""
+
+    layer: nn.Module
+    inputs: Tensor
+    outputs: Tensor
+    """The gradient of the outputs."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight, whole where it is sharded."""
+        return cast(Tensor, self.layer.weight).shape
+
+    def size(self) -> int:
+        """Return the elements of all factors."""
+        rows, columns = self.shape[0], self.shape[1:].numel()
+        if isinstance(self.layer, nn.Embedding):
+            return self.inputs.numel() * (1 + columns)
+        return self.outputs.numel() // rows * (rows + columns)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return l, (examples, positions, out) or the rows looked up, (examples, positions), and r, (…, in)."""
+        layer, inputs, outputs = self.layer, self.inputs, in_full(self.outputs)
+        if isinstance(layer, nn.Embedding):
+            places = inputs.reshape(len(inputs), -1)
+            return places, outputs.reshape(*places.shape, -1)
+        inputs = inputs.to(outputs.dtype)
+        if isinstance(layer, nn.Linear):
+            count = len(inputs)
+            return outputs.reshape(count, -1, outputs.shape[-1]), inputs.reshape(count, -1, inputs.shape[-1])
+        convolution: Any = layer
+        inputs = nn.functional.pad(inputs, convolution._reversed_padding_repeated_twice)
+        if isinstance(layer, nn.Conv1d):
+            inputs = inputs.unsqueeze(-2)
+        kernel, dilation, stride = (
+            (1, *values)[-2:] for values in (convolution.kernel_size, convolution.dilation, convolution.stride)
+        )
+        columns = nn.functional.unfold(inputs, kernel, dilation=dilation, stride=stride)
+        return outputs.flatten(2).mT, columns.mT
+
+    def bias(self) -> Tensor:
+        """Return each example's gradient of the bias."""
+        by_channel = isinstance(self.layer, nn.Conv1d | nn.Conv2d)
+        outputs = in_full(self.outputs).flatten(2).sum(2) if by_channel else in_full(self.outputs)
+        return outputs if outputs.dim() == 2 else outputs.flatten(1, -2).sum(1)
+
+    def samples(self) -> Tensor:
+        """Return each example's gradient of the weight."""
+        left, right = self.factors()
+        count = len(right)
+        if left.is_floating_point():
+            return (left.mT @ right).view(count, *self.shape)
+        found = right.new_zeros(count * self.shape[0], self.shape[1])
+        places = left + self.shape[0] * torch.arange(count, device=left.device).unsqueeze(1)
+        return found.index_add_(0, places.flatten(), right.flatten(0, 1)).view(count, *self.shape)
+
+
+def ghost_squares(uses: Iterable[Use]) -> Tensor:
+    """Return each example's squared norm of ``Σₜ lₜrₜᵀ``, from the products of positions ``(lₛ·lₜ)(rₛ·rₜ)``.
+
+    What rounding can hide where positions cancel is added: a norm told too small would break the bound on an example.
+
+    Source: Li et al. 2021, arXiv:2110.05679, section 4.
+    """
+    kinds: dict[bool, list[tuple[Tensor, Tensor]]] = {}
+    for left, right in (use.factors() for use in uses):
+        kinds.setdefault(left.is_floating_point(), []).append((left, right))
+    # One group of dense l and one of rows looked up: a weight may be an embedding's and a head's.
+    groups = [
+        found[0] if len(found) == 1 else tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        for found in kinds.values()
+    ]
+    positions = sum(right.shape[1] for _, right in groups)
+    rows = max(1, _GRAM_ELEMENTS // positions**2)
+    parts = zip(
+        *(zip(torch.split(left, rows), torch.split(right, rows), strict=True) for left, right in groups), strict=True
+    )
+    squares = []
+    for part in parts:
+        dots = []
+        for left, right in part:
+            gram = right @ right.mT
+            gram.diagonal(dim1=1, dim2=2).mul_(1 + positions * torch.finfo(gram.dtype).eps)
+            dots.append(_dot(_gram(left, left), gram))
+        if len(part) == 2:
+            (left, right), (other, others) = part
+            dots.append(2 * _dot(_gram(left, other), right @ others.mT))
+        squares.append(dots[0] if len(dots) == 1 else torch.stack(dots).sum(0))
+    return squares[0] if len(squares) == 1 else torch.cat(squares)
+
+
+def _dot(gram: Tensor, other: Tensor) -> Tensor:
+    return (gram.to(other.dtype).flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()
+
+
+def _gram(left: Tensor, other: Tensor) -> Tensor:
+    """Return the products of rows, of which those looked up stand for rows of the unit matrix."""
+    if left.is_floating_point() and other.is_floating_point():
+        return left @ other.mT
+    if left.is_floating_point():
+        return left.gather(2, other.unsqueeze(1).expand(-1, left.shape[1], -1))
+    return _gram(other, left).mT if other.is_floating_point() else left.unsqueeze(2) == other.unsqueeze(1)
 
 
 @dataclass
@@ -32,15 +139,18 @@ class ExampleGradients:
     """The gradients of one parameter in one backward, an example a row, or the inputs that they are made of."""
 
     norms: Tensor
-    """(examples,), in float32 or float64."""
+    """(examples,), in float32 or float64; squared where `samples` is None, until the backward has ended."""
     samples: Tensor | None
     """(examples, ...), None where the layers' inputs and gradients of outputs are kept instead, which are smaller."""
-    uses: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
     coarse: bool = False
     """Whether the backward ran in 16 bits, as under autocast: the gradient of the whole batch is rounded to them."""
 
     def weighted_sum(self, factors: Tensor, all_finite: bool) -> Tensor:
-        """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite."""
+        """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite.
+
+        Source of the sum without a second backward: Bu et al. 2022, arXiv:2210.00038.
+        """
 
         # A factor of 0 does not remove NaN: 0 * NaN is NaN.
         def cleaned(values: Tensor) -> Tensor:
@@ -50,18 +160,22 @@ class ExampleGradients:
             samples = cleaned(in_full(self.samples))
             # Σ_n f_n g_n, (n, ...) contracted over examples.
             return torch.einsum("n,n...->...", factors.to(samples.dtype), samples)
-        # gᵢ is the sum of δₜxₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fδ)ᵀx over all positions
+        # gᵢ is the sum of lₜrₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fl)ᵀr over all positions
         sums = []
-        for layer, inputs, found in self.uses:
-            outputs = cleaned(in_full(found))
-            outputs = (outputs * factors.to(outputs.dtype).view(-1, *[1] * (outputs.dim() - 1))).flatten(0, -2)
-            # An embedding's gradient adds rows of δ at the looked-up places.
-            if isinstance(layer, nn.Embedding):
-                total = outputs.new_zeros(layer.num_embeddings, layer.embedding_dim)
-                sums.append(total.index_add_(0, inputs.flatten(), outputs))
+        for use in self.uses:
+            left, right = map(cleaned, use.factors())
+            weights = factors.to(right.dtype).view(-1, 1, 1)
+            if left.is_floating_point() and left.shape[2] < right.shape[2]:
+                left = left * weights
             else:
-                sums.append(outputs.T @ cleaned(inputs).flatten(0, -2).to(outputs.dtype))
-        return torch.stack(sums).sum(0)
+                right = right * weights
+            left, right = left.flatten(0, 1), right.flatten(0, 1)
+            # An embedding's gradient adds rows of δ at the looked-up places.
+            if left.is_floating_point():
+                sums.append((left.T @ right).view(use.shape))
+            else:
+                sums.append(right.new_zeros(use.shape).index_add_(0, left, right))
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def in_full(values: Tensor) -> Tensor:
@@ -96,14 +210,14 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
             module: {own: names[value] for own, value in module.named_parameters() if value in names}
             for module in self.iterate_submodules(model)
         }
-        self.spares = False
-        """Whether inputs are kept in place of gradients that are larger."""
         self.made: dict[str, list[ExampleGradients]] = {}
         """By parameter, one entry for each backward since they were taken."""
+        self.ghosts: dict[str, bool] = {}
+        """By parameter, whether its last norms were found without gradients of single examples."""
         self._ahead: Counter[str] = Counter()
         self._coarse: set[str] = set()
         self._samples: dict[str, Tensor] = {}
-        self._uses: dict[str, list[tuple[nn.Module, Tensor, Tensor] | None]] = {}
+        self._uses: dict[str, list[Use]] = {}
         self._order: dict[nn.Module, Tensor] = {}
         super().__init__(model, loss_reduction="sum", strict=True, force_functorch=functorch)
         self.autograd_grad_sample_hooks += [
@@ -181,37 +295,35 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         activations, backprops = self.rearrange_grad_samples(
             module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
         )
-        joined = by_rule and kind in _JOINED
         # Padding has no gradient, and Opacus' rule does not know of padding_idx.
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             backprops = backprops.masked_fill((activations[0] == module.padding_idx).unsqueeze(-1), 0)
-        rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
-        samples = rule(module, activations, in_full(backprops) if joined else backprops)
         rows = vars(module)["max_batch_len"]
-        now: dict[Tensor, str] = {value: own for own, value in module.named_parameters()}
-        for parameter, found in samples.items():
-            name = names.get(now.get(parameter, ""))
-            if name is None:
-                continue
-            # Packed sequences: later steps have fewer examples; those that are over get a gradient of 0.
-            if len(found) < rows:  # packed sequences
-                found = torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])])
-            if len(activations) > 1 and kind is opacus("layers.dp_rnn").RNNLinear:
-                # torch sorted the sequence by length: back to the order of the batch.
-                found = found[activations[1]]
-            before = self._samples.get(name)
-            if before is not None and len(before) != len(found):
-                raise not_each(name, len(before), len(found))
-            self._samples[name] = found if before is None else before + found
-            use = (module, activations[0], backprops) if joined and now[parameter] == "weight" else None
-            self._uses.setdefault(name, []).append(use)
+        if by_rule and _is_factored(module) and len(backprops) == rows:
+            use = Use(module, activations[0], backprops)
+            if "weight" in names:
+                self._add_use(names["weight"], use)
+            if "bias" in names:
+                self._add(names["bias"], use.bias())
+        else:
+            rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
+            now: dict[Tensor, str] = {value: names.get(own, "") for own, value in module.named_parameters()}
+            for parameter, found in rule(module, activations, backprops).items():
+                # Packed sequences: later steps have fewer examples; those that are over get a gradient of 0.
+                if len(found) < rows:
+                    found = torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])])
+                if len(activations) > 1 and kind is opacus("layers.dp_rnn").RNNLinear:
+                    # torch sorted the sequence by length: back to the order of the batch.
+                    found = found[activations[1]]
+                if now.get(parameter):
+                    self._add(now[parameter], found)
         # 16-bit outputs: the whole batch's gradient is rounded, which the later comparison must allow for.
         if torch.finfo(outputs[0].dtype).bits < 32:
             self._coarse.update(names.values())
         self._ahead.subtract(names.values())
         # All backwards of the parameter have come: its norm is known now.
         for name in names.values():
-            if self._ahead[name] == 0 and name in self._samples:
+            if self._ahead[name] == 0 and (name in self._samples or name in self._uses):
                 self.made.setdefault(name, []).append(self._keep(name))
         if not vars(module)["activations"]:
             del vars(module)["max_batch_len"]
@@ -222,16 +334,34 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         found = layer.ft_compute_sample_grad([whole(value) for value in parameters], inputs, backprops)  # type: ignore[operator]
         return dict(zip(parameters, found, strict=True))
 
+    def _add_use(self, name: str, use: Use) -> None:
+        """Keep a layer's factors as long as they are smaller than the gradients of single examples."""
+        uses = self._uses.setdefault(name, [])
+        if uses and len(uses[0].outputs) != len(use.outputs):
+            raise not_each(name, len(uses[0].outputs), len(use.outputs))
+        uses.append(use)
+        # The smaller is also the faster: T positions cost T²(out + in) for the norm, the gradients T·out·in.
+        if name in self._samples or sum(each.size() for each in uses) >= len(use.outputs) * use.shape.numel():
+            self._add(name)
+
+    def _add(self, name: str, *samples: Tensor) -> None:
+        for found in (*samples, *(use.samples() for use in self._uses.pop(name, ()))):
+            before = self._samples.get(name)
+            if before is not None and len(before) != len(found):
+                raise not_each(name, len(before), len(found))
+            self._samples[name] = found if before is None else before + found
+
     def _keep(self, name: str) -> ExampleGradients:
-        samples, found = self._samples.pop(name), self._uses.pop(name)
-        uses = [use for use in found if use is not None]
-        kept = sum(part.numel() for _, inputs, outputs in uses for part in (inputs, outputs))
-        norms = in_full(samples).flatten(1).norm(dim=1)
-        # Inputs and output gradients instead of (examples, out, in): kept where they are smaller, that is for few
-        # positions.
-        if self.spares and len(uses) == len(found) and kept < samples.numel():
-            return ExampleGradients(norms, None, uses, name in self._coarse)
-        return ExampleGradients(norms, samples, coarse=name in self._coarse)
+        uses, samples = self._uses.pop(name, []), self._samples.pop(name, None)
+        self.ghosts[name] = samples is None
+        norms = ghost_squares(uses) if samples is None else in_full(samples).flatten(1).norm(dim=1)
+        return ExampleGradients(norms, samples, uses, name in self._coarse)
+
+
+def _is_factored(layer: nn.Module) -> bool:
+    """Return whether the layer's weight has a gradient of factors; a convolution in groups has several."""
+    is_plain = not isinstance(layer, nn.Conv1d | nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
+    return own_class(layer) in _FACTORED and is_plain
 
 
 @functools.cache
@@ -377,12 +507,13 @@ class PerSample:
             return None
         return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
 
-    def begin(self) -> None:
-        """Go by how the model is to be trained: where it is sharded no process keeps what it has no memory for."""
-        self._hooks.spares = shards(self._model)
+    @property
+    def ghosts(self) -> Mapping[str, bool]:
+        """By parameter, whether its last norms were found without gradients of single examples."""
+        return cast(Mapping[str, bool], self._hooks.ghosts)
 
     def clipped_sums(self, scale: Tensor, max_norm: float, check_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter, and forget its gradients.
+        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter; forget its gradients.
 
         Args:
             scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
@@ -397,6 +528,8 @@ class PerSample:
         made = self._take()
         if check_sum:
             self._check_sums(made)
+        for parameter in self._model.parameters():
+            parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
         if made:
             # The norm is over all parameters of an example: norms of parts, then the norm of these.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
@@ -419,6 +552,11 @@ class PerSample:
                     "use layers as modules, and leave gradient checkpointing out",
                 )
         self._hooks.made = {}
+        ghosts = [found for found in taken.values() if found.samples is None]
+        if ghosts:  # all roots at once: a kernel for each layer would take as long as its products
+            roots = torch.stack([found.norms for found in ghosts]).clamp(min=0).sqrt()
+            for found, root in zip(ghosts, roots, strict=True):
+                found.norms = root
         return taken
 
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:

@@ -75,6 +75,7 @@ class DifferentialPrivacy(Technique):
         self._sums: dict[str, Tensor] = {}
         self._factor: Tensor | None = None
         self._is_checked = False
+        self._ghosts: Mapping[str, bool] = {}
         self.checks_loss = config.check_loss
         """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
         `check_loss`."""
@@ -180,7 +181,6 @@ class DifferentialPrivacy(Technique):
             TrainingError: If no sampled DataLoader was asked for.
         """
         config, batches = self.config, self._known(self._batches)
-        self._known(self._per_sample).begin()
         if config.delta >= 1 / batches.num_examples:
             raise ConfigError(
                 "dp",
@@ -293,7 +293,7 @@ class DifferentialPrivacy(Technique):
             if is_sharded(parameters[name]):
                 total = sum_parts(total, parameters[name])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._factor = None
+        self._factor, self._ghosts = None, per_sample.ghosts
 
     def before_optimizer_step(self, context: Context) -> None:
         """Put the noised mean in place of every gradient, and count the step.
@@ -320,9 +320,10 @@ class DifferentialPrivacy(Technique):
                 total = torch.zeros_like(local_part(parameter))
             if not is_sharded(parameter):  # else it was summed with every micro-batch
                 all_reduce_(total, "sum")
-            parameter.grad = torch.empty_like(parameter)
             # Divided by the expected batch size, a constant: the true one is private.
-            local_part(parameter.grad).copy_((total + drawn[place_of(parameter)].to(total)) / batches.expected)
+            total.add_(drawn[place_of(parameter)].to(total)).div_(batches.expected)
+            parameter.grad = torch.empty_like(parameter)
+            local_part(parameter.grad).copy_(total)
         self._sums, self._micro_batch = {}, 0
         # Counted here: the noised gradient exists, whatever the optimizer does with it.
         self._draws += 1
@@ -395,6 +396,8 @@ class DifferentialPrivacy(Technique):
             "noise_multiplier": self._noise,
             "max_grad_norm": config.max_grad_norm,
             "steps": sum(steps for _, _, steps in self._spent),
+            "norms_by_ghost": sorted(name for name, is_ghost in self._ghosts.items() if is_ghost),
+            "norms_by_example": sorted(name for name, is_ghost in self._ghosts.items() if not is_ghost),
             "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to readers",
         }
 

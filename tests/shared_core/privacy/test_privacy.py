@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from privacy_runs import Run, net, steps_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from two_ranks import leave, saved_by_two_ranks
@@ -20,7 +21,14 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.compatibility import check, remarks
 from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
-from shared_core.privacy.per_sample_gradients import ExampleGradients, PerSample, check_model, clip_factors
+from shared_core.privacy.per_sample_gradients import (
+    ExampleGradients,
+    PerSample,
+    Use,
+    check_model,
+    clip_factors,
+    ghost_squares,
+)
 from shared_core.privacy.sampling import Secret
 
 
@@ -79,7 +87,7 @@ def test_an_example_that_is_not_finite_counts_as_nothing():
     layer = nn.Linear(2, 1, bias=False)
     samples = torch.tensor([[[math.nan, 1.0]], [[math.inf, 0.0]], [[0.3, 0.4]]])
     norms = samples.flatten(1).norm(dim=1)
-    uses = [(layer, samples[:, 0], torch.ones(3, 1))]
+    uses = [Use(layer, samples[:, 0], torch.ones(3, 1))]
     for kept in (ExampleGradients(norms, samples), ExampleGradients(norms, None, uses)):
         found = kept.weighted_sum(clip_factors(norms, torch.ones(3), 10.0), all_finite=False)
         assert torch.equal(found, torch.tensor([[0.3, 0.4]]))
@@ -100,18 +108,16 @@ class Tied(nn.Module):
         return self.head(self.twice(torch.tanh(self.twice(hidden))))
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples(spares):
+def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples():
     torch.manual_seed(0)
     model, ids = Tied().double(), torch.randint(0, 7, (3, 2))
     per_sample = PerSample(model, False)
-    per_sample.num_examples, per_sample._hooks.spares = 3, spares
+    per_sample.num_examples = 3
     found = []
     for example in torch.eye(3, dtype=torch.double):
         model.zero_grad()
         model(ids).square().sum().backward()
-        made = per_sample._hooks.made.items()
-        assert all((kept[0].samples is None) == spares for name, kept in made if "bias" not in name)
+        assert all(per_sample.ghosts[name] != ("bias" in name) for name in per_sample.ghosts)
         found.append(dict(per_sample.clipped_sums(example, 1e9, check_sum=True)))
     per_sample.remove()
     for index in range(3):
@@ -119,6 +125,90 @@ def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_singl
         model(ids[index : index + 1]).square().sum().backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[index][name], parameter.grad)
+
+
+class Words(nn.Sequential):
+    """An embedding, what follows it, and a head that may share the embedding's weight and may be called twice."""
+
+    def __init__(self, rows, width, tied=False, times=1, frozen=()):
+        super().__init__(nn.Embedding(rows, width), nn.LayerNorm(width), nn.Linear(width, rows))
+        self.times = times
+        if tied:
+            self[2].weight = self[0].weight
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, ids):
+        hidden = self[1](self[0](ids))
+        for _ in range(self.times - 1):
+            hidden = self[1](hidden + self[2](hidden)[..., : hidden.shape[-1]])
+        return self[2](hidden)
+
+
+def images(*layers):
+    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten())
+
+
+IDS, PIXELS, SIGNAL = torch.arange(20).reshape(4, 5) % 7, torch.ones(4, 6, 5, 5), torch.ones(4, 6, 9)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "ghosts"),
+    [
+        (lambda: nn.Linear(9, 9), torch.ones(4, 9), {"weight"}),
+        (lambda: nn.Linear(6, 6), torch.ones(4, 2, 2, 6), set()),
+        (lambda: nn.Linear(20, 20), torch.ones(4, 2, 2, 20), {"weight"}),
+        (lambda: Words(12, 8), IDS, {"0.weight"}),
+        (lambda: Words(12, 8, tied=True), IDS, set()),
+        (lambda: Words(40, 24), IDS, {"0.weight", "2.weight"}),
+        (lambda: Words(4, 24), IDS % 4, set()),
+        (lambda: Words(90, 24, tied=True), IDS, {"0.weight"}),
+        (lambda: Words(90, 24, times=3), IDS, {"0.weight", "2.weight"}),
+        (lambda: Words(40, 24, times=4), IDS, {"0.weight"}),
+        (lambda: Words(90, 24, tied=True, times=2), IDS, {"0.weight"}),
+        (lambda: Words(40, 24, frozen=("0.weight", "2.bias")), IDS, {"2.weight"}),
+        (lambda: Words(40, 24, frozen=("2.weight",)), IDS, {"0.weight"}),
+        (lambda: images(nn.Conv2d(6, 12, 3, stride=2)), PIXELS, {"0.weight"}),
+        (lambda: images(nn.Conv2d(6, 30, (2, 3), padding=(1, 2), stride=3, dilation=(2, 1))), PIXELS, {"0.weight"}),
+        (lambda: images(nn.Conv2d(6, 3, 3, padding="same")), PIXELS, set()),
+        (lambda: images(nn.Conv2d(6, 12, 3, stride=2, groups=3)), PIXELS, set()),
+        (lambda: images(nn.Conv1d(6, 20, 4, padding="same", dilation=2)), SIGNAL, {"0.weight"}),
+        (lambda: images(nn.Conv1d(6, 20, 4, padding=1, stride=2, bias=False)), SIGNAL, {"0.weight"}),
+        (lambda: images(nn.Conv1d(6, 2, 3)), SIGNAL, set()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipped_sums_are_those_of_single_examples_with_and_without_their_gradients(make, inputs, ghosts, dtype):
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    inputs = torch.randn_like(inputs, dtype=dtype) if inputs.is_floating_point() else inputs
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    expected, scale = {name: torch.zeros_like(value) for name, value in trained.items()}, torch.tensor([1, 0.5, 0, 2])
+    for row, factor in zip(inputs, scale, strict=True):
+        found = torch.autograd.grad(factor * model(row[None]).square().sum(), list(trained.values()))
+        size = torch.cat([part.flatten() for part in found]).norm()
+        for total, part in zip(expected.values(), found, strict=True):
+            total += part * (3 / size).clamp(max=1)
+    per_sample = PerSample(model, False)
+    per_sample.num_examples = 4
+    model(inputs).square().sum().backward()
+    found = dict(per_sample.clipped_sums(scale.to(dtype), 3.0, check_sum=True))
+    assert {name for name, is_ghost in per_sample.ghosts.items() if is_ghost} == ghosts
+    assert per_sample.ghosts.keys() == found.keys() == expected.keys()
+    near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 1e-12, "rtol": 1e-10}
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, **near)
+
+
+def test_a_norm_that_positions_cancel_in_is_not_told_too_small():
+    torch.manual_seed(0)
+    inputs, outputs = (
+        torch.randn(1, 40) + 1e-4 * torch.randn(6, 2, 40),
+        torch.randn(6, 1, 40) * torch.tensor([[1], [-1]]),
+    )
+    use = Use(nn.Linear(40, 40), inputs, outputs)
+    truth = Use(use.layer, inputs.double(), outputs.double()).samples().flatten(1).norm(dim=1)
+    assert (ghost_squares([use]) >= truth.square()).all()
 
 
 class Padded(nn.Module):
@@ -144,14 +234,13 @@ class Padded(nn.Module):
 @pytest.mark.parametrize(
     ("options", "functorch"), [({}, False), ({}, True), ({"padding": -7}, False), ({"sparse": True}, False)]
 )
-@pytest.mark.parametrize("spares", [False, True])
-def test_padding_and_packed_sequences_have_the_gradients_of_single_examples_in_their_order(options, functorch, spares):
+def test_padding_and_packed_sequences_have_the_gradients_of_single_examples_in_their_order(options, functorch):
     model = Padded(**options).double()
     ids = torch.tensor([[1, 0, 6, 6], [0, 2, 0, 5], [3, 6, 6, 6], [4, 1, 0, 6]])
     check_model(model, functorch)
     twin = copy.deepcopy(model)
     per_sample = PerSample(model, functorch)
-    per_sample.num_examples, per_sample._hooks.spares = 4, spares
+    per_sample.num_examples = 4
     for index, example in enumerate(torch.eye(4, dtype=torch.double)):
         model.zero_grad()
         model(ids).square().sum().backward()
@@ -384,6 +473,8 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     assert 8.8 < told["epsilon"] <= 9.0
     assert (told["accountant"], told["sampling"], told["delta"], told["sample_rate"]) == ("rdp", "poisson", 1e-3, 0.2)
     assert (told["expected_batch"], told["steps"]) == (8, 3)
+    by_example = ["0.bias", "2.bias", "2.weight", "3.bias"]
+    assert (told["norms_by_ghost"], told["norms_by_example"]) == (["0.weight", "3.weight"], by_example)
     assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
 
 
@@ -437,6 +528,35 @@ def test_noise_on_each_part_has_the_accounted_width_and_is_no_other_parts(ranks)
     assert float((correlation - torch.eye(4)).abs().max()) < 4 / math.sqrt(20_000)
 
 
+def test_a_save_before_the_first_step_is_no_step_of_the_optimizer(ranks):
+    for rank in ranks:
+        alone, *others = rank["early"]
+        assert alone["counts"] == [1.0] * len(alone["counts"])
+        for other in others:
+            assert other["counts"] == alone["counts"]
+            assert all(torch.equal(value, other["weights"][name]) for name, value in alone["weights"].items())
+
+
+def saved_between_micro_batches(saves, state=None):
+    """Return what Adam counts and makes in a first step, where its state was saved or loaded between its micro-batches.
+
+    Nothing has a gradient there, and torch steps an optimizer without gradients and state to have one to save.
+    """
+    run = Run(net(), batch_size=2, accumulate=2, noise_multiplier=0.5, shard=shard, optimizer=torch.optim.AdamW)
+    run.backward(0, 0)
+    saved = {}
+    if saves:
+        with run.session.saving():
+            saved = copy.deepcopy(get_optimizer_state_dict(run.model, run.optimizer))
+    if state:
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+    run.backward(0, 1)
+    run.session.before_optimizer_step()
+    run.optimizer.step()
+    weights = {name: whole(value).detach() for name, value in run.model.state_dict().items()}
+    return {"weights": weights, "counts": [float(state["step"]) for state in run.optimizer.state.values()]}, saved
+
+
 def shard(model):
     mesh = init_device_mesh("cpu", (2,))
     for module in (model[-1], model):
@@ -457,7 +577,10 @@ def rank_main(rank, folder):
         noised.step(step)
         noise.append(local_part(model[1].unused.weight.grad).flatten())
         noised.optimizer.zero_grad()
+    saved, state = saved_between_micro_batches(True)
+    early = [saved_between_micro_batches(False)[0], saved, saved_between_micro_batches(False, state)[0]]
     found = {
+        "early": early,
         "weights": weights,
         "key": alone.technique._secret.key.hex(),
         "sharded": [whole(parameter.grad) for parameter in sharded.model.parameters()],

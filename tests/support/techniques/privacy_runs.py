@@ -22,6 +22,7 @@ class Run:
         steps=None,
         inputs=None,
         shard=lambda model: None,
+        optimizer=torch.optim.SGD,
         **options,
     ):
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +37,7 @@ class Run:
         self.technique = self.session.techniques["dp"]
         data = TensorDataset(self.x, self.y)
         self.loader = self.technique.loader(DataLoader(data, batch_size=batch_size), accumulate)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.optimizer = optimizer(model.parameters(), lr=0.1)
         self.steps = steps
         self.begin()
 
