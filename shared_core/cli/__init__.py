@@ -35,7 +35,6 @@ app = typer.Typer(
     name="eff",
     help="Every efficient-training technique, one flag away.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -74,7 +74,6 @@ def chain(
 
     from shared_core.engine.registry import flags
     from shared_core.tools.distillation_chain import StageError, TeacherChain
-    from shared_core.tools.distillation_chain.run import unknown_metric
 
     if out is None:
         raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
@@ -103,7 +102,7 @@ def chain(
         figure = table.figure(row)
         reached = "" if figure is None else f", {table.metric} {figure:.6g}"
         say(f"stage-{row.stage}: {row.parameters:,} parameters{reached}, {row.seconds:.0f} s, {out / row.model}")
-        for warning in filter(None, (*row.warnings, unknown_metric(row, metric))):
+        for warning in row.warnings:
             say(f"warning: {warning}")
 
     def show(written: bytes) -> None:

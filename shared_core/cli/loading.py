@@ -107,8 +107,13 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
         ) from error
 
 
-def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
+def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
     """Return what the user's function builds: (model, example inputs or None).
+
+    Args:
+        name: As the user gave it.
+        where: Who asks.
+        asked: The argument or option that names it.
 
     Raises:
         ConfigError: If it returns no model.
@@ -118,10 +123,10 @@ def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     if ":" not in name:
         raise ConfigError(
             where,
-            f"MODEL must be module:function, or a model folder where the command takes one, got {name!r}",
+            f"{asked} must be module:function, or a model folder where the command takes one, got {name!r}",
             "check the path, or write my_module:build for build of my_module.py in this folder",
         )
-    built = function(name, f"{where}: MODEL")()
+    built = function(name, f"{where}: {asked}")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(where, f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}")
@@ -157,10 +162,24 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     Raises:
         CheckpointError: If it is missing, damaged, or of another model.
     """
+    return fit_weights_(model, state_dict_of(path, where), str(path), where)
+
+
+def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, where: str) -> str:
+    """Load a state dict into a plain model; return the prefix of its names that the model's have not.
+
+    Args:
+        model: The plain model.
+        state_dict: Its weights, whose names may have a prefix; a teacher's or a wrapper's beside them are left out.
+        source: Where the state dict is from, for errors.
+        where: Who asks.
+
+    Raises:
+        CheckpointError: If it is of another model.
+    """
     from shared_core.checkpoint_formats.plain import check_values, unlike
     from shared_core.front_ends.finding import own_weights
 
-    state_dict = state_dict_of(path, where)
     names = list(model.state_dict())
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
     prefix = first.removesuffix(names[0]) if first else ""
@@ -171,7 +190,7 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     if other is not None:
         raise CheckpointError(
             where,
-            f"{path} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
+            f"{source} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
             f"{tuple(shapes[other])}",
             "build the model that was trained",
         )
@@ -179,10 +198,10 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     if missing or unexpected:
         raise CheckpointError(
             where,
-            f"{path} must hold the weights of the model, got missing {missing[:5]} and unexpected {unexpected[:5]}",
+            f"{source} must hold the weights of the model, got missing {missing[:5]} and unexpected {unexpected[:5]}",
             "build the model that was trained",
         )
-    check_values(model, own, f"{where}: {path}")
+    check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
     return prefix
 

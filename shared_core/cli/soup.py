@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from shared_core.cli.arguments import bar, takes
-from shared_core.cli.loading import device_name, function
+from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
@@ -33,6 +33,32 @@ _TASKS: dict[str, Literal["max", "min"]] = {
 }  # fmt: skip
 
 
+class ModelScore:
+    """Scores state dicts by the user's function of a model, into which each is loaded.
+
+    Args:
+        evaluate: ``module:function`` of a model.
+        model: ``module:function`` that builds it.
+        folder: Its Hugging Face folder, where no function builds it.
+    """
+
+    def __init__(self, evaluate: str, model: str | None, folder: Path | None) -> None:
+        self._names = evaluate, model, folder
+        self._judge = function(evaluate, "eff soup: --eval", "model")
+        if folder is None:
+            self._model = build_model(str(model), "eff soup", "--model")[0]
+        else:
+            self._model = load_folder(folder, "eff soup")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelScore, self._names  # another process builds its own
+
+    def __call__(self, weights: Mapping[str, Any]) -> float:
+        """Return the quality of the model with these weights."""
+        fit_weights_(self._model, weights, "the checkpoints", "eff soup")
+        return score(self._judge, self._model, "eff soup")
+
+
 @dataclass
 class Judge:
     """What scores a state dict, which scores are better, and what a journal has to know of it."""
@@ -42,9 +68,22 @@ class Judge:
     about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_function(cls, name: str, mode: str | None) -> Judge:
-        """Return the user's function as a judge."""
-        evaluate = function(name, "eff soup: --eval", "weights")
+    def of_function(cls, name: str, model: str | None, first: Any, mode: str | None) -> Judge:
+        """Return the user's function of a model as a judge.
+
+        Raises:
+            ConfigError: If there is no such function.
+            CheckpointError: If nothing tells how the model is built.
+        """
+        from shared_core.checkpoint_formats import HF_FOLDER
+
+        if model is None and not (first.kind == HF_FOLDER and first.config):
+            raise CheckpointError(
+                "eff soup",
+                f"--eval must have a model, which {first.name} ({first.kind}) does not tell",
+                "give --model module:function that builds it",
+            )
+        evaluate = ModelScore(name, model, None if model else first.path)
         file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
         # scores of a function that was changed since are not its own
         code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else None
@@ -91,7 +130,11 @@ class SoupOptions:
     ] = None
     evaluate: Annotated[
         str | None,
-        typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
+        typer.Option("--eval", help="module:function that takes a model and returns its quality."),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="module:function that builds --eval's model; default the one in a Hugging Face folder."),
     ] = None
     task: Annotated[
         str | None,
@@ -181,7 +224,7 @@ class SoupOptions:
     def judge(self, first: Any) -> Judge:
         """Return what scores state dicts: the user's function, or a metric of the model in the first's folder."""
         if self.evaluate is not None:
-            return Judge.of_function(self.evaluate, self.mode)
+            return Judge.of_function(self.evaluate, self.model, first, self.mode)
         columns = tuple((self.text or "").replace(",", " ").split())
         options = {"batch_size": self.batch_size, "max_length": self.max_length, "device": self.device}
         return Judge.of_task(str(self.task), first, self.data, text=columns, **options)
@@ -420,7 +463,7 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions) -> N
 
 
 _SEARCH = ("--strict", "--min-delta", "--order", "--rank-by", "--seed", "--max-ingredients", "--no-repeat")
-_JUDGED = ("--eval", "--task", "--mode", "--journal", "--plot", "--jobs")
+_JUDGED = ("--eval", "--model", "--task", "--mode", "--journal", "--plot", "--jobs")
 _TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 
 
@@ -485,7 +528,7 @@ def _check_judged(asked: dict[str, bool]) -> None:
         )
     if asked["--task"] and not asked["--data"]:
         raise ConfigError("eff soup", "--task must come with --data, got none", "name the file or saved data set")
-    odd = [name for name in (("--mode",) if asked["--task"] else _TASK) if asked[name]]
+    odd = [name for name in (("--mode", "--model") if asked["--task"] else _TASK) if asked[name]]
     if odd:
         raise ConfigError(
             "eff soup", f"{odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none", "leave it out"

@@ -20,6 +20,7 @@ from shared_core.files.json_yaml import json_text, parse_json
 from shared_core.hardware import matmul_environment
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 RECEIPT_FILE = "eff_receipt.json"
@@ -152,6 +153,13 @@ class Receipt:
 
     def text(self, width: int = 110) -> str:
         """Return the table, the notes under it, and where it was written, as plain text."""
+        return printable(self._printed(width).export_text()).rstrip()
+
+    def _repr_html_(self) -> str:
+        # notebooks show the value of a cell by it
+        return printable(self._printed(110).export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+
+    def _printed(self, width: int) -> Console:
         from rich.console import Console
 
         console = Console(width=width, record=True, file=io.StringIO())
@@ -160,7 +168,7 @@ class Receipt:
             console.print(f"note: {note}", markup=False, highlight=False)
         if self._told:
             console.print(f"all of it: {self._told}", markup=False, highlight=False, soft_wrap=True)
-        return printable(console.export_text()).rstrip()
+        return console
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

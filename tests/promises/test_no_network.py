@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from shared_core.cli import app
 
 TASK = """
-def quality(weights):
-    return -float(weights["head.bias"].abs().max())
+from promise_table import make_net
+def quality(model):
+    return -float(model.head.bias.abs().max())
 """
 
 
@@ -30,7 +31,7 @@ def test_commands(tmp_path, monkeypatch):
         "compat",
         "flags",
         "formats",
-        "soup run --eval offline_task:quality --out soup",
+        "soup run --eval offline_task:quality --model offline_task:make_net --out soup",
         "compress soup --out small",
         "decompress small --out large",
     ):

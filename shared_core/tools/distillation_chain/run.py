@@ -97,13 +97,6 @@ def table_of(rows: tuple[ChainRow, ...], metric: str | None) -> ChainTable:
     return ChainTable(rows, metric or usual)
 
 
-def unknown_metric(row: ChainRow, metric: str | None) -> str | None:
-    """Return what to tell where the metric that was asked for is not among a stage's."""
-    if metric is None or metric in row.metrics:
-        return None
-    return f"stage-{row.stage}: metric {metric!r} was not found{nearest(metric, row.metrics)}"
-
-
 JOURNAL_FILE = "chain.json"
 _LOCK_FILE = ".chain.lock"
 _FORMAT = 1
@@ -201,7 +194,8 @@ class TeacherChain:
 
         Raises:
             StageError: If a training failed.
-            TrainingError: If it was not distilled, or somebody works on this chain now.
+            TrainingError: If it was not distilled, somebody works on this chain now, or a finished stage did not log
+                the metric.
             CheckpointError: If it left no model.
         """
         clean_strays(make_folder(self.folder))
@@ -209,15 +203,27 @@ class TeacherChain:
             # Read again under the lock: another process may have finished stages meanwhile.
             self._rows = self._finished_rows()
             self._write()
+            self._check_metric()
             for stage in self.stages[len(self._rows) :]:
                 if begin is not None:
                     begin(stage)
                 self._rows.append(self._trained_before(stage) or self._run(stage, resume, lock, output))
                 self._trained = {}
                 self._write()
+                self._check_metric()
                 if end is not None:
                     end(self.table)
         return self.table
+
+    def _check_metric(self) -> None:
+        lacks = next((row for row in self._rows if self.metric is not None and self.metric not in row.metrics), None)
+        if lacks is not None:
+            raise TrainingError(
+                "chain",
+                f"metric must be one that stage-{lacks.stage} logged, got {self.metric!r}"
+                f"{nearest(str(self.metric), lacks.metrics)}",
+                "run the chain again with that name: finished stages are kept",
+            )
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
         """Return a stage that was trained to its end, but whose model was not found; None if it still is not."""

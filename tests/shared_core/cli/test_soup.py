@@ -20,20 +20,31 @@ from shared_core.engine.state_file import save_state
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
 TASK = """
+import torch
 calls = []
-def quality(weights):
+class Net(torch.nn.Module):
+    def __init__(self, size=4):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(size, size))
+def net():
+    return Net()
+def small():
+    return Net(2)
+def quality(model):
     calls.append(1)
-    return -float((weights["w"] - 1.6).abs().max())
-def two(weights):
-    return -float((weights["w"] - 2).abs().max())
-def nan(weights):
-    return float("nan") if float(weights["w"][0, 0]) == 1.0 else 0.0
-def all_nan(weights):
+    return -float((model.w - 1.6).abs().max())
+def two(model):
+    return -float((model.w - 2).abs().max())
+def nan(model):
+    return float("nan") if float(model.w[0, 0]) == 1.0 else 0.0
+def all_nan(model):
     return float("nan")
-def never(weights):
+def never(model):
     raise AssertionError("the search has begun")
 number = 3
 """
+NET = ["--model", "soup_task:net"]
+QUALITY = ["--eval", "soup_task:quality", *NET]
 
 
 @pytest.fixture
@@ -58,7 +69,7 @@ def eff(*arguments):
 
 
 def test_a_greedy_soup_of_a_run(room):
-    result = eff("run", "--eval", "soup_task:quality", "--out", "soup", "--plot", "path.svg")
+    result = eff("run", *QUALITY, "--out", "soup", "--plot", "path.svg")
     assert result.exit_code == 0
     assert "soup of 2 of 3: -0.1" in result.output
     assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]
@@ -73,33 +84,33 @@ def test_a_greedy_soup_of_a_run(room):
 
 
 def test_json_is_all_that_goes_to_stdout(room):
-    result = eff("run", "--eval", "soup_task:quality", "--out", "soup", "--json", "--mode", "min", "--strict")
+    result = eff("run", *QUALITY, "--out", "soup", "--json", "--mode", "min", "--strict")
     assert json.loads(result.stdout)["ingredients"] == ["run/checkpoint-3"]
 
 
 def test_a_journal_spares_evaluations(room):
-    eff("run", "--eval", "soup_task:quality", "--out", "one", "--journal", "journal.json")
+    eff("run", *QUALITY, "--out", "one", "--journal", "journal.json")
     import soup_task
 
     assert len(soup_task.calls) == 6  # three alone, the best once more, two averages
-    eff("run", "--eval", "soup_task:quality", "--out", "two", "--journal", "journal.json")
+    eff("run", *QUALITY, "--out", "two", "--journal", "journal.json")
     assert len(soup_task.calls) == 6
     assert (room / "one" / "model.safetensors").read_bytes() == (room / "two" / "model.safetensors").read_bytes()
     (room / "soup_task.py").write_text(TASK.replace("1.6", "1.7"))
     with pytest.raises(CheckpointError, match="its evaluate_file were"):
-        eff("run", "--eval", "soup_task:quality", "--out", "three", "--journal", "journal.json")
+        eff("run", *QUALITY, "--out", "three", "--journal", "journal.json")
 
 
 def test_order_min_delta_and_an_evaluation_with_noise(room):
-    arguments = ("run", "--eval", "soup_task:quality", "--no-repeat", "--order", "given", "--min-delta")
+    arguments = ("run", *QUALITY, "--no-repeat", "--order", "given", "--min-delta")
     result = eff(*arguments, 0.4, "--out", "one", "--json")
     assert [row["score"] for row in json.loads(result.stdout)["history"]] == pytest.approx([-0.6, -0.1, -0.4])
     assert len(sys.modules["soup_task"].calls) == 3
     result = eff(*arguments, 0.6, "--out", "two", "--json")
     assert json.loads(result.stdout)["ingredients"] == ["run/checkpoint-1"]
     (room / "soup_noise.py").write_text("from itertools import count\nnext_one = count()\n"
-                                        "def noisy(weights):\n    return -float(next(next_one))\n")  # fmt: skip
-    result = eff("run", "--eval", "soup_noise:noisy", "--out", "three", "--json")
+                                        "def noisy(model):\n    return -float(next(next_one))\n")  # fmt: skip
+    result = eff("run", "--eval", "soup_noise:noisy", *NET, "--out", "three", "--json")
     assert "not deterministic: run/checkpoint-1 got 0, then -3" in result.stderr
     assert json.loads(result.stdout)["repeat"] == [0.0, -3.0]
     sys.modules.pop("soup_noise")
@@ -146,33 +157,33 @@ def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
 
 
 def test_a_nan_metric_leaves_an_ingredient_out_and_says_so(room):
-    result = eff("run", "--eval", "soup_task:nan", "--out", "soup", "--json")
+    result = eff("run", "--eval", "soup_task:nan", *NET, "--out", "soup", "--json")
     rows = {row["name"]: row["reason"] for row in json.loads(result.stdout)["history"]}
     assert "its metric is nan" in rows["run/checkpoint-1"]
     with pytest.raises(CheckpointError, match="finite metric"):
-        eff("run", "--eval", "soup_task:all_nan", "--out", "other")
+        eff("run", "--eval", "soup_task:all_nan", *NET, "--out", "other")
     assert not (room / "other").exists()
 
 
 def test_lightning_style_checkpoints(room):
     for i in range(2):
         torch.save({"state_dict": {"w": torch.full((2, 2), float(i))}, "epoch": i}, f"{i}.ckpt")
-    eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "out/soup.ckpt")
+    eff("0.ckpt", "1.ckpt", *QUALITY[:3], "soup_task:small", "--out", "out/soup.ckpt")
     assert torch.load("out/soup.ckpt", weights_only=True)["epoch"] == 1
     assert json.loads((room / "out" / "soup_soup_path.json").read_text())["ingredients"] == ["1.ckpt"]
     with pytest.raises(CheckpointError, match=r"ending in .ckpt"):
-        eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "folder")
+        eff("0.ckpt", "1.ckpt", *QUALITY[:3], "soup_task:small", "--out", "folder")
     # formats mix, and the soup has the first one's
     torch.save({"state_dict": {"model.w": torch.zeros(4, 4)}, "epoch": 3}, "0.ckpt")
     eff("0.ckpt", "run/checkpoint-1", "--kind", "uniform", "--out", "mixed.ckpt")
     mixed = torch.load("mixed.ckpt", weights_only=True)
     assert mixed["epoch"] == 3
     assert mixed["state_dict"]["model.w"].unique().tolist() == [0.5]
-    eff("run/checkpoint-3", "0.ckpt", "--eval", "soup_task:quality", "--mode", "min", "--out", "mixed")
+    eff("run/checkpoint-3", "0.ckpt", *QUALITY, "--mode", "min", "--out", "mixed")
     assert load_file("mixed/model.safetensors")["w"].shape == (4, 4)
 
 
-GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were ever called
+GREEDY = ["--eval", "soup_task:all_nan", *NET]  # would fail otherwise, if it were ever called
 WEIGHTED = ["--kind", "weighted", "--weights"]
 TIES = ["--kind", "ties", "--density"]
 
@@ -189,15 +200,15 @@ TIES = ["--kind", "ties", "--density"]
         (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
         (["run", *GREEDY], ConfigError, "--out must be given"),
         (["run", "--out", "soup"], ConfigError, "--eval must be given"),
-        (["run", "--out", "soup", "--eval", "soup_task"], ConfigError, "must be module:function"),
-        (["run", "--out", "soup", "--eval", "no_such_module:f"], ConfigError, "can be imported"),
-        (["run", "--out", "soup", "--eval", "soup_task:number"], ConfigError, "'number'"),
-        (["run", "--out", "soup", "--eval", "soup_task:nothing"], ConfigError, "'nothing'"),
+        (["run", "--out", "soup", "--eval", "soup_task", *NET], ConfigError, "must be module:function"),
+        (["run", "--out", "soup", "--eval", "no_such_module:f", *NET], ConfigError, "can be imported"),
+        (["run", "--out", "soup", "--eval", "soup_task:number", *NET], ConfigError, "'number'"),
+        (["run", "--out", "soup", "--eval", "soup_task:nothing", *NET], ConfigError, "'nothing'"),
         (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be max or min"),
         (
             ["run", "--out", "soup", *WEIGHTED, "1,1,1", *GREEDY],
             ConfigError,
-            "weighted must stand without --eval",
+            "weighted must stand without --eval and --model",
         ),
         (["run", "--out", "soup", *WEIGHTED, "1,x,1"], ConfigError, "--weights must be numbers"),
         (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
@@ -235,7 +246,7 @@ TIES = ["--kind", "ties", "--density"]
         (
             ["run", "--out", "soup", "--kind", "uniform", *GREEDY, "--batch-size", "8"],
             ConfigError,
-            "uniform must stand without --eval and --batch-size, which say how candidates are evaluated",
+            "uniform must stand without --eval and --model and --batch-size, which say how candidates are evaluated",
         ),
         (
             ["run", "--out", "soup", "--kind", "uniform", "--strict"],
@@ -307,9 +318,9 @@ def test_the_newest_mask_holds_and_unfinished_ones_are_left_out(room):
     prune(run / "checkpoint-2", 2, 0.5, ~half)
     prune(run / "checkpoint-3", 3, 0.5, half)
     (room / "soup_task.py").write_text(
-        "def same(weights):\n    assert (weights['w'] == 0).sum() >= 8\n    return 0.0\n"
+        f"{TASK}\ndef same(model):\n    assert (model.w == 0).sum() >= 8\n    return 0\n"
     )
-    result = eff("run", "--eval", "soup_task:same", "--out", "soup")
+    result = eff("run", "--eval", "soup_task:same", *NET, "--out", "soup")
     assert "left out: run/checkpoint-1" in result.stderr
     assert "newest mask (step 3)" in result.stderr
     soup = load_file("soup/model.safetensors")["w"]
@@ -389,7 +400,7 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
     assert read_deployment("soup") == {"other": {"kept": members[0]}}
     assert "soup has no ranges of qat" in told.stderr
     assert "eff quantize soup --out NEW" in told.stderr
-    told = eff(*members, "--eval", "soup_task:two", "--out", "best")  # a soup of one: its weights, and its ranges
+    told = eff(*members, "--eval", "soup_task:two", *NET, "--out", "best")  # a soup of one: its weights, and its ranges
     assert (room / "best" / DEPLOYMENT_FILE).read_text() == (room / members[1] / DEPLOYMENT_FILE).read_text()
     assert "ranges" not in told.stderr
     for value in (1.0, 2.0):
@@ -413,7 +424,7 @@ def test_a_sharded_soup_of_lightning_tells_of_ranges_and_keeps_what_else_its_wei
 def test_a_damaged_file_beside_the_weights_is_refused_before_the_search(room):
     (room / "run" / "checkpoint-2" / DEPLOYMENT_FILE).write_text('{"qat": ')
     with pytest.raises(CheckpointError, match=r"checkpoint-2.eff_deployment\.json must hold"):
-        eff("run/checkpoint-1", "run/checkpoint-2", "--eval", "soup_task:never", "--out", "soup")
+        eff("run/checkpoint-1", "run/checkpoint-2", "--eval", "soup_task:never", *NET, "--out", "soup")
 
 
 def test_a_soup_takes_the_config_of_the_member_that_has_one(room):

@@ -312,3 +312,9 @@ def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
         run_through("run", tmp_path / "train.py", "--prune_sparsity", "0.5")
     with pytest.raises(MissingExtraError, match=r"eff prune: a model folder: needs transformers.*efftrain\[hf\]"):
         run_through("prune", tmp_path, "--sparsity", "0.5", "--out", tmp_path / "out")
+
+
+def test_a_shell_completes_commands_and_options():
+    for words, expected in (("eff qu", "quantize"), ("eff soup --ki", "--kind")):
+        asked = {"_EFF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert CliRunner().invoke(app, [], prog_name="eff", env=asked).output.split() == [expected]

@@ -101,12 +101,14 @@ def test_a_journal_is_for_its_owner_and_holds_no_secrets(tmp_path):
 
 def test_what_a_terminal_would_obey_is_left_out_of_a_receipt():
     values = {"steps": {"applied": 1, "skipped": 0}, "techniques": {"prune": {"criterion": "\x1b]0;title\x07"}},
-              "seconds": {}, "notes": ["\x1b[2Jcleared", "\x9b31m"]}  # fmt: skip
-    text = Receipt(values).text()
-    assert "cleared" in text
-    assert not [
-        character for character in text if (ord(character) < 32 and character != "\n") or 126 < ord(character) < 160
-    ]
+              "seconds": {}, "notes": ["\x1b[2Jcleared", "\x9b31m", "<script>"]}  # fmt: skip
+    receipt = Receipt(values)
+    for text in (receipt.text(), receipt._repr_html_()):
+        assert "cleared" in text
+        assert not [
+            character for character in text if (ord(character) < 32 and character != "\n") or 126 < ord(character) < 160
+        ]
+    assert "<script>" not in receipt._repr_html_()
 
 
 def test_compress_takes_no_files_from_outside_the_folder(tmp_path, capsys):

@@ -108,12 +108,18 @@ def test_a_killed_diagnosis_goes_on(tmp_path):
 
 # --- the command, and processes ---------------------------------------------------------------------------------------
 
+SCORED = ["--eval", "parallel_task:score", "--model", "parallel_task:Net"]
 TASK = """
 import os
-def score(weights):
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.zeros(33, 7)), torch.nn.Parameter(torch.zeros(5))
+def score(model):
     with open("processes", "a") as file:
         file.write(f"{os.getpid()}\\n")
-    return -float((weights["a"] - 0.1).square().mean())
+    return -float((model.a - 0.1).square().mean())
 """
 
 
@@ -133,7 +139,7 @@ def eff(*arguments):
 
 
 def test_the_command_tells_a_diagnosis(room):
-    arguments = ("--diagnose", "--eval", "parallel_task:score", "--journal", "journal.json")
+    arguments = ("--diagnose", *SCORED, "--journal", "journal.json")
     found = json.loads(eff(*arguments, "--json", "--plot", "ways.svg").stdout)
     assert len(found["distances"]) == len(found["metrics"]) == 4
     assert found["alphas"] == [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -153,11 +159,9 @@ def test_the_command_tells_a_diagnosis(room):
 @pytest.mark.slow
 def test_processes_give_the_same_soup(room):
     torch.save({**runs(4)[0], "b": torch.full((5,), math.nan)}, "0.pt")
-    one = json.loads(eff("--eval", "parallel_task:score", "--out", "one.pt", "--json").stdout)
+    one = json.loads(eff(*SCORED, "--out", "one.pt", "--json").stdout)
     (room / "processes").unlink()
-    two = json.loads(
-        eff("--eval", "parallel_task:score", "--out", "two.pt", "--json", "--jobs", "2", "--journal", "j").stdout
-    )
+    two = json.loads(eff(*SCORED, "--out", "two.pt", "--json", "--jobs", "2", "--journal", "j").stdout)
     assert one == two
     assert "'b' holds a NaN" in two["history"][-1]["reason"]
     numbers = [int(number) for number in (room / "processes").read_text().split()]
@@ -165,7 +169,7 @@ def test_processes_give_the_same_soup(room):
     assert sum(number != os.getpid() for number in numbers) == 3
     first, second = (torch.load(room / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    eff("--eval", "parallel_task:score", "--out", "three.pt", "--jobs", "2", "--journal", "j")
+    eff(*SCORED, "--out", "three.pt", "--jobs", "2", "--journal", "j")
     assert len((room / "processes").read_text().split()) == 6
 
 
@@ -179,4 +183,4 @@ def test_what_processes_cannot_do_is_refused(room):
     with pytest.raises(ConfigError, match="jobs must be at least 1"):
         greedy_soup(runs(2), math.fsum, jobs=0)
     with pytest.raises(ConfigError, match="--jobs must stand without"):
-        eff("--eval", "parallel_task:score", "--out", "soup.pt", "--jobs", "2", "--order", "given")
+        eff(*SCORED, "--out", "soup.pt", "--jobs", "2", "--order", "given")

@@ -25,9 +25,14 @@ def folder_of(root, step, log):
 
 
 TASK = """
+import torch
 seen = []
-def score(weights):
-    seen.append(float(weights["w"][0]))
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+def score(model):
+    seen.append(float(model.w[0]))
     return -abs(seen[-1] - 2.2)
 """
 
@@ -97,7 +102,8 @@ def test_the_command(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (run.parent / "ranked_task.py").write_text(TASK)
-    arguments = ["soup", str(run), "--eval", "ranked_task:score", "--json", "--journal", "journal.json", "--rank-by"]
+    scored = ["soup", str(run), "--eval", "ranked_task:score", "--model", "ranked_task:Net"]
+    arguments = [*scored, "--json", "--journal", "journal.json", "--rank-by"]
     result = CliRunner().invoke(app, [*arguments, "eval_accuracy", "--out", "one"], catch_exceptions=False)
     assert sys.modules["ranked_task"].seen == [2.0, 2.0, 2.5, 1.5]  # the first one twice, then averages alone
     path = json.loads(result.stdout)

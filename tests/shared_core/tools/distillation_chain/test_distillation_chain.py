@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -124,6 +125,8 @@ def test_a_killed_stage_is_run_again_and_finished_ones_are_not(tmp_path, command
     done = invoke(*line, "--", *command)
     assert done.exit_code == 128 + 9
     assert json.loads((out / "chain.json").read_text())["stages"] == []
+    wrong = str(invoke(*line, "--metric", "eval_acuracy", "--", *command).exception)
+    assert re.search("stage-1 logged, got 'eval_acuracy'.*eval_accuracy.*finished stages are kept", wrong), wrong
     done = invoke(*line, "--metric", "eval_accuracy", "--json", "--", *command)
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
