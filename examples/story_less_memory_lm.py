@@ -50,7 +50,7 @@ class MeasuredTrainer(EffTrainer):
         return loss
 
 
-def load(args):
+def load(args, vocabulary=8000):
     """Return a tokenizer and the blocks of tokens to train and to evaluate on."""
     if args.dataset:
         found = load_dataset(args.dataset, args.config)
@@ -61,7 +61,7 @@ def load(args):
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     else:
-        tokenizer = stdlib_fragments.train_tokenizer(texts["train"], 8000, args.length)
+        tokenizer = stdlib_fragments.train_tokenizer(texts["train"], vocabulary, args.length)
     blocks = {}
     for name, some in texts.items():
         ids = torch.tensor([token for tokens in tokenizer(some)["input_ids"] for token in tokens])

@@ -15,7 +15,12 @@ ENDS = ("hf", "lightning")
 SLOW = ("compact_lm",)  # a minute
 TWO_PROCESSES = ("hf/gradient_compression", "lightning/gradient_compression", "lightning/distributed")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TABLES = {"story_cpu_serving": 5, "story_soup_a_sweep": 5, "story_less_memory_lm": 6}  # lines, with the headings
+TABLES = {
+    "story_cpu_serving": 5,
+    "story_soup_a_sweep": 5,
+    "story_less_memory_lm": 6,
+    "story_smaller_lm": 7,
+}  # lines, with the headings
 SCRIPTS = {
     str(path.relative_to(EXAMPLES).with_suffix("")): path
     for path in [EXAMPLES / "compact_lm.py", *(path for end in ENDS for path in sorted((EXAMPLES / end).glob("*.py")))]

@@ -1,16 +1,17 @@
-"""`eff shrink`: a model whose zero units are gone from its tensors and its configuration."""
+"""`eff shrink`: a model whose zero units are gone from its tensors and its configuration, or one of given sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.arguments import AsJson, Out, Weights, bar
-from shared_core.cli.loading import check_new, function, open_model, save_network
+from shared_core.cli.arguments import AsJson, Calibration, Loss, Out, Weights, bar
+from shared_core.cli.loading import check_new, function, open_model, save_network, user_batches
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import json_text
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from shared_core.tools.shrink import ShrinkResult
 
 REPORT_FILE = "eff_shrink.json"
+
+
+def _size(what: str) -> Any:
+    return typer.Option(help=f"{what}, of a model cut to sizes.")
 
 
 def shrink(
@@ -37,25 +42,62 @@ def shrink(
     allow_inexact: Annotated[
         bool, typer.Option("--allow-inexact", help="Also narrow what layer norms normalise, which is not exact.")
     ] = False,
+    layers: Annotated[int | None, _size("Layers")] = None,
+    hidden_size: Annotated[int | None, _size("Channels of the residual stream")] = None,
+    intermediate_size: Annotated[int | None, _size("Neurons of each MLP")] = None,
+    attention_heads: Annotated[int | None, _size("Query heads of each layer")] = None,
+    key_value_heads: Annotated[int | None, _size("Key-value heads of each layer")] = None,
+    calibration: Calibration = None,
+    batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
+    loss: Loss = None,
+    criterion: Annotated[
+        str, typer.Option(help="What units of given sizes are kept by: activations, magnitude or random.")
+    ] = "activations",
+    layer_criterion: Annotated[
+        str, typer.Option(help="What layers are kept by: block_influence, loss or random.")
+    ] = "block_influence",
+    seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
+
+    With sizes, such as --layers 8 --hidden-size 512, and --calibration: cut a trained decoder to them, the layers,
+    channels, neurons and heads gone that do least on the batches (Minitron); then train it, with --distill_teacher.
 
     A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
     same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
     """
     from shared_core.files.atomic import atomic_folder
     from shared_core.tools.shrink import shrink as remove
+    from shared_core.tools.shrink import shrink_to
 
     check_new(out, "eff shrink")
+    given = {"layers": layers, "hidden_size": hidden_size, "intermediate_size": intermediate_size,
+             "attention_heads": attention_heads, "key_value_heads": key_value_heads}  # fmt: skip
+    sizes = {name: value for name, value in given.items() if value is not None}
+    if sizes and (multiple_of != 1 or allow_inexact):
+        raise ConfigError("eff shrink", "--multiple-of and --allow-inexact must be left out with sizes, got one")
+    if bool(sizes) != bool(calibration):
+        what = "--calibration must come with sizes, as --layers 8" if calibration else "sizes must have --calibration"
+        raise ConfigError("eff shrink", f"{what}, got none")
+    run_batch = function(loss, "eff shrink: --loss", "model", "batch") if loss else None
     network, example, folder = open_model(model, weights, "eff shrink")
     example = function(inputs, "eff shrink: --inputs")() if inputs else example
     if example is None:
         if folder is None:
             raise ConfigError("eff shrink", f"{model} must return (model, example_inputs), got a model alone")
         example = made_up_inputs(network)
-    with bar("shrinking"):
-        result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
+    result: ShrinkResult
+    if calibration is None:
+        with bar("shrinking"):
+            result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
+    else:
+        data = list(itertools.islice(user_batches(calibration, "eff shrink: --calibration"), max(batches, 0)))
+        with bar("cutting"):
+            result = shrink_to(
+                network, sizes, data, example, criterion=criterion, layer_criterion=layer_criterion, loss=run_batch,
+                seed=seed,
+            )  # fmt: skip
     report = _report(result)
     with atomic_folder(out) as temporary:
         save_network(result.model, folder, temporary, "eff shrink", example)
@@ -113,8 +155,9 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
 
 def _report(result: ShrinkResult) -> dict[str, Any]:
     values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
-    for name in ("bytes", "flops", "milliseconds"):
-        values[name] = dict(zip(("before", "after"), values[name], strict=True))
+    for name in ("bytes", "flops", "milliseconds", "parameters", "loss"):
+        if values.get(name) is not None:
+            values[name] = dict(zip(("before", "after"), values[name], strict=True))
     return values
 
 

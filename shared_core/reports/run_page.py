@@ -135,7 +135,7 @@ def _pruning(values: Values) -> Iterator[Change]:
 
 
 def _shrunk(values: Values) -> Iterator[Change]:
-    for name in ("bytes", "flops", "milliseconds"):
+    for name in ("parameters", "loss", "bytes", "flops", "milliseconds"):
         if values.get(name):
             yield Change(name, values[name]["before"], values[name]["after"], "eff shrink")
 

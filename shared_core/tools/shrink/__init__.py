@@ -2,3 +2,5 @@
 
 from shared_core.tools.shrink.shrink import ShrinkResult as ShrinkResult
 from shared_core.tools.shrink.shrink import shrink as shrink
+from shared_core.tools.shrink.sizes import CutResult as CutResult
+from shared_core.tools.shrink.sizes import shrink_to as shrink_to

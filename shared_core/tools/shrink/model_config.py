@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup
 from shared_core.errors import CompatibilityError
@@ -402,24 +402,29 @@ def builder(work: Work) -> Callable[[list[Change]], nn.Module]:
         values = {path: value for change in changes for path, value in change.values.items()}
         changed, norms = work.cut(joined(changes))
         # A narrower RMS norm has another epsilon: see `Rescale`.
-        values |= dict(_epsilons(work.model.config, norms))
-        config = changed_config(work.model.config, values)
-        # Initialised and then overwritten: numbers that it draws must not shift the caller's generator.
-        with torch.random.fork_rng(devices=[]):
-            smaller: Any = type(work.model)(config)
+        values |= dict(epsilons(work.model.config, norms))
         state = {**work.state, **changed}
         full = {name: state[work.ties.get(name, name)] for name in work.model.state_dict()}
-        places = dict(smaller.named_parameters()) | dict(smaller.named_buffers())
-        # Of the state's dtypes before loading: load_state_dict would cast values to those of the fresh model.
-        for name, tensor in places.items():
-            if name in full:
-                tensor.data = tensor.data.to(full[name].dtype)
-        smaller.load_state_dict(full)
+        smaller = built(work.model, changed_config(work.model.config, values), full)
         check_eps(work.model, smaller, norms)
-        _like(smaller, work.model)
-        return smaller  # type: ignore[no-any-return]
+        return smaller
 
     return build
+
+
+def built(model: nn.Module, config: Any, state: Mapping[str, Tensor]) -> nn.Module:
+    """Return a model of the same class and another configuration with these weights, on the device of the old one."""
+    # Initialised and then overwritten: numbers that it draws must not shift the caller's generator.
+    with torch.random.fork_rng(devices=[]):
+        smaller: Any = type(model)(config)
+    places = dict(smaller.named_parameters()) | dict(smaller.named_buffers())
+    # Of the state's dtypes before loading: load_state_dict would cast values to those of the fresh model.
+    for name, tensor in places.items():
+        if name in state:
+            tensor.data = tensor.data.to(state[name].dtype)
+    smaller.load_state_dict(state)
+    _like(smaller, model)
+    return smaller  # type: ignore[no-any-return]
 
 
 def _like(new: nn.Module, old: nn.Module) -> None:
@@ -437,7 +442,7 @@ def _like(new: nn.Module, old: nn.Module) -> None:
         target.generation_config = copy.deepcopy(old.generation_config)
 
 
-def _epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+def epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
     """Yield the configuration's epsilons that are those of narrowed norms."""
     # By value: configs call epsilons by many names.
     wanted = {norm.eps: norm.new_eps for norm in norms}
@@ -445,7 +450,7 @@ def _epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[
         if isinstance(value, float) and "eps" in name and value in wanted:
             yield (*prefix, name), wanted[value]
         elif hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
-            yield from _epsilons(value, norms, (*prefix, name))
+            yield from epsilons(value, norms, (*prefix, name))
 
 
 def told(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -190,12 +190,6 @@ def _accepted(
 def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, repeats: int) -> ShrinkResult:
     """Return the result with what was measured."""
     plan = joined(accepted)
-    old, new = work.model.state_dict(), smaller.state_dict()
-    tensors = {
-        name: (tuple(tensor.shape), tuple(new[name].shape))
-        for name, tensor in old.items()
-        if isinstance(tensor, Tensor) and name in new and tensor.shape != new[name].shape
-    }
     notes = []
     if not plan:
         found = any(mask.any() for mask in work.selection.removable.values()) or work.selection.reasons
@@ -208,7 +202,7 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
         removed={name: int(units.sum()) for name, units in plan.items()},
         kept=dict(work.selection.reasons),
         units={group.name: group.units for group in work.traced.groups},
-        tensors=tensors,
+        tensors=changed_shapes(work.model, smaller),
         config=configured.told(getattr(work.model, "config", None), getattr(smaller, "config", None)),
         bytes=(measuring.state_bytes(work.model), measuring.state_bytes(smaller)),
         flops=tuple(measuring.forward_flops(m, work.example_inputs) for m in (work.model, smaller)),  # type: ignore[arg-type]
@@ -216,3 +210,13 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
         largest_difference=gap,
         notes=notes,
     )
+
+
+def changed_shapes(old: nn.Module, new: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return by name the shapes before and after of tensors that both models have and that differ."""
+    before, after = old.state_dict(), new.state_dict()
+    return {
+        name: (tuple(tensor.shape), tuple(after[name].shape))
+        for name, tensor in before.items()
+        if isinstance(tensor, Tensor) and name in after and tensor.shape != after[name].shape
+    }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import Traced
@@ -21,7 +22,7 @@ from shared_core.tools.shrink.cutting import Plan, Selection, cut_state, replace
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rescale:
     """How a norm over d positions becomes one over d′.
 
@@ -35,8 +36,13 @@ class Rescale:
     eps_name: str
     eps: float
     before: int
-    after: int
+    kept: NDArray[np.int64]
     exact: bool
+
+    @property
+    def after(self) -> int:
+        """d′: `kept` are the positions that stay."""
+        return len(self.kept)
 
     @property
     def new_eps(self) -> float:
@@ -91,18 +97,18 @@ def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
     found: dict[str, Rescale] = {}
     for norm in traced.tracer.norms:
         ids = components[norm.label.reshape(-1).numpy()]
-        after = len(ids) - int(np.isin(ids, removed).sum())
-        if after in (len(ids), 0):
+        kept = np.flatnonzero(~np.isin(ids, removed))
+        if len(kept) in (len(ids), 0):
             continue
         module = model.get_submodule(norm.module)
         eps_name = next((name for name in _EPS if hasattr(module, name)), "eps")
         eps = getattr(module, eps_name, None)
         if eps is None:  # nn.RMSNorm's default
-            eps = torch.finfo(next(module.parameters()).dtype).eps
+            eps = torch.finfo(next(model.parameters()).dtype).eps
         offset = 0.0 if norm.kind == "layer" else (_offset(module) or 0.0)
         weight = f"{norm.module}.weight" if norm.module else "weight"
         found[norm.module] = Rescale(
-            norm.module, weight, offset, eps_name, float(eps), len(ids), after, norm.kind != "layer"
+            norm.module, weight, offset, eps_name, float(eps), len(ids), kept, norm.kind != "layer"
         )
     return list(found.values())
 
@@ -170,6 +176,12 @@ def _offset(module: nn.Module) -> float | None:
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
+def tolerance_of(model: nn.Module) -> float:
+    """Return by how much outputs may differ, relative to the largest, for all that rounding does."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return _TOLERANCE.get(dtype, 1e-5)
+
+
 @dataclass
 class Change:
     """A part of a plan that is made whole or not at all."""
@@ -205,8 +217,7 @@ class Work:
         self.ties = tied_names(model)
         # Tied tensors once: both names would be cut.
         self.state = {name: tensor for name, tensor in model.state_dict().items() if self.ties.get(name, name) == name}
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.tolerance = _TOLERANCE.get(dtype, 1e-5)
+        self.tolerance = tolerance_of(model)
 
     def is_exact(self, changes: list[Change]) -> bool:
         """Return whether changes leave the outputs as they are: they narrow no layer norm."""

@@ -1,0 +1,245 @@
+"""Units and layers of a trained model scored by what they do on calibration batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared_core.channel_graph.graph import Ids
+from shared_core.channel_graph.groups import ChannelGroup, Traced
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.modules.block_calls import has_rows
+from shared_core.modules.calls import evaluated
+
+Run = Callable[[Any], Any]
+"""Runs a batch through the model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the values of a group's units pass.
+
+    Args:
+        module: A norm, whose outputs are looked at, or a linear layer, whose inputs are.
+        is_output: Of a norm.
+        positions: (units, k) along the last axis.
+    """
+
+    module: str
+    is_output: bool
+    positions: Ids
+
+
+def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Place]:
+    """Return where the values of a group's units pass: all norms over a residual width, else the layer that reads them.
+
+    Raises:
+        CompatibilityError: If no such module reads them.
+    """
+    if norms := [Place(name, True, places) for name, places in norms_over(traced, group)]:
+        return norms
+    for part in group.slices:
+        name = part.tensor.rpartition(".")[0]
+        module = model.get_submodule(name)
+        # every reader of a unit gets the same values, so one of them is enough
+        if part.role == "in" and has_rows(module) and part.axis == (1 if isinstance(module, nn.Linear) else 0):
+            return [Place(name, False, part.positions)]
+    raise CompatibilityError(
+        "shrink",
+        f"units of {group.name} must be read by a linear layer, whose inputs are their activations, got none",
+        "leave that size out, or score by criterion magnitude",
+    )
+
+
+def norms_over(traced: Traced, group: ChannelGroup) -> list[tuple[str, Ids]]:
+    """Return the modules that normalise over a group's units, and where in what each normalises the units are."""
+    roots = np.array([traced.components[ids[0]] for ids in traced.unit_ids.get(group.name, [])])
+    found = []
+    for norm in traced.tracer.norms:
+        passing = traced.components[norm.label.reshape(-1).numpy()]
+        if len(passing) == len(roots) and np.array_equal(np.sort(passing), np.sort(roots)):
+            order = np.empty(len(roots), dtype=np.int64)
+            order[np.argsort(roots)] = np.argsort(passing)
+            found.append((norm.module, order[:, None]))
+    return found
+
+
+class UnitActivations:
+    r"""Gathers what units do: :math:`s_u = \sqrt{\sum_b (\frac{1}{S} \sum_s \lVert a_{b,s,u} \rVert_2)^2}`.
+
+    ``a`` are the k values of a unit for token s of example b: one of a neuron or of a channel that a norm gives, a
+    head's output. Of several places the s are added. Tokens that ``attention_mask`` of a batch excludes do not count.
+
+    Args:
+        model: Whose modules are hooked.
+        places: By group.
+
+    Source: Muralidharan et al. 2024, *Minitron*, arXiv:2407.14679, section 2.2: mean over the sequence, L2 over the
+    batch.
+    """
+
+    def __init__(self, model: nn.Module, places: Mapping[str, Sequence[Place]]) -> None:
+        self._model, self._places = model, places
+        self._squares: dict[tuple[str, str], Tensor] = {}
+        self._mask: Tensor | None = None
+
+    def run(self, batches: Sequence[Any], run: Run) -> None:
+        """Look at all batches, in evaluation mode and without gradients.
+
+        Raises:
+            TrainingError: If an activation is NaN or infinite, or a module is not reached.
+        """
+        handles = []
+        for group, places in self._places.items():
+            for place in places:
+                module = self._model.get_submodule(place.module)
+                if place.is_output:
+                    handles.append(module.register_forward_hook(self._after(group, place)))
+                else:
+                    handles.append(module.register_forward_pre_hook(self._before(group, place)))
+        try:
+            with evaluated(self._model), torch.compiler.set_stance("force_eager"):
+                for batch in batches:
+                    self._mask = mask_of(batch)
+                    run(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def scores(self, group: str) -> Tensor:
+        """Return (units,) in float64; the lowest go first."""
+        total = torch.zeros((), dtype=torch.float64)
+        for place in self._places[group]:
+            if (group, place.module) not in self._squares:
+                raise TrainingError(
+                    "shrink", f"calibration must reach {place.module}, got no call", "use other batches"
+                )
+            total = total + self._squares[group, place.module].sqrt().cpu()
+        return total
+
+    def _before(self, group: str, place: Place) -> Callable[..., None]:
+        return lambda module, args: self._see(group, place, args[0])
+
+    def _after(self, group: str, place: Place) -> Callable[..., None]:
+        return lambda module, args, output: self._see(group, place, output)
+
+    def _see(self, group: str, place: Place, values: Tensor) -> None:
+        units, size = place.positions.shape
+        index = torch.from_numpy(place.positions.reshape(-1)).to(values.device)
+        picked = values.detach().index_select(-1, index).reshape(*values.shape[:-1], units, size)
+        norms = torch.linalg.vector_norm(picked.float() if picked.dtype != torch.float64 else picked, dim=-1)
+        # (examples, tokens, units); what comes without examples is one
+        norms = norms.reshape(len(norms), -1, units) if norms.ndim > 2 else norms.reshape(1, -1, units)
+        weights = token_weights(self._mask, norms.shape[:2], norms.device)
+        means = torch.einsum("bsu,bs->bu", norms.double(), weights) / weights.sum(1, keepdim=True).clamp(min=1)
+        squares = means.square().sum(0)
+        _check(squares, place.module)
+        key = (group, place.module)
+        self._squares[key] = self._squares[key] + squares if key in self._squares else squares
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """Return which tokens of a batch count, where it says so."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def token_weights(mask: Tensor | None, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return 1 for tokens that count, 0 for the others; all count where the mask is not of that shape.
+
+    Example:
+        >>> token_weights(torch.tensor([[1, 0]]), (1, 2), torch.device("cpu"))
+        tensor([[1., 0.]], dtype=torch.float64)
+    """
+    if mask is None or mask.shape != tuple(shape):
+        return torch.ones(*shape, dtype=torch.float64, device=device)
+    return mask.to(device, torch.float64)
+
+
+def _check(found: Tensor, module: str) -> None:
+    if not bool(torch.isfinite(found).all()):
+        raise TrainingError(
+            "shrink",
+            f"activations of {module} must be finite, got NaN or infinity",
+            "look for the batch, or for the step at which training diverged",
+        )
+
+
+def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any], run: Run) -> list[float]:
+    r"""Return the Block Influence of each block, :math:`1 - E[\cos(x, f(x))]` over tokens: its lowest change least.
+
+    Args:
+        model: Whose they are.
+        blocks: Each called with hidden states, and returning them, alone or first.
+        batches: What `run` takes.
+        run: Runs a batch.
+
+    Raises:
+        TrainingError: If a hidden state is NaN or infinite, or a block is not reached.
+
+    Source: Men et al. 2024, *ShortGPT*, arXiv:2403.03853, equation 1.
+
+    Example:
+        >>> block = nn.Linear(2, 2, bias=False)
+        >>> _ = block.weight.data.copy_(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))  # a quarter turn
+        >>> block_influence(block, [block], [torch.ones(1, 3, 2)], block)
+        [1.0]
+    """
+    sums = [[0.0, 0.0] for _ in blocks]
+    mask: list[Tensor | None] = [None]
+
+    def hook(number: int) -> Callable[..., None]:
+        def see(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            before, after = (hidden.detach().double() for hidden in (entering(args, kwargs), leaving(output)))
+            cosine = torch.cosine_similarity(before, after, dim=-1).reshape(len(before), -1)
+            _check(cosine, f"layer {number}")
+            weights = token_weights(mask[0], cosine.shape, cosine.device)
+            sums[number][0] += float((cosine * weights).sum())
+            sums[number][1] += float(weights.sum())
+
+        return see
+
+    handles = [block.register_forward_hook(hook(i), with_kwargs=True) for i, block in enumerate(blocks)]
+    try:
+        with evaluated(model), torch.compiler.set_stance("force_eager"):
+            for batch in batches:
+                mask[0] = mask_of(batch)
+                run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missed := [number for number, (_, count) in enumerate(sums) if not count]:
+        raise TrainingError("shrink", f"calibration must reach layer {missed[0]}, got no call", "use other batches")
+    return [1 - total / count for total, count in sums]
+
+
+def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the hidden states that a block is called with."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def leaving(output: Any) -> Any:
+    """Return the hidden states that a block returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def bypassed(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Have blocks return the hidden states that they are called with."""
+
+    def pass_on(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden = entering(args, kwargs)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handles = [block.register_forward_hook(pass_on, with_kwargs=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
