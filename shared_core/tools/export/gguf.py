@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_write
-from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.compressed_tensors import ServedReport, codes_of, saved_type
 from shared_core.tools.export.gguf_tokenizer import add_tokenizer
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.export.served import ServedReport, codes_of, saved_type, served_reference
+from shared_core.tools.export.source import baked_copy, float_layers, quiet
 from shared_core.tools.measuring import difference, outputs
 
 _WHERE = "export_gguf"
@@ -61,17 +60,10 @@ def export_gguf(
     Example:
         ``export_gguf(apply_ranges(model, ranges), "model.gguf", tokenizer="runs/student").format``
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError(_WHERE, "gguf", "gguf")
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in _ARCHITECTURES:
-        raise ConfigError(
-            _WHERE,
-            f"model must be one of {', '.join(_ARCHITECTURES)} for llama.cpp, got {kind or type(model).__name__}",
-        )
-    reference, names = quantized_reference(model, _WHERE, _check_layer)
-    if not names:
-        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+        raise ConfigError(_WHERE, f"model must be one of {', '.join(_ARCHITECTURES)} for llama.cpp, got {kind}")
+    reference, names = served_reference(model, _WHERE, "llama.cpp", "gguf", _check_layer)
     exported, layers, schemes, _ = baked_copy(reference, names)
     dtype = saved_type(model)
     made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -106,11 +98,6 @@ def _check_layer(name: str, module: Any, where: str) -> None:
         CompatibilityError: Naming the layer, and what would work.
     """
     scheme: LayerScheme = module.quantizer.scheme
-    kind = STOCK[type(module)]
-    if kind not in (nn.Linear, nn.Embedding):
-        raise CompatibilityError(
-            where, f"{name} must be Linear or Embedding for llama.cpp, got {kind.__name__}", "skip it in qat"
-        )
     wide = scheme.affine and scheme.weight_bits > 4
     if scheme.weight not in ("channel", "group") or wide:
         raise CompatibilityError(

@@ -20,8 +20,8 @@ from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors, export_gguf, export_torchao
-from shared_core.tools.export.compressed_tensors import exact_grid
 from shared_core.tools.export.gguf_tokenizer import add_tokenizer
+from shared_core.tools.export.served import exact_grid
 
 INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}
 FORMATS = {
@@ -202,7 +202,7 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "other")
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)
     gpt2, _ = qat_result(GPT2LMHeadModel(config), INPUTS, scheme="int8_weight")
-    with pytest.raises(CompatibilityError, match="must be a linear layer for compressed-tensors, got transformers'"):
+    with pytest.raises(CompatibilityError, match="must be a linear layer for vLLM, got transformers'"):
         export_compressed_tensors(gpt2, tmp_path / "other")
     ragged = make.language_model(hidden_size=32, intermediate_size=48, vocab_size=32)
     ragged, _ = qat_result(ragged, INPUTS, scheme="mxfp4")
