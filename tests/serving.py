@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import (
@@ -31,7 +32,8 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from qat_step import qat_result  # noqa: E402
 from small_tokenizers import byte_level, sentencepiece  # noqa: E402
 
-from shared_core.quantization import apply_ranges  # noqa: E402
+from shared_core.quantization import apply_ranges, calibrate_kv_cache, rounding_kv_cache  # noqa: E402
+from shared_core.quantization.ranges import kv_cache  # noqa: E402
 from shared_core.tools.export import (  # noqa: E402
     export_compressed_tensors,
     export_gguf,
@@ -60,12 +62,13 @@ CASES = {
     ),
     "int8_dynamic, experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
+    "fp8, FP8 cache": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
 # What an engine lacks, beside what is refused: transformers loads neither zero points beside other schemes nor experts.
 LACKS = {
     "transformers": ("int8_dynamic and int4_weight", "int8_dynamic, float experts"),
-    "torchao": ("int8", "int8_dynamic, float experts"),
-    "llama.cpp": ("fp8", "int8_dynamic, float experts"),
+    "torchao": ("int8", "int8_dynamic, float experts", "fp8, FP8 cache"),
+    "llama.cpp": ("fp8", "int8_dynamic, float experts", "fp8, FP8 cache"),
 }
 # An engine's mean difference of log-probs over the float model's. vLLM rounds as training did, sums in another order
 # move codes by one; the others round inputs by ranges of their own, a second rounding beside the model's.
@@ -157,6 +160,12 @@ def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
     return (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
 
 
+def cut(state: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return keys or values as vLLM's kernel for CPUs puts them into a cache of FP8: rounded towards 0."""
+    fraction, exponent = torch.frexp((state / scale).clamp(-448, 448))
+    return torch.ldexp(torch.trunc(fraction * 16) / 16, exponent) * scale
+
+
 @functools.cache
 def seconds(engine: str, environments: Path, dtype: str, scheme: str | None, folder: Path) -> float:
     """Return what the larger model takes, float without a scheme: in llama.cpp all but one layer of keys."""
@@ -189,12 +198,17 @@ def rows_of(name: str, engines: list[str], environments: Path, folder: Path) -> 
         dtype = str(of_vllm) if engine == "vLLM" else "float32"
         path = folder / f"{name}_{engine}".replace(" ", "_").replace(",", "")
         reference = apply_ranges(copy.deepcopy(model), ranges)
+        if "cache" in name:
+            calibrate_kv_cache(reference, [inputs])
         report = EXPORT[engine](reference, path, example_inputs=inputs)
         for layer in report.unrounded_inputs:
             reference.get_submodule(layer).quantizer.input = lambda module, x: x
         answers = served(engine, environments, path, dtype, prompts, 1)["answers"]
         tokens = torch.tensor([answer["tokens"] for answer in answers])
-        mine, plain = (logprobs(network, prompts, answers) for network in (reference, exact))
+        # its kernel for CPUs cuts keys and values where those for GPUs round to nearest
+        on_grid = cut if engine == "vLLM" else kv_cache._on_grid
+        with mock.patch.object(kv_cache, "_on_grid", on_grid), rounding_kv_cache(reference):
+            mine, plain = (logprobs(network, prompts, answers) for network in (reference, exact))
         equal = int((mine.argmax(-1) == tokens).sum())
         chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
         theirs = torch.tensor([answer["logprobs"] for answer in answers])

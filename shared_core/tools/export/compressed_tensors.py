@@ -16,6 +16,7 @@ from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import weights_of
 from shared_core.numerics.block_formats import mx_encode
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.ranges.kv_cache import cache_scales, rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.expert_layers import split_experts_
 from shared_core.tools.export.served import (
@@ -81,7 +82,10 @@ def export_compressed_tensors(
         float_experts, {schemes[name] for name in coded if name not in mixture}, {schemes[name] for name in mixture}
     )
     compares = verify and example_inputs is not None and loads
-    expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    cache = cache_scales(reference)
+    with rounding_kv_cache(reference):
+        expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    _set_cache(exported, cache)
     left = tuple(name for name in float_layers(exported) if name not in names)
     experts = split_experts_(exported, mixture, _WHERE)
     coded = tuple(name for name in coded if name not in mixture)
@@ -112,6 +116,7 @@ def export_compressed_tensors(
         unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
         float_layers=left,
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
+        kv_cache=tuple(cache),
     )  # fmt: skip
 
 
@@ -244,6 +249,34 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
     scale, zero_point = qparams
     layer.input_scale.data = scale.float().view(1)
     layer.input_zero_point.data = zero_point.to(torch.int8).view(1)
+
+
+def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None:
+    """Give attention layers the scales of their cache.
+
+    Raises:
+        CompatibilityError: If the format, or vLLM, knows other layers than have scales.
+    """
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+
+    known = {name for name, module in exported.named_modules() if scales and is_cached_attention_module(module)}
+    latent = {name for name in scales if hasattr(exported.get_submodule(name), "kv_b_proj")}
+    if odd := sorted(known ^ scales.keys() | latent):
+        why = "a latent in vLLM" if odd[0] in latent else "scales" if odd[0] in scales else "none"
+        raise CompatibilityError(
+            _WHERE,
+            f"{odd[0]} must have a cache of its keys and values, with scales, as the format knows it (k_proj, v_proj), "
+            f"got {why}",
+            "leave kv_cache out",
+        )
+    cached = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
+    scheme = QuantizationScheme(targets=[], input_activations=cached)
+    for name, entry in scales.items():
+        module = exported.get_submodule(name)
+        module.quantization_scheme = scheme
+        for scale, value in entry.items():
+            module.register_parameter(scale, nn.Parameter(torch.tensor([value]), requires_grad=False))
 
 
 def _format_scheme(scheme: LayerScheme) -> Any:

@@ -38,6 +38,7 @@ class ServedReport:
             in W8A8 or with zero points, nor zero points of other layers beside other schemes.
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
+        kv_cache: Attention layers whose cache of keys and values has scales: engines keep it in FP8.
         scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
             layer; None elsewhere.
     """
@@ -53,6 +54,7 @@ class ServedReport:
     largest_difference: float | None
     relative_change: float | None
     scale_error: float | None = None
+    kv_cache: tuple[str, ...] = ()
 
 
 def served_reference(
