@@ -37,7 +37,7 @@ def sections(values: Values) -> list[Section]:
         Section("Size", _size(values)),
         Section("Error of the outputs", _outputs(values)),
         Section("Error of the weights", _sqnr(values)),
-        Section("Cache of keys and values", _kv_cache(values)),
+        *_kv_cache(values.get("kv_cache")),
         Section("Sensitivity", _sensitivity(values)),
         Section("Robustness", _robustness(values)),
         Section("Latency", _latency(values)),
@@ -131,16 +131,15 @@ def _sqnr(values: Values) -> list[str | Table | Plot]:
     ]
 
 
-def _kv_cache(values: Values) -> list[str | Table | Plot]:
-    found = values.get("kv_cache")
-    if found is None:
-        return ["In float; --kv-cache fp8 measures scales for one in FP8."]
+def _kv_cache(found: Values | None) -> list[Section]:
+    if found is None:  # most models have none
+        return []
     rows: list[list[Cell]] = [
         [name, *scales.values(), *(round(value, 2) for value in found["sqnr_db"][name].values())]
         for name, scales in found["scales"].items()
     ]
     headings = ["attention layer", "scale of keys", "scale of values", "SQNR of keys (dB)", "SQNR of values (dB)"]
-    return [cache_line(found), Table(headings, rows)]
+    return [Section("Cache of keys and values", [cache_line(found), Table(headings, rows)])]
 
 
 def cache_line(found: Values) -> str:
