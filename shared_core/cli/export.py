@@ -16,8 +16,15 @@ from shared_core.errors import ConfigError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.reports.export_lines import export_lines
+from shared_core.reports.quantization_page import cache_line
 
 _SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
+# of options that not onnx alone has
+_FORMATS = {
+    "--static-batch": ("onnx", "executorch"),
+    "--calibration": ("onnx", "executorch"),
+    "--kv-cache": ("compressed-tensors",),
+}
 _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
 
 
@@ -55,8 +62,16 @@ def export(
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="module:function that returns batches of inputs: codes between convolutions too. By default, of onnx, "
-            "those that eff quantize kept."
+            help="module:function that returns batches of inputs: codes between convolutions too, or of --kv-cache. By "
+            "default, of onnx, those that eff quantize kept."
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache",
+            help="Of compressed-tensors: fp8 measures scales for a cache of keys and values in FP8 on --calibration. "
+            "By default those that eff quantize kept.",
         ),
     ] = None,
     weight_codes: Annotated[
@@ -80,14 +95,18 @@ def export(
         raise ConfigError("eff export", f"--format must be one of {', '.join(_SUFFIX)}, got {kind!r}")
     given = {
         "--dynamic-length": dynamic_length, "--opset": opset != 21, "--weight-codes": weight_codes != "auto",
-        "--static-batch": static_batch, "--calibration": calibration is not None,
+        "--static-batch": static_batch, "--calibration": calibration is not None, "--kv-cache": kv_cache is not None,
     }  # fmt: skip
     for name, is_given in given.items():
-        formats = ("onnx", "executorch") if name in ("--static-batch", "--calibration") else ("onnx",)
+        formats = _FORMATS.get(name, ("onnx",))
+        if name == "--calibration" and kv_cache is not None:
+            formats = (*formats, "compressed-tensors")
         if is_given and kind not in formats:
             raise ConfigError(
                 "eff export", f"{name} must come with --format {' or '.join(formats)}, got {kind}", "leave it out"
             )
+    if kv_cache is not None and calibration is None:
+        raise ConfigError("eff export", "--kv-cache must come with --calibration, got it alone", "name a function")
     target = _checked_out(out, kind)
     traced = kind in ("onnx", "executorch")
     network, example = model_and_inputs(
@@ -99,6 +118,11 @@ def export(
             raise ConfigError("eff export", f"--dynamic-length must come with a model that reads tokens, got {model}")
         dynamic_length = dynamic_length or (reads_tokens and length is None)
     batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
+    if kv_cache is not None:
+        from shared_core.quantization import calibrate_kv_cache
+
+        with bar("calibration of the cache") as advance:
+            cache = calibrate_kv_cache(network, batches or (), kv_cache, progress=advance)
     report: Any
     with bar("exporting"):
         if kind == "onnx":
@@ -121,12 +145,17 @@ def export(
             report = write(network, target, example_inputs=example, verify=not no_verify, **extra)
             if folder.is_dir() and target.is_dir():
                 copy_beside(folder, target)
-    keep_report(target if _SUFFIX[kind] else target / "model.safetensors", dataclasses.asdict(report))
+    values = dataclasses.asdict(report)
+    if kv_cache is not None:
+        values["calibrated_kv_cache"] = dataclasses.asdict(cache)
+    keep_report(target if _SUFFIX[kind] else target / "model.safetensors", values)
     if as_json:
-        typer.echo(json_text(dataclasses.asdict(report)))
+        typer.echo(json_text(values))
         return
     for line in export_lines(kind, report):
         typer.echo(line)
+    if kv_cache is not None:
+        typer.echo(cache_line(values["calibrated_kv_cache"]))
 
 
 def _checked_out(out: Path | None, kind: str) -> Path:

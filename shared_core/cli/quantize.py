@@ -70,6 +70,14 @@ def quantize(
     correct_bias: Annotated[
         bool, typer.Option("--correct-bias", help="Take the mean error out of the biases.")
     ] = False,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache",
+            help="fp8: scales for a cache of keys and values in FP8, which eff export --format compressed-tensors "
+            "writes for vLLM. Needs --calibration.",
+        ),
+    ] = None,
     evaluate: Evaluate = None,
     mode: Annotated[str, typer.Option(help="Whether quality is better when larger (max) or smaller (min).")] = "max",
     accept: Annotated[
@@ -135,6 +143,7 @@ def quantize(
         ("--all-layers", all_layers, "--largest-loss", largest_loss is not None),
         ("--method", method, "--calibration", calibration),
         ("--correct-bias", correct_bias, "--calibration", calibration),
+        ("--kv-cache", kv_cache, "--calibration", calibration),
         ("--accept", accept != "default", "--eval", evaluate),
         ("--mode", mode != "max", "--eval", evaluate),
         ("--batches", batches != 100, "--calibration", calibration),
@@ -162,8 +171,8 @@ def quantize(
         )
     study = QuantizationStudy(
         network=network, config=config, method=by_torchao, gptq=gptq, num_batches=batches, equalize=equalize,
-        correct_bias=correct_bias, mode=mode, accept=accept, sensitivity=sensitivity, largest_loss=largest_loss,
-        all_layers=all_layers, attack=settings, progress=bar,
+        correct_bias=correct_bias, kv_cache=kv_cache, mode=mode, accept=accept, sensitivity=sensitivity,
+        largest_loss=largest_loss, all_layers=all_layers, attack=settings, progress=bar,
     )  # fmt: skip
     try:
         study.check()
@@ -207,7 +216,8 @@ def quantize(
 
 
 def _check_alone(asked: dict[str, Any]) -> None:
-    alone = [name for name in _WITHOUT_METHOD if asked[name] is not None and asked[name] is not False]
+    others = _WITHOUT_METHOD if asked["method"] == "gptq" else (*_WITHOUT_METHOD, "kv_cache")
+    alone = [name for name in others if asked[name] is not None and asked[name] is not False]
     if alone:
         flags = ", ".join("--" + name.replace("_", "-") for name in alone)
         raise ConfigError("eff quantize", f"--method must stand without {flags}, which it cannot serve", "leave it out")

@@ -54,6 +54,9 @@ from .ranges.clip_search import kl_range as kl_range
 from .ranges.clip_search import mse_range as mse_range
 from .ranges.clip_search import percentile_range as percentile_range
 from .ranges.histogram import Histogram as Histogram
+from .ranges.kv_cache import KvCacheReport as KvCacheReport
+from .ranges.kv_cache import calibrate_kv_cache as calibrate_kv_cache
+from .ranges.kv_cache import rounding_kv_cache as rounding_kv_cache
 from .ranges.observers import EstimatorBank as EstimatorBank
 from .ranges.observers import RangeBank as RangeBank
 from .ranges.saved_ranges import apply_ranges as apply_ranges

@@ -58,6 +58,8 @@ def _served(report: Any) -> Iterator[str]:
     yield f"format: {report.format}"
     if report.format == "mxfp4-pack-quantized":
         yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
+    if report.kv_cache:
+        yield f"keys and values of {len(report.kv_cache)} attention layers have scales: vLLM keeps its cache in FP8"
     if report.values:
         yield f"values of their codes, in float: {', '.join(report.values)}"
     if report.unrounded_inputs:

@@ -37,6 +37,7 @@ def sections(values: Values) -> list[Section]:
         Section("Size", _size(values)),
         Section("Error of the outputs", _outputs(values)),
         Section("Error of the weights", _sqnr(values)),
+        *_kv_cache(values.get("kv_cache")),
         Section("Sensitivity", _sensitivity(values)),
         Section("Robustness", _robustness(values)),
         Section("Latency", _latency(values)),
@@ -128,6 +129,26 @@ def _sqnr(values: Values) -> list[str | Table | Plot]:
             [[entry["name"], round(entry["sqnr_db"], 2), entry["largest_relative_error"]] for entry in worst],
         ),
     ]
+
+
+def _kv_cache(found: Values | None) -> list[Section]:
+    if found is None:  # most models have none
+        return []
+    rows: list[list[Cell]] = [
+        [name, *scales.values(), *(round(value, 2) for value in found["sqnr_db"][name].values())]
+        for name, scales in found["scales"].items()
+    ]
+    headings = ["attention layer", "scale of keys", "scale of values", "SQNR of keys (dB)", "SQNR of values (dB)"]
+    return [Section("Cache of keys and values", [cache_line(found), Table(headings, rows)])]
+
+
+def cache_line(found: Values) -> str:
+    """Return what a cache in FP8 costs, of the values of a `KvCacheReport`."""
+    worst = {part: min(each[part] for each in found["sqnr_db"].values()) for part in ("keys", "values")}
+    loss = ""
+    if found["loss"] is not None:
+        loss = f"; loss of the next token {found['loss']:.4f}, {found['rounded_loss']:.4f} with it"
+    return f"cache in FP8: SQNR at least {worst['keys']:.1f} dB of keys, {worst['values']:.1f} dB of values{loss}"
 
 
 def _sensitivity(values: Values) -> list[str | Table | Plot]:
@@ -262,6 +283,8 @@ def tell(out: Path, values: Values) -> None:
         console.print(f"SQNR of the model's output: {_decibels(values['output_sqnr_db'])} on the calibration batches")
     else:
         console.print("SQNR of outputs: not measured, as there are no batches; --calibration gives some", markup=False)
+    if values.get("kv_cache") is not None:
+        console.print(cache_line(values["kv_cache"]), markup=False)
     for name, reason in values["left_out"].items():
         console.print(f"left in float: {name}: {reason}", markup=False)
     for note in values["notes"]:

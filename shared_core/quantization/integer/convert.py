@@ -15,6 +15,7 @@ from shared_core.modules.matching import check_model, plain_name, replaced
 from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
 from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore
+from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,
     check_range,
@@ -69,7 +70,7 @@ def convert(
     fast = wants_kernels(backend)
     converted = conv1d_as_linear(copy.deepcopy(model))
     merge_folds_(converted, ranges)
-    entries = _carried(converted) if ranges is None else ranges
+    entries = _carried(converted) if ranges is None else take_cache_scales_(converted, ranges)
     integer: dict[nn.Module, nn.Module] = {}
     baked: set[int] = set()
     for name, module in find_layers(converted, entries, "convert").items():

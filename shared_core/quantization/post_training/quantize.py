@@ -32,6 +32,7 @@ from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training import equalization as bias_correction
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
 from shared_core.quantization.post_training.output_noise import output_noise
+from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv_cache, check_kv_cache
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.quantization.ranges.policy import OWN_SCALES
@@ -55,6 +56,8 @@ class QuantizationReport:
         notes: What was fused, equalised and corrected, and what could not be.
         output_sqnr_db: Signal to quantisation noise of the model's output on the calibration batches, in dB; None if it
             was not asked for or there are no batches.
+        kv_cache: Scales of the cache of keys and values, which stand among the ranges too, and what they cost; None if
+            they were not asked for.
     """
 
     layers: list[dict[str, Any]]
@@ -63,6 +66,7 @@ class QuantizationReport:
     ranges: dict[str, dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     output_sqnr_db: float | None = None
+    kv_cache: KvCacheReport | None = None
 
 
 def quantize(
@@ -111,6 +115,7 @@ def quantize_with_report(
     correct_bias: bool = False,
     measure_outputs: bool = False,
     gptq: GptqConfig | Mapping[str, Any] | None = None,
+    kv_cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
     """Return (quantised copy, report); see `quantize`.
@@ -129,6 +134,7 @@ def quantize_with_report(
         gptq: Choose the codes of linear layers by GPTQ (Frantar et al. 2022, arXiv:2210.17323), on the scheme's own
             grid and on any device, decoder block after decoder block: its options, ``{}`` for the defaults; None: round
             to nearest.
+        kv_cache: ``fp8``: measure scales of a cache in FP8 of the quantised model (`calibrate_kv_cache`).
         progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
 
     Raises:
@@ -144,12 +150,15 @@ def quantize_with_report(
         raise ConfigError(WHERE, f"range must be observed, got {config.range!r}, which training learns", "use mse")
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
         raise ConfigError(WHERE, f"num_batches must be a whole number of at least 1, got {num_batches!r}")
+    if kv_cache is not None:
+        check_kv_cache(model, kv_cache, WHERE)
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
     if batches is not None and not batches:
         raise ConfigError(WHERE, "calibration must hold batches, got none")
     solver = GptqConfig.from_dict(gptq) if isinstance(gptq, Mapping) else gptq
-    if (correct_bias or solver) and batches is None:
-        raise ConfigError(WHERE, f"calibration must be given for {'gptq' if solver else 'correct_bias'}, got none")
+    if (correct_bias or solver or kv_cache) and batches is None:
+        what = "gptq" if solver else "kv_cache" if kv_cache else "correct_bias"
+        raise ConfigError(WHERE, f"calibration must be given for {what}, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
     # Equalisation and bias correction need fused batch norms: a norm behind a layer would undo either.
@@ -181,8 +190,11 @@ def quantize_with_report(
         if measure_outputs:
             whole, each = output_noise(reference, quantized, [entry["name"] for entry in layers], batches)
             layers = [{**entry, "output_sqnr_db": each.get(entry["name"])} for entry in layers]
-    used = len(batches) if solver and batches else used
-    return quantized, QuantizationReport(layers, report["left_out"], used, technique.ranges(), notes, whole)
+    used, ranges, cache = len(batches) if solver and batches else used, technique.ranges(), None
+    if kv_cache and batches is not None:
+        cache = calibrate_kv_cache(quantized, batches, kv_cache)
+        ranges |= cache.scales
+    return quantized, QuantizationReport(layers, report["left_out"], used, ranges, notes, whole, cache)
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:

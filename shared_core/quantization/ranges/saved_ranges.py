@@ -25,6 +25,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
     swap,
 )
 from shared_core.quantization.layers.layer_quantizer import SavedQuantizer
+from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
@@ -38,7 +39,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
     Args:
         model: The plain model with baked weights.
         ranges: Module name → ``{"min", "max", "activation_bits", …}``, as `QuantizationAwareTraining.ranges`
-            returns it.
+            returns it; attention layer → the scales of its cache, as `calibrate_kv_cache` returns them.
 
     Raises:
         MatchError: If a name is no layer that can be quantised.
@@ -51,6 +52,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         >>> round(ranged(torch.tensor([[0.011, 9.0]])).item(), 4)
         2.56
     """
+    ranges = take_cache_scales_(model, ranges)
     layers = find_layers(model, ranges, "apply_ranges")
     schemes = {name: saved_scheme(ranges[name], f"apply_ranges: {name}") for name in layers}
     static = [name for name in layers if schemes[name].input == "static"]

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
 from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.modules.weight_views import weights_of
 from shared_core.numerics.block_formats import mx_encode
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.ranges.kv_cache import cache_scales, rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.expert_layers import split_experts_
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
-from shared_core.tools.measuring import difference, outputs
+from shared_core.tools.export.served import (
+    ServedReport,
+    codes_of,
+    compare_outputs,
+    saved_type,
+    served_reference,
+    zero_points,
+)
+from shared_core.tools.export.source import baked_copy, float_layers, quiet
+from shared_core.tools.measuring import outputs
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
@@ -30,41 +36,6 @@ _OUTPUTS = 32
 _MX_BLOCK = 32
 # What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedReport:
-    """What `export_compressed_tensors` wrote.
-
-    Attributes:
-        path: The folder.
-        bytes: Of its files of weights.
-        format: How codes lie in them, in the format's words.
-        quantized: Layers with codes in the file; of stacked experts each matrix, by its name there.
-        values: Embeddings and heads tied to one, with the values of their codes in float.
-        unrounded_inputs: Those of `values` whose input training rounded, and engines do not.
-        float_layers: Layers of the same types that stay in float.
-        equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
-        largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
-            the largest output; None if they were not compared: transformers loads neither float experts, nor those
-            in W8A8 or with zero points, nor zero points of other layers beside other schemes.
-        relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
-            model's and vLLM's.
-        scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
-            layer; None elsewhere.
-    """
-
-    path: Path
-    bytes: int
-    format: str
-    quantized: tuple[str, ...]
-    values: tuple[str, ...]
-    unrounded_inputs: tuple[str, ...]
-    float_layers: tuple[str, ...]
-    equal_layers: int | None
-    largest_difference: float | None
-    relative_change: float | None
-    scale_error: float | None = None
 
 
 def export_compressed_tensors(
@@ -93,14 +64,7 @@ def export_compressed_tensors(
     Example:
         ``export_compressed_tensors(apply_ranges(model, ranges), "served").format``
     """
-    if importlib.util.find_spec("compressed_tensors") is None:
-        raise MissingExtraError(_WHERE, "compressed-tensors", "compressed-tensors")
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(_WHERE, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
-    check_no_conv1d(model, _WHERE, "compressed-tensors")
-    reference, names = quantized_reference(model, _WHERE, check_servable)
-    if not names:
-        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    reference, names = served_reference(model, _WHERE, "vLLM", "compressed-tensors", check_servable, experts=True)
     _check_fused(reference, names)
     exported, layers, schemes, qparams = baked_copy(reference, names)
     embedded = {id(layer.weight) for layer in layers.values() if isinstance(layer, nn.Embedding)}
@@ -118,7 +82,10 @@ def export_compressed_tensors(
         float_experts, {schemes[name] for name in coded if name not in mixture}, {schemes[name] for name in mixture}
     )
     compares = verify and example_inputs is not None and loads
-    expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    cache = cache_scales(reference)
+    with rounding_kv_cache(reference):
+        expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
+    _set_cache(exported, cache)
     left = tuple(name for name in float_layers(exported) if name not in names)
     experts = split_experts_(exported, mixture, _WHERE)
     coded = tuple(name for name in coded if name not in mixture)
@@ -149,13 +116,8 @@ def export_compressed_tensors(
         unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
         float_layers=left,
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
+        kv_cache=tuple(cache),
     )  # fmt: skip
-
-
-def saved_type(model: Any) -> torch.dtype:
-    """Return the type that a model of transformers saves its weights in."""
-    dtype = getattr(model.config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
 
 
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
@@ -177,19 +139,6 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
-def check_no_conv1d(model: nn.Module, where: str, engine: str) -> None:
-    """Refuse GPT-2's linear layers, whose weights lie the other way round.
-
-    Raises:
-        CompatibilityError: If there is one that is quantised.
-    """
-    for name, module in model.named_modules():
-        if is_transformers_conv1d(module) and layer_entry(module) is not None:
-            raise CompatibilityError(
-                where, f"{name} must be a linear layer for {engine}, got transformers' Conv1D", "use onnx"
-            )
-
-
 def check_servable(name: str, module: Any, where: str) -> None:
     """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for.
 
@@ -208,10 +157,6 @@ def check_servable(name: str, module: Any, where: str) -> None:
         ("mxfp4", "mxfp4"),
     }
     experts = isinstance(module, StackedExperts)
-    if kind not in (nn.Linear, nn.Embedding) and not experts:
-        raise CompatibilityError(
-            where, f"{name} must be Linear, Embedding or experts for vLLM, got {kind.__name__}", "skip it in qat"
-        )
     if kind is nn.Embedding:
         return  # its values are written
     rounds = scheme.input in ("token", "static")
@@ -283,116 +228,6 @@ def _as_served(layer: Any) -> str:
     return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
 
 
-def exact_grid(
-    rows: Tensor, largest: Iterable[float], levels: torch.dtype, dtype: torch.dtype, span: float = torch.inf
-) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
-
-    A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
-    numbers that give every value of the row.
-
-    Args:
-        rows: (rows, values), float32, finite, with values of `dtype`.
-        largest: Magnitudes that the largest code may have.
-        levels: int8 or an FP8 type: what codes are rounded to.
-        dtype: The type that the values were saved in.
-        span: Largest difference between the codes of a row, 0 among them.
-
-    Returns:
-        Both float32; a row of zeros has scale 1.
-
-    Example:
-        >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
-        >>> codes.tolist(), scale.tolist()
-        ([[1.0, -2.0, 3.0]], [0.5])
-    """
-    peaks = rows.abs().amax(1)
-    codes, scale = torch.zeros_like(rows), torch.ones_like(peaks)
-    left = torch.arange(len(rows))[peaks > 0]
-    for top in largest:
-        if not len(left):
-            break
-        exact = rows[left]
-        found = _rounded(exact / (peaks[left] / top).unsqueeze(1), levels)
-        step = _common_scale(exact, found, dtype)
-        fits = ((found * step.unsqueeze(1)).to(dtype) == exact.to(dtype)).all(1)
-        fits &= found.amax(1).clamp(min=0) - found.amin(1).clamp(max=0) <= span
-        codes[left[fits]], scale[left[fits]] = found[fits], step[fits]
-        left = left[~fits]
-    return None if len(left) else (codes, scale)
-
-
-def _rounded(codes: Tensor, levels: torch.dtype) -> Tensor:
-    return codes.to(levels).float() if levels.is_floating_point else codes.round()
-
-
-def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return for each row the middle of the scales that, times its codes, round to its values."""
-    value, code = values.abs().double(), codes.abs().double()
-    low, high = (_neighbour(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
-    never = torch.full_like(value, torch.inf)
-    some = code > 0
-    below = torch.where(some, (value + low) / 2 / code, -never).amax(1)
-    above = torch.where(some, (value + high) / 2 / code, never).amin(1)
-    return ((below + above) / 2).float()
-
-
-def _neighbour(values: Tensor, way: float) -> Tensor:
-    return torch.nextafter(values, torch.full_like(values, way))
-
-
-def codes_of(
-    where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight that holds the values of its codes.
-
-    Args:
-        where: The function, for errors.
-        name: The layer.
-        rows: Its weight, (outputs, inputs), float32.
-        scheme: How it is quantised.
-        entry: What deployment knows of it.
-        dtype: The type that its values were saved in.
-
-    Returns:
-        Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
-        `zero_points`.
-
-    Raises:
-        CompatibilityError: If the weight is not finite, or lies on no grid.
-    """
-    if not bool(torch.isfinite(rows).all()):
-        raise CompatibilityError(
-            where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-        )
-    groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
-    levels = torch.float8_e4m3fn if scheme.weight == "fp8" else torch.int8
-    qmax: float = 448.0 if scheme.weight == "fp8" else scheme.weight_qmax
-    if "weight_scale" in entry:
-        scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
-        codes = (groups / scale.unsqueeze(1)).round()
-        found = (codes, scale) if torch.equal((codes * scale.unsqueeze(1)).to(dtype), groups.to(dtype)) else None
-    elif scheme.affine:
-        span = 2**scheme.weight_bits - 1
-        found = exact_grid(groups, range(span, 0, -1), levels, dtype, span)
-    else:
-        found = exact_grid(groups, [qmax], levels, dtype)
-    if found is None:
-        raise CompatibilityError(
-            where,
-            f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
-            "are not",
-            "export what qat or eff quantize saved, unchanged",
-        )
-    return found
-
-
-def zero_points(codes: Tensor, bits: int) -> Tensor:
-    """Return what each affine group adds to its codes: the smallest value, or 0, has the smallest, as in training."""
-    lowest: Tensor = codes.amin(1).clamp(max=0).neg().sub(2 ** (bits - 1))
-    return lowest
-
-
 def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
     """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
@@ -414,6 +249,34 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
     scale, zero_point = qparams
     layer.input_scale.data = scale.float().view(1)
     layer.input_zero_point.data = zero_point.to(torch.int8).view(1)
+
+
+def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None:
+    """Give attention layers the scales of their cache.
+
+    Raises:
+        CompatibilityError: If the format, or vLLM, knows other layers than have scales.
+    """
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+
+    known = {name for name, module in exported.named_modules() if scales and is_cached_attention_module(module)}
+    latent = {name for name in scales if hasattr(exported.get_submodule(name), "kv_b_proj")}
+    if odd := sorted(known ^ scales.keys() | latent):
+        why = "a latent in vLLM" if odd[0] in latent else "scales" if odd[0] in scales else "none"
+        raise CompatibilityError(
+            _WHERE,
+            f"{odd[0]} must have a cache of its keys and values, with scales, as the format knows it (k_proj, v_proj), "
+            f"got {why}",
+            "leave kv_cache out",
+        )
+    cached = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
+    scheme = QuantizationScheme(targets=[], input_activations=cached)
+    for name, entry in scales.items():
+        module = exported.get_submodule(name)
+        module.quantization_scheme = scheme
+        for scale, value in entry.items():
+            module.register_parameter(scale, nn.Parameter(torch.tensor([value]), requires_grad=False))
 
 
 def _format_scheme(scheme: LayerScheme) -> Any:
@@ -523,40 +386,3 @@ def _check_outputs(
 
     # what was rounded to 16 bits is not, in float32
     return compare_outputs(_WHERE, loaded, switch, expected, inputs, 1e-4 if dtype == torch.float32 else 5e-2)
-
-
-def compare_outputs(
-    where: str,
-    loaded: nn.Module,
-    switch: Callable[[bool], None],
-    expected: tuple[Any, Any],
-    inputs: Any,
-    tolerance: float,
-) -> tuple[float, float]:
-    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded.
-
-    Args:
-        where: The function, for errors.
-        loaded: The model.
-        switch: Turns the rounding of its inputs off and on.
-        expected: The outputs that it should have without, and with it.
-        inputs: What it is called with.
-        tolerance: Of the first difference, relative to the largest output.
-
-    Raises:
-        CompatibilityError: If they differ with inputs in float.
-    """
-    found = []
-    for rounds in (False, True):
-        switch(rounds)
-        with quiet():
-            found.append(outputs(loaded, inputs))
-    plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
-    if not plain <= tolerance:
-        raise CompatibilityError(
-            where,
-            f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
-            f"of {plain:.3g}",
-            "nothing was written",
-        )
-    return plain, rounded

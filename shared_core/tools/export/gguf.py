@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_write
-from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.modules.weight_views import weights_of
+from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.compressed_tensors import ServedReport, codes_of, saved_type
+from shared_core.tools.export.gguf_architectures import (
+    ARCHITECTURES,
+    add_shape,
+    architecture_of,
+    file_tensors,
+    float_tensor,
+)
 from shared_core.tools.export.gguf_tokenizer import add_tokenizer
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.export.served import ServedReport, codes_of, saved_type, served_reference
+from shared_core.tools.export.source import baked_copy, float_layers, quiet
 from shared_core.tools.measuring import difference, outputs
 
 _WHERE = "export_gguf"
 _BLOCK = 32  # weights that share a scale in the file
-_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _TOLERANCE = {torch.float32: 1e-2}  # of outputs: scales are float16 in the file
 
 
@@ -41,7 +46,7 @@ def export_gguf(
     has them: `ServedReport.scale_error` says what that changes. llama.cpp rounds inputs in blocks of 32 by itself.
 
     Args:
-        model: A Llama, Mistral, Qwen2 or Qwen3 of transformers in or after quantization-aware training, or one on which
+        model: A decoder of transformers (`ARCHITECTURES`) in or after quantization-aware training, or one on which
             `apply_ranges` was called; float32. Its configuration tells the type of weights without codes. It is not
             changed.
         path: The file.
@@ -61,26 +66,19 @@ def export_gguf(
     Example:
         ``export_gguf(apply_ranges(model, ranges), "model.gguf", tokenizer="runs/student").format``
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError(_WHERE, "gguf", "gguf")
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in _ARCHITECTURES:
-        raise ConfigError(
-            _WHERE,
-            f"model must be one of {', '.join(_ARCHITECTURES)} for llama.cpp, got {kind or type(model).__name__}",
-        )
-    reference, names = quantized_reference(model, _WHERE, _check_layer)
-    if not names:
-        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in ARCHITECTURES:
+        raise ConfigError(_WHERE, f"model must be one of {', '.join(ARCHITECTURES)} for llama.cpp, got {kind}")
+    reference, names = served_reference(model, _WHERE, "llama.cpp", "gguf", _check_layer, experts=True, conv1d=True)
     exported, layers, schemes, _ = baked_copy(reference, names)
     dtype = saved_type(model)
     made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for name, layer in layers.items():
         entry = layer_entry(reference.get_submodule(name)) or {}
-        codes, scale = codes_of(_WHERE, name, layer.weight.detach(), schemes[name], entry, dtype)
-        made[id(layer.weight)] = _blocks(name, codes, scale, layer.weight, schemes[name])
-    # transformers' loader of GGUF knows no Mistral (5.23)
-    compares = verify and example_inputs is not None and kind != "mistral"
+        for weight in weights_of(layer).values():
+            codes, scale = codes_of(_WHERE, name, weight.detach().flatten(0, -2), schemes[name], entry, dtype)
+            made[id(weight)] = _blocks(name, codes, scale, weight, schemes[name])
+    compares = verify and example_inputs is not None and ARCHITECTURES[kind].loads
     expected = outputs(exported, example_inputs) if compares else None
     with atomic_write(path) as temporary:
         types = _write(exported, made, dtype, temporary, None if tokenizer is None else Path(tokenizer))
@@ -106,11 +104,6 @@ def _check_layer(name: str, module: Any, where: str) -> None:
         CompatibilityError: Naming the layer, and what would work.
     """
     scheme: LayerScheme = module.quantizer.scheme
-    kind = STOCK[type(module)]
-    if kind not in (nn.Linear, nn.Embedding):
-        raise CompatibilityError(
-            where, f"{name} must be Linear or Embedding for llama.cpp, got {kind.__name__}", "skip it in qat"
-        )
     wide = scheme.affine and scheme.weight_bits > 4
     if scheme.weight not in ("channel", "group") or wide:
         raise CompatibilityError(
@@ -118,8 +111,8 @@ def _check_layer(name: str, module: Any, where: str) -> None:
             f"{name} must have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits",
             "choose scheme int8_dynamic, int8_weight or int4_weight",
         )
-    width = scheme.group_size or module.weight.shape[1]
-    if width % _BLOCK:
+    widths = {scheme.group_size or weight.shape[-1] for weight in weights_of(module).values()}
+    if width := next((width for width in sorted(widths) if width % _BLOCK), None):
         raise CompatibilityError(
             where,
             f"{name} must have a multiple of {_BLOCK} weights for each scale, got {width}",
@@ -170,47 +163,20 @@ def _packed(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     else:
         nibbles = (codes if low.numel() else codes + 8).to(torch.uint8)
         parts.append(nibbles[..., : _BLOCK // 2] | nibbles[..., _BLOCK // 2 :] << 4)
-    return torch.cat(parts, -1).flatten(1)
+    return torch.cat(parts, -1).flatten(-2)
 
 
 def _values(block: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Return the weight that a block stands for."""
     codes, scale, low = block
     values = codes.float() * scale.float().unsqueeze(-1)
-    return (values + low.float().unsqueeze(-1) if low.numel() else values).flatten(1)
-
-
-def _rotated(name: str, value: Tensor, config: Any) -> Tensor:
-    """Return rows of queries and keys as llama.cpp's llama has them: pairs that are rotated lie side by side."""
-    if config.model_type not in ("llama", "mistral") or (".q_proj." not in name and ".k_proj." not in name):
-        return value
-    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-    return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+    return (values + low.float().unsqueeze(-1) if low.numel() else values).flatten(-2)
 
 
 def _tensors(exported: Any) -> dict[str, Tensor]:
     """Return name → parameter, a tied head left out."""
     state = {id(value): (name, value) for name, value in reversed(exported.state_dict(keep_vars=True).items())}
     return {name: value for name, value in reversed(state.values())}
-
-
-def _gguf_names(exported: Any) -> dict[str, str]:
-    """Return each tensor's name in the file.
-
-    Raises:
-        CompatibilityError: If llama.cpp knows none.
-    """
-    import gguf
-
-    config = exported.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]], config.num_hidden_layers)
-    found = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in _tensors(exported)}
-    unknown = next((name for name, other in found.items() if other is None), None)
-    if unknown is not None:
-        raise CompatibilityError(
-            _WHERE, f"{unknown} must have a name in llama.cpp's {config.model_type}, got none", "export a causal model"
-        )
-    return {name: str(other) for name, other in found.items()}
 
 
 def _write(
@@ -224,79 +190,31 @@ def _write(
     import gguf
 
     config = exported.config
-    kind = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    kind = gguf.MODEL_ARCH[architecture_of(config).name]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     types = Counter(_type_of(block) for block in made.values())
     names = tuple(name for name, _ in types.most_common())
     writer.add_name(config.model_type)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{names[0]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    factors = _add_shape(writer, config)
+    factors = add_shape(writer, config)
     add_tokenizer(writer, tokenizer, config.vocab_size, _WHERE)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
-    of_file = _gguf_names(exported)
+    of_file = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, value in _tensors(exported).items():
-        if id(value) in made:
-            data = _rotated(name, _packed(made[id(value)]), config).contiguous().numpy()
-            writer.add_tensor(of_file[name], data, raw_dtype=gguf.GGMLQuantizationType[_type_of(made[id(value)])])
-            continue
-        rows = _rotated(name, value.detach(), config).contiguous()
-        if value.dim() == 1 or dtype == torch.float32:
-            writer.add_tensor(of_file[name], rows.float().numpy())
-        elif dtype == torch.float16:
-            writer.add_tensor(of_file[name], rows.half().numpy())
-        else:
-            data = rows.bfloat16().view(torch.uint8).numpy()
-            writer.add_tensor(of_file[name], data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        block = made.get(id(value))
+        rows = float_tensor(name, value.detach(), config, dtype) if block is None else _packed(block)
+        raw = None if block is None else gguf.GGMLQuantizationType[_type_of(block)]
+        if rows.dtype == torch.bfloat16:
+            rows, raw = rows.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        for other, data in file_tensors(name, rows, config, of_file).items():
+            writer.add_tensor(other, data.numpy(), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return names
-
-
-def _add_shape(writer: Any, config: Any) -> Tensor | None:
-    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing.
-
-    Raises:
-        CompatibilityError: If llama.cpp's architecture has no such setting.
-    """
-    import gguf
-
-    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
-    scaling = rope.get("rope_type", "default")
-    if scaling not in ("default", "linear", "llama3") or config.hidden_act != "silu":
-        raise CompatibilityError(
-            _WHERE, f"model must have silu and default, linear or llama3 positions, got {config.hidden_act}, {scaling}"
-        )
-    window = getattr(config, "sliding_window", None) or math.inf  # llama.cpp's architectures have none
-    writer.add_context_length(int(min(config.max_position_embeddings, window)))
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if scaling == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    return _frequency_factors(rope, width) if scaling == "llama3" else None
-
-
-def _frequency_factors(rope: dict[str, Any], width: int) -> Tensor:
-    wavelengths = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-    turns = rope["original_max_position_embeddings"] / wavelengths
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    return factors.float()
 
 
 def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor, Tensor]]) -> float:
@@ -308,18 +226,19 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
     import gguf
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    of_file = _gguf_names(exported)
+    config = exported.config
+    of_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_of(config).name], config.num_hidden_layers)
     worst = 0.0
     for name, value in _tensors(exported).items():
         if id(value) not in made:
             continue
-        tensor = found[of_file[name]]
-        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         expected = _values(made[id(value)])
-        if not torch.equal(weight, _rotated(name, expected, exported.config)):
-            raise CompatibilityError(
-                _WHERE, f"{name} must have the codes of the model in the file, got others", "nothing was written"
-            )
+        for other, rows in file_tensors(name, expected, config, of_file).items():
+            weight = torch.from_numpy(gguf.dequantize(found[other].data, found[other].tensor_type).copy())
+            if not torch.equal(weight.view_as(rows), rows):
+                raise CompatibilityError(
+                    _WHERE, f"{name} must have the codes of the model in the file, got others", "nothing was written"
+                )
         peak = float(value.detach().abs().max())
         worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)
     return worst

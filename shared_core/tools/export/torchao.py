@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
-from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.compressed_tensors import (
+from shared_core.tools.export.served import (
     ServedReport,
-    check_no_conv1d,
     codes_of,
     compare_outputs,
     saved_type,
+    served_reference,
     zero_points,
 )
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.export.source import baked_copy, float_layers, quiet
 from shared_core.tools.measuring import outputs
 
 _WHERE = "export_torchao"
@@ -54,14 +53,7 @@ def export_torchao(
     Example:
         ``export_torchao(apply_ranges(model, ranges), "served").equal_layers``
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise MissingExtraError(_WHERE, "torchao", "torchao")
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigError(_WHERE, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
-    check_no_conv1d(model, _WHERE, "torchao")
-    reference, names = quantized_reference(model, _WHERE, _check_layer)
-    if not names:
-        raise ConfigError(_WHERE, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    reference, names = served_reference(model, _WHERE, "torchao", "torchao", _check_layer)
     exported, layers, schemes, _ = baked_copy(reference, names)
     dtype = saved_type(model)
     unrounded = tuple(name for name in names if schemes[name].input == "fp8")
@@ -101,11 +93,6 @@ def _check_layer(name: str, module: Any, where: str) -> None:
         CompatibilityError: Naming the layer, and what would work.
     """
     scheme: LayerScheme = module.quantizer.scheme
-    kind = STOCK[type(module)]
-    if kind not in (nn.Linear, nn.Embedding):
-        raise CompatibilityError(
-            where, f"{name} must be Linear or Embedding for torchao, got {kind.__name__}", "skip it in qat"
-        )
     fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
     if scheme.input == "static":
         raise CompatibilityError(

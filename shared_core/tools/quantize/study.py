@@ -25,6 +25,7 @@ from shared_core.quantization.post_training.torchao_calibration import (
     quantize_with_torchao,
     to_plain_weights,
 )
+from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.schemes import layer_schemes
 from shared_core.quantization.selection import select_layers
 from shared_core.reports.quantization_page import notes_of_method
@@ -70,6 +71,7 @@ class QuantizationStudy:
         num_batches: How many of them to run, at most.
         equalize: Even out the ranges of channels first.
         correct_bias: Subtract the mean error of outputs from the biases.
+        kv_cache: ``fp8``: measure scales of the cache of keys and values.
         judge: Model → quality, a number.
         mode: Whether quality is better when larger (max) or when smaller (min).
         accept: Largest acceptable loss of quality: ``default``, ``recommender`` or a share from 0 to 1.
@@ -97,6 +99,7 @@ class QuantizationStudy:
     num_batches: int = 100
     equalize: bool = False
     correct_bias: bool = False
+    kv_cache: str | None = None
     judge: measures.Judge | None = None
     mode: str = "max"
     accept: str = "default"
@@ -121,6 +124,8 @@ class QuantizationStudy:
         thresholds(self.accept)
         if self.sensitivity not in (None, "kl", "rmse"):
             raise ConfigError("quantize", f"sensitivity must be kl or rmse, got {self.sensitivity!r}")
+        if self.kv_cache is not None:
+            check_kv_cache(self.network, self.kv_cache, "quantize")
         if self.largest_loss is not None:
             measures.check_plannable(self.config, self.largest_loss)
         if self.method is not None:
@@ -186,6 +191,7 @@ class QuantizationStudy:
             # Candidates of a plan are judged by quality alone.
             measure_outputs=not candidate,
             gptq=self.gptq,
+            kv_cache=None if candidate else self.kv_cache,
             progress=show,
         )
 

@@ -8,11 +8,12 @@ import gguf
 import pytest
 import tokenizers
 import torch
+from decoders import decoder_of
 from mixtures import mixture
 from qat_step import qat_result
 from safetensors.torch import load_file
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
@@ -20,8 +21,8 @@ from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors, export_gguf, export_torchao
-from shared_core.tools.export.compressed_tensors import exact_grid
 from shared_core.tools.export.gguf_tokenizer import add_tokenizer
+from shared_core.tools.export.served import exact_grid
 
 INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}
 FORMATS = {
@@ -202,7 +203,7 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         export_compressed_tensors(torch.nn.Linear(2, 2), tmp_path / "other")
     config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=24)
     gpt2, _ = qat_result(GPT2LMHeadModel(config), INPUTS, scheme="int8_weight")
-    with pytest.raises(CompatibilityError, match="must be a linear layer for compressed-tensors, got transformers'"):
+    with pytest.raises(CompatibilityError, match="must be a linear layer for vLLM, got transformers'"):
         export_compressed_tensors(gpt2, tmp_path / "other")
     ragged = make.language_model(hidden_size=32, intermediate_size=48, vocab_size=32)
     ragged, _ = qat_result(ragged, INPUTS, scheme="mxfp4")
@@ -212,10 +213,13 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         model.lm_head.weight[0, 0] *= 0.999
     with pytest.raises(CompatibilityError, match="lm_head must have weights on the grid of its codes"):
         export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "other")
-    with pytest.raises(
-        ConfigError, match=r"model must be one of llama, mistral, qwen2, qwen3 for llama\.cpp, got gpt2"
-    ):
-        export_gguf(gpt2, tmp_path / "other.gguf")
+    falcon, _ = qat_result(
+        FalconForCausalLM(FalconConfig(num_hidden_layers=1, hidden_size=64, vocab_size=32, num_attention_heads=2)),
+        INPUTS,
+        scheme="int8_weight",
+    )
+    with pytest.raises(ConfigError, match=r"model must be one of llama, mistral, .*, gpt2 for llama\.cpp, got falcon"):
+        export_gguf(falcon, tmp_path / "other.gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for write in (export_compressed_tensors, export_torchao, export_gguf):
         with pytest.raises(MissingExtraError, match=r"needs (compressed-tensors|torchao|gguf)"):
@@ -308,6 +312,55 @@ def test_a_gguf_file_has_the_codes_of_training(scheme, types, options, folder, t
     }
     assert (values["model"], values["pre"], values["merges"]) == ("gpt2", "gpt-2", ["a b"])
     assert (values["tokens"][:5], values["token_type"][:5]) == (["a", "b", "ab", "<s>", "[PAD4]"], [1, 1, 1, 3, 5])
+
+
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2", "starcoder2", "gpt2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoders_of_other_kinds_have_their_tensors_where_llama_cpp_reads_them(kind, tmp_path):
+    model, ranges = qat_result(decoder_of(kind), INPUTS, scheme="int8_weight")
+    report = export_gguf(apply_ranges(model, ranges), tmp_path / "m.gguf", example_inputs=INPUTS)
+    assert report.equal_layers == len(ranges)
+    assert report.scale_error < 1e-3
+    loaded = kind not in ("mixtral", "olmo2")  # by transformers
+    assert report.largest_difference is None if not loaded else report.largest_difference < 5e-3
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    if "layers.0.mlp.experts" in str(model.state_dict().keys()):
+        stack = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+        for name, rows in zip(("gate", "up"), stack.chunk(2, 1), strict=True):
+            found = tensors[f"blk.0.ffn_{name}_exps.weight"]
+            assert found.tensor_type.name == "Q8_0"
+            values = torch.from_numpy(gguf.dequantize(found.data, found.tensor_type).copy())
+            torch.testing.assert_close(values, rows, rtol=1e-3, atol=1e-4)
+    if kind.startswith("gemma"):  # the norm adds 1 there, and here
+        expected = model.model.norm.weight + 1
+        torch.testing.assert_close(torch.from_numpy(tensors["output_norm.weight"].data.copy()), expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "rule"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob must be True for llama.cpp's qwen3_moe, got False"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, "layers without experts must be False .* got True"),
+        ("gemma2", {"query_pre_attn_scalar": 32}, "query_pre_attn_scalar must be 64 for llama.cpp's gemma2, got 32"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping must be True .* got False"),
+        ("starcoder2", {"hidden_act": "gelu"}, "activation must be gelu_pytorch_tanh for llama.cpp's starcoder2"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "other scales of attention, or cross-attention must be"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "model must have default, linear or llama3 positions, got yarn",
+        ),
+    ],
+)
+def test_settings_that_its_architecture_lacks_are_refused(kind, setting, rule, tmp_path):
+    model, ranges = qat_result(decoder_of(kind), INPUTS, scheme="int8_weight")
+    for name, value in setting.items():
+        setattr(model.config, name, value)
+    with pytest.raises(CompatibilityError, match=rule):
+        export_gguf(apply_ranges(model, ranges), tmp_path / "m.gguf", verify=False)
+    assert not (tmp_path / "m.gguf").exists()
 
 
 def test_sentencepiece_tokens_have_the_order_of_their_merges(tmp_path):

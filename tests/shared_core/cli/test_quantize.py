@@ -16,7 +16,7 @@ from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.quantization import BitPlan, apply_ranges, quantize
 from shared_core.quantization.post_training.torchao_calibration import quantize_with_torchao
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.compressed_tensors import codes_of
+from shared_core.tools.export.served import codes_of
 
 TASK = """
 import torch

@@ -1,0 +1,258 @@
+"""Keys and values that attention layers keep, in FP8: their scales measured, saved with the ranges, and their cost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.calls import call_model, evaluated
+from shared_core.modules.matching import plain_name
+from shared_core.numerics.noise import SignalToNoise
+
+_WHERE = "calibrate_kv_cache"
+_CACHE = "past_key_values"  # what transformers' models call it
+_SCALES = ("k_scale", "v_scale")
+_LARGEST = 448.0  # of e4m3
+Change = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class KvCacheReport:
+    """What an FP8 cache of keys and values has and costs.
+
+    Attributes:
+        scales: Attention layer → ``{"k_scale", "v_scale"}``, as `apply_ranges` takes them among the ranges.
+        sqnr_db: Attention layer → signal to quantisation noise of its keys and values in dB.
+        loss: Mean cross-entropy of the next token on the batches, with the cache in float; None for models without
+            logits of tokens.
+        rounded_loss: The same with the cache in FP8.
+    """
+
+    scales: dict[str, dict[str, float]]
+    sqnr_db: dict[str, dict[str, float]]
+    loss: float | None
+    rounded_loss: float | None
+
+
+def calibrate_kv_cache(
+    model: nn.Module,
+    batches: Iterable[Any],
+    kv_cache: str = "fp8",
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> KvCacheReport:
+    """Give the attention layers of a decoder scales of an FP8 cache, ``max|x| / 448``; return these and what they cost.
+
+    Measured are the keys and values that go into the cache: keys behind their rotary embedding. Larger ones than the
+    batches had saturate. The model computes as before: an engine that reads the scales (`export_compressed_tensors`)
+    keeps the cache in FP8, and so does a model within `rounding_kv_cache`.
+
+    Args:
+        model: A decoder of transformers, as it will be served: quantised, or in float. Its attention layers keep their
+            scales.
+        batches: Inputs of the model, at least one. Tokens that ``attention_mask`` leaves out do not count.
+        kv_cache: The format; ``fp8`` is e4m3.
+        progress: Called with (batches run, batches to run) after each; they are run twice.
+
+    Raises:
+        ConfigError: If an argument breaks its rule, or a batch is not what the model takes.
+        CompatibilityError: If no attention layer keeps keys and values, or the model has an encoder too.
+        TrainingError: If keys or values are not finite, or all 0.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433 (the format); vLLM 0.32 (one scale a layer for keys, one for
+    values).
+
+    Example:
+        ``calibrate_kv_cache(apply_ranges(model, ranges), batches).scales["model.layers.0.self_attn"]["k_scale"]``
+    """
+    check_kv_cache(model, kv_cache, _WHERE)
+    held = list(batches)
+    if not held:
+        raise ConfigError(_WHERE, "batches must hold inputs, got none")
+    largest: dict[str, Tensor] = {}
+    noise: dict[str, tuple[SignalToNoise, SignalToNoise]] = {}
+    run = functools.partial(_losses, model, held, progress)
+
+    def observe(batch: Any, name: str, *states: Tensor) -> tuple[Tensor, ...]:
+        found = torch.stack([_tokens(state, batch).abs().amax().float() for state in states])
+        largest[name] = torch.maximum(found, largest.get(name, torch.zeros_like(found)))  # NaN stays
+        return states
+
+    def compare(batch: Any, name: str, *states: Tensor) -> tuple[Tensor, ...]:
+        rounded = _rounded(scales[name], *states)
+        sums = noise.setdefault(name, (SignalToNoise(), SignalToNoise()))
+        for sum_, state, other in zip(sums, states, rounded, strict=True):
+            sum_.add(_tokens(state, batch), _tokens(other, batch))
+        return rounded
+
+    loss = run(observe, 0)
+    scales = {name: dict(zip(_SCALES, (found / _LARGEST).tolist(), strict=True)) for name, found in largest.items()}
+    if not scales:
+        raise _no_attention(_WHERE)
+    for name, entry in scales.items():
+        _check(entry, f"{_WHERE}: {name}", TrainingError)
+    take_cache_scales_(model, scales)
+    rounded_loss = run(compare, len(held))
+    decibels = {name: {"keys": sums[0].decibels, "values": sums[1].decibels} for name, sums in noise.items()}
+    return KvCacheReport(scales, decibels, loss, rounded_loss)
+
+
+def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
+    """Refuse what `calibrate_kv_cache` cannot serve, before anything runs.
+
+    Raises:
+        ConfigError: If the format is another.
+        CompatibilityError: If the model is no decoder whose attention takes a cache.
+    """
+    if kv_cache != "fp8":
+        raise ConfigError(where, f"kv_cache must be fp8, got {kv_cache!r}")
+    generates = getattr(model, "can_generate", lambda: True)()  # encoders of transformers take a cache and fill none
+    if not generates or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise CompatibilityError(
+            where, f"kv_cache must come with a decoder that generates text, got {type(model).__name__}", "drop it"
+        )
+    if not _attention_layers(model):
+        raise _no_attention(where)
+
+
+def _no_attention(where: str) -> CompatibilityError:
+    return CompatibilityError(
+        where, f"kv_cache must come with attention layers that fill a cache ({_CACHE}), got none", "drop it"
+    )
+
+
+def cache_scales(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return the scales of a model's cache, by attention layer; nothing if it was not calibrated."""
+    named = ((plain_name(name), vars(module).get("kv_cache_scales")) for name, module in model.named_modules())
+    return {name: dict(entry) for name, entry in named if entry is not None}
+
+
+def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str, Any]:
+    """Give attention layers the scales that stand among saved ranges; return the ranges of other layers.
+
+    Raises:
+        MatchError: If a name is no attention layer of the model.
+        ConfigError: If a scale is no positive number.
+    """
+    found = {name: entry for name, entry in ranges.items() if isinstance(entry, Mapping) and "k_scale" in entry}
+    layers = _attention_layers(model) if found else {}
+    for name, entry in found.items():
+        if name not in layers:
+            raise MatchError("apply_ranges", f"{name!r} must be an attention layer of the model{nearest(name, layers)}")
+        _check(entry, f"apply_ranges: {name}", ConfigError)
+        vars(layers[name])["kv_cache_scales"] = {scale: float(entry[scale]) for scale in _SCALES}
+    return {name: entry for name, entry in ranges.items() if name not in found}
+
+
+@contextlib.contextmanager
+def rounding_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Have a calibrated model round keys and values to FP8 where it keeps them, as an engine with such a cache does."""
+    scales = cache_scales(model)
+    with _before_cache(model, lambda name, *states: _rounded(scales[name], *states) if name in scales else states):
+        yield
+
+
+def _check(entry: Mapping[str, Any], where: str, error: type[ConfigError | TrainingError]) -> None:
+    for name in _SCALES:
+        value = entry.get(name)
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            what = "not all be 0" if value == 0 else "be finite"
+            raise error(where, f"{'keys' if name == 'k_scale' else 'values'} must {what}, got a scale of {value}")
+
+
+def _rounded(scales: Mapping[str, float], *states: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
+
+
+def _on_grid(state: Tensor, scale: float) -> Tensor:
+    codes = (
+        (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    )  # the cast alone gives NaN beyond
+    return (codes.float() * scale).to(state.dtype)
+
+
+def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the innermost modules whose forward takes a cache: what stands around them hands it on."""
+    able = {
+        name: module for name, module in model.named_modules() if _CACHE in inspect.signature(module.forward).parameters
+    }
+    modules = set(able.values())
+    return {plain_name(name): module for name, module in able.items() if len(modules & {*module.modules()}) == 1}
+
+
+class _Cache:
+    """A cache, or none, before which keys and values are changed."""
+
+    def __init__(self, kept: Any, change: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.kept, self.change = kept, change
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Keep keys and values; return all that are kept."""
+        keys, values = self.change(keys, values)
+        return (keys, values) if self.kept is None else self.kept.update(keys, values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kept, name)
+
+
+@contextlib.contextmanager
+def _before_cache(model: nn.Module, change: Callable[..., Any]) -> Iterator[None]:
+    """Call `change` with the name of a layer, keys and values, before it keeps what is returned."""
+
+    def hook(name: str, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.arguments[_CACHE] = _Cache(bound.arguments.get(_CACHE), functools.partial(change, name))
+        return bound.args, bound.kwargs
+
+    with contextlib.ExitStack() as stack:
+        for name, module in _attention_layers(model).items():
+            handle = module.register_forward_pre_hook(functools.partial(hook, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def _losses(
+    model: nn.Module, batches: list[Any], progress: Callable[[int, int], None] | None, change: Any, done: int
+) -> float | None:
+    """Run the batches with `change` (batch, layer, keys, values) before the cache; return the mean loss of tokens."""
+    total, count = 0.0, 0
+    for number, batch in enumerate(batches, 1):
+        with evaluated(model), _before_cache(model, functools.partial(change, batch)):
+            logits = getattr(call_model(model, batch, f"{_WHERE}: batches"), "logits", None)
+        targets = _next_tokens(batch)
+        if isinstance(logits, Tensor) and targets is not None and logits.shape[:-1] == targets.shape:
+            total += float(F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"))
+            count += int((targets != -100).sum())
+        if progress is not None:
+            progress(done + number, 2 * len(batches))
+    return total / count if count else None
+
+
+def _next_tokens(batch: Any) -> Tensor | None:
+    """Return each position's next token, -100 where there is none to tell."""
+    first = batch[0] if isinstance(batch, tuple | list) else batch
+    given = batch if isinstance(batch, Mapping) else {"input_ids": first}
+    tokens = given.get("labels", given.get("input_ids"))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+        return None
+    mask = given.get("attention_mask")
+    tokens = tokens if mask is None or mask.shape != tokens.shape else tokens.masked_fill(mask == 0, -100)
+    return F.pad(tokens[:, 1:], (0, 1), value=-100)
+
+
+def _tokens(states: Tensor, batch: Any) -> Tensor:
+    """Return the states (batch, heads, tokens, width) of tokens that are no padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (states.shape[0], states.shape[2]):
+        return states
+    return states.transpose(1, 2)[mask.bool()]

@@ -1,0 +1,261 @@
+"""What exports for engines of language models share: the opening, the codes of saved weights, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.modules.experts import StackedExperts
+from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.source import quantized_reference, quiet
+from shared_core.tools.measuring import difference, outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedReport:
+    """What was written for an engine.
+
+    Attributes:
+        path: The folder.
+        bytes: Of its files of weights.
+        format: How codes lie in them, in the format's words.
+        quantized: Layers with codes in the file; of stacked experts each matrix, by its name there.
+        values: Embeddings and heads tied to one, with the values of their codes in float.
+        unrounded_inputs: Those of `values` whose input training rounded, and engines do not.
+        float_layers: Layers of the same types that stay in float.
+        equal_layers: Layers whose codes stand for exactly the weights of the model; None if they were not compared.
+        largest_difference: Of transformers' outputs to the model's, both with inputs of layers in float, relative to
+            the largest output; None if they were not compared: transformers loads neither float experts, nor those
+            in W8A8 or with zero points, nor zero points of other layers beside other schemes.
+        relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
+            model's and vLLM's.
+        kv_cache: Attention layers whose cache of keys and values has scales: engines keep it in FP8.
+        scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
+            layer; None elsewhere.
+    """
+
+    path: Path
+    bytes: int
+    format: str
+    quantized: tuple[str, ...]
+    values: tuple[str, ...]
+    unrounded_inputs: tuple[str, ...]
+    float_layers: tuple[str, ...]
+    equal_layers: int | None
+    largest_difference: float | None
+    relative_change: float | None
+    scale_error: float | None = None
+    kv_cache: tuple[str, ...] = ()
+
+
+def served_reference(
+    model: Any,
+    where: str,
+    engine: str,
+    package: str,
+    check: Callable[[str, Any, str], None],
+    *,
+    experts: bool = False,
+    conv1d: bool = False,
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return what `quantized_reference` does of a model that an engine is to run.
+
+    Args:
+        model: As the exporting function takes it.
+        where: That function, for errors.
+        engine: What the file or folder is for.
+        package: What writes it, and the extra of that name.
+        check: Refuses a layer that the format, or the engine, has no place for.
+        experts: Whether the format holds stacked experts.
+        conv1d: Whether it holds GPT-2's layers, as linear ones.
+
+    Raises:
+        MissingExtraError: If the package is not installed.
+        ConfigError: If the model is none of transformers, or has no quantised layer.
+        CompatibilityError: If a layer cannot be exported.
+    """
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise MissingExtraError(where, package, package)
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(where, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
+    for name, module in () if conv1d else model.named_modules():
+        if is_transformers_conv1d(module) and layer_entry(module) is not None:
+            raise CompatibilityError(
+                where, f"{name} must be a linear layer for {engine}, got transformers' Conv1D", "use onnx or gguf"
+            )
+
+    def check_layer(name: str, module: Any, where: str) -> None:
+        kind = STOCK[type(module)]
+        if kind not in (nn.Linear, nn.Embedding) and not (experts and isinstance(module, StackedExperts)):
+            known = "Linear, Embedding or experts" if experts else "Linear or Embedding"
+            raise CompatibilityError(
+                where, f"{name} must be {known} for {engine}, got {kind.__name__}", "skip it in qat"
+            )
+        check(name, module, where)
+
+    reference, names = quantized_reference(model, where, check_layer)
+    if not names:
+        raise ConfigError(where, "model must have quantised layers, got none", "train with qat, or eff quantize first")
+    return reference, names
+
+
+def saved_type(model: Any) -> torch.dtype:
+    """Return the type that a model of transformers saves its weights in."""
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a string once the model was saved
+
+
+def exact_grid(
+    rows: Tensor, largest: Iterable[float], levels: torch.dtype, dtype: torch.dtype, span: float = torch.inf
+) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
+
+    A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
+    numbers that give every value of the row.
+
+    Args:
+        rows: (rows, values), float32, finite, with values of `dtype`.
+        largest: Magnitudes that the largest code may have.
+        levels: int8 or an FP8 type: what codes are rounded to.
+        dtype: The type that the values were saved in.
+        span: Largest difference between the codes of a row, 0 among them.
+
+    Returns:
+        Both float32; a row of zeros has scale 1.
+
+    Example:
+        >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
+        >>> codes.tolist(), scale.tolist()
+        ([[1.0, -2.0, 3.0]], [0.5])
+    """
+    peaks = rows.abs().amax(1)
+    codes, scale = torch.zeros_like(rows), torch.ones_like(peaks)
+    left = torch.arange(len(rows))[peaks > 0]
+    for top in largest:
+        if not len(left):
+            break
+        exact = rows[left]
+        found = _rounded(exact / (peaks[left] / top).unsqueeze(1), levels)
+        step = _common_scale(exact, found, dtype)
+        fits = ((found * step.unsqueeze(1)).to(dtype) == exact.to(dtype)).all(1)
+        fits &= found.amax(1).clamp(min=0) - found.amin(1).clamp(max=0) <= span
+        codes[left[fits]], scale[left[fits]] = found[fits], step[fits]
+        left = left[~fits]
+    return None if len(left) else (codes, scale)
+
+
+def _rounded(codes: Tensor, levels: torch.dtype) -> Tensor:
+    return codes.to(levels).float() if levels.is_floating_point else codes.round()
+
+
+def _common_scale(values: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return for each row the middle of the scales that, times its codes, round to its values."""
+    value, code = values.abs().double(), codes.abs().double()
+    low, high = (_neighbour(values.abs().to(dtype), way).double() for way in (0.0, torch.inf))
+    never = torch.full_like(value, torch.inf)
+    some = code > 0
+    below = torch.where(some, (value + low) / 2 / code, -never).amax(1)
+    above = torch.where(some, (value + high) / 2 / code, never).amin(1)
+    return ((below + above) / 2).float()
+
+
+def _neighbour(values: Tensor, way: float) -> Tensor:
+    return torch.nextafter(values, torch.full_like(values, way))
+
+
+def codes_of(
+    where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of a weight that holds the values of its codes.
+
+    Args:
+        where: The function, for errors.
+        name: The layer.
+        rows: Its weight, (outputs, inputs), float32.
+        scheme: How it is quantised.
+        entry: What deployment knows of it.
+        dtype: The type that its values were saved in.
+
+    Returns:
+        Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
+        `zero_points`.
+
+    Raises:
+        CompatibilityError: If the weight is not finite, or lies on no grid.
+    """
+    if not bool(torch.isfinite(rows).all()):
+        raise CompatibilityError(
+            where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
+        )
+    groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
+    levels = torch.float8_e4m3fn if scheme.weight == "fp8" else torch.int8
+    qmax: float = 448.0 if scheme.weight == "fp8" else scheme.weight_qmax
+    if "weight_scale" in entry:
+        scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
+        codes = (groups / scale.unsqueeze(1)).round()
+        found = (codes, scale) if torch.equal((codes * scale.unsqueeze(1)).to(dtype), groups.to(dtype)) else None
+    elif scheme.affine:
+        span = 2**scheme.weight_bits - 1
+        found = exact_grid(groups, range(span, 0, -1), levels, dtype, span)
+    else:
+        found = exact_grid(groups, [qmax], levels, dtype)
+    if found is None:
+        raise CompatibilityError(
+            where,
+            f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
+            "are not",
+            "export what qat or eff quantize saved, unchanged",
+        )
+    return found
+
+
+def zero_points(codes: Tensor, bits: int) -> Tensor:
+    """Return what each affine group adds to its codes: the smallest value, or 0, has the smallest, as in training."""
+    lowest: Tensor = codes.amin(1).clamp(max=0).neg().sub(2 ** (bits - 1))
+    return lowest
+
+
+def compare_outputs(
+    where: str,
+    loaded: nn.Module,
+    switch: Callable[[bool], None],
+    expected: tuple[Any, Any],
+    inputs: Any,
+    tolerance: float,
+) -> tuple[float, float]:
+    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded.
+
+    Args:
+        where: The function, for errors.
+        loaded: The model.
+        switch: Turns the rounding of its inputs off and on.
+        expected: The outputs that it should have without, and with it.
+        inputs: What it is called with.
+        tolerance: Of the first difference, relative to the largest output.
+
+    Raises:
+        CompatibilityError: If they differ with inputs in float.
+    """
+    found = []
+    for rounds in (False, True):
+        switch(rounds)
+        with quiet():
+            found.append(outputs(loaded, inputs))
+    plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
+    if not plain <= tolerance:
+        raise CompatibilityError(
+            where,
+            f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
+            f"of {plain:.3g}",
+            "nothing was written",
+        )
+    return plain, rounded
