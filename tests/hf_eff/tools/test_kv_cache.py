@@ -168,6 +168,8 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     told = eff("export", "small", *export, "served").stdout
     assert "keys and values of 2 attention layers have scales" in told
     assert "model.layers.1.self_attn.v_scale" in load_file("served/model.safetensors")
+    told = eff("export", "small", "--format", "torchao", "--out", "ao").stdout
+    assert "left out: 2 layers' scales of the cache" in told
     network = AutoModelForCausalLM.from_pretrained("small")
     assert convert(network, ranges)(**batches()[0]).logits.isfinite().all()
     # what qat saved has none
