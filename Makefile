@@ -63,7 +63,7 @@ test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest ru
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py
 
-test-deepspeed: $(VENV)/.dev # some 10 minutes on two cores
+test-deepspeed: $(VENV)/.dev # some 10 minutes on two cores that are free
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/shared_core/distributed/test_zero.py tests/hf_eff/distributed/test_deepspeed.py
 

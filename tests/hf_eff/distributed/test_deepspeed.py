@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_deepspeed import BF16, RECIPES, REFUSED
+from hf_deepspeed import REFUSED, names_of
 from safetensors.torch import load_file
 from two_ranks import ENVIRONMENT
 
@@ -35,10 +35,8 @@ def folder(tmp_path_factory):
     for world, configs in CONFIGS.items():
         place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORTS[world]}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"} for rank in range(world)]
-        ended(
-            subprocess.Popen([*command, str(folder / str(world)), *configs], env=ENVIRONMENT | place | rank, **pipes)
-            for rank in ranks
-        )
+        mine = [*command, str(folder / str(world)), *configs]
+        ended([subprocess.Popen(mine, env=ENVIRONMENT | place | rank, **pipes) for rank in ranks])
     return folder
 
 
@@ -50,8 +48,10 @@ def zeros(found):
     return {name: int((value == 0).sum()) for name, value in found.items()}
 
 
-@pytest.mark.parametrize(("world", "config"), [(1, "1"), (1, "2-offload"), (2, "2")])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("world", "config", "name"),
+    [(*run, name) for run in ((1, "1"), (1, "2-offload"), (2, "2")) for name in names_of(run[1], run[0])],
+)
 def test_each_technique_trains_what_it_trains_without_deepspeed(folder, world, config, name):
     plain, found = weights(folder / "plain" / name / "final"), weights(folder / str(world) / config / name / "whole")
     assert plain.keys() == found.keys()
@@ -68,7 +68,7 @@ def test_each_technique_trains_what_it_trains_without_deepspeed(folder, world, c
         (world, config, name)
         for world, configs in CONFIGS.items()
         for config in configs
-        for name in (BF16 if "bf16" in config else ("nothing", "checkpointing") if config == "3" else RECIPES)
+        for name in names_of(config, world)
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(folder, world, config, name):
@@ -100,7 +100,8 @@ def test_checkpointing_in_stage_3_changes_no_bit(folder, world):
 
 def test_bf16_weights_are_averaged_and_masked_in_float32(folder):
     told = json.loads((folder / "1" / "told-0.json").read_text())
-    assert told["away"] <= 1e-9  # within one rounding to bf16
+    of_float32, of_bf16 = told["away"]
+    assert of_float32 < 1e-3 < 0.05 < of_bf16  # a last bit of float32 may decide a tie
     assert told["zeros"][-1] == told["end"] > 3000
     assert told["zeros"] == sorted(told["zeros"])
 

@@ -5,7 +5,6 @@ RANK and the like are set for DeepSpeed, DS_ACCELERATOR too. Each recipe is trai
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -38,10 +37,18 @@ RECIPES = {
     "ema": {"distill": {"teacher": "ema"}},
 }
 BF16 = ("prune", "movement", "qat", "average", "lora")
+IN_TWO = ("nothing", "prune", "rigl", "qat", "average", "prune+qat+average", "lora", "distill")
 REFUSED = {
     "3": ["prune", "qat", "average", "low_rank", "lora", "activations", "distill"],
     "2-fp16": ["prune"],
 }
+
+
+def names_of(config, world):
+    """Return the recipes that are run with a config in so many processes."""
+    if config == "3":
+        return ("nothing", "checkpointing")
+    return BF16 if "bf16" in config else IN_TWO if world == 2 else tuple(RECIPES)
 
 
 def zero(config):
@@ -75,7 +82,7 @@ class Stepped(TrainerCallback):
         self.weights.append({name: value for name, value in found.items() if value is not None})
 
 
-def train(folder, recipe, config=None, resume=None, callbacks=None):
+def train(folder, recipe, config=None, resume=None, callbacks=None, final="final"):
     settings = {
         "optim": "adamw_torch", "adam_epsilon": 1e-4, "max_steps": 6, "gradient_accumulation_steps": 2,
         "max_grad_norm": 0.5, "per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", 1)),
@@ -85,30 +92,31 @@ def train(folder, recipe, config=None, resume=None, callbacks=None):
         settings |= {"deepspeed": zero(config), "bf16": "bf16" in config, "fp16": "fp16" in config}
     model = make_language_model()
     trainer = make_trainer(folder, model=model, data=make_texts(64), callbacks=callbacks, **settings)
-    if "distill" in recipe and recipe["distill"].get("teacher") != "ema":
+    if "distill" in recipe and "teacher" not in recipe["distill"]:
         wide = 16 if "attention" in recipe["distill"] else 32
         recipe = {"distill": {**recipe["distill"], "teacher": make_language_model(seed=9, hidden_size=wide)}}
     attach(trainer, recipe)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(str(folder / "final"))
+    trainer.save_model(str(folder / final))
     return trainer
 
 
 def run(folder, name, config):
     """Train, and go on from the middle again; both final models are kept."""
-    train(folder, RECIPES[name], config)
-    shutil.copytree(folder / "final", folder / "whole", dirs_exist_ok=True)
+    train(folder, RECIPES[name], config, final="whole")
     train(folder, RECIPES[name], config, resume=str(folder / "checkpoint-3"))
 
 
 def steps_of_bf16(folder):
-    """Return how far an average of bf16 weights is from that of their float32 values; and their zeros under masks."""
+    """Return the shares of an average that are not that of the float32 and of the bf16 weights; zeros under masks."""
     stepped = Stepped()
     trainer = train(folder, RECIPES["average"], "1-bf16", callbacks=[stepped])
-    away = 0.0
+    counts = torch.zeros(3)
     for name, parameter in trainer.model.named_parameters():
-        mean = torch.stack([weights[name].double() for weights in stepped.weights[1:]]).mean(0)
-        away = max(away, float((parameter.double() - mean).abs().sub(mean.abs() * 2**-8).max()))
+        wide = torch.stack([weights[name] for weights in stepped.weights[1:]])
+        means = [values.double().mean(0).bfloat16() for values in (wide, wide.bfloat16())]
+        counts += torch.tensor([*(int((parameter != mean).sum()) for mean in means), parameter.numel()])
+    away = (counts[:2] / counts[2]).tolist()
     stepped.weights.clear()
     trainer = train(folder.with_name("masked"), RECIPES["prune"], "1-bf16", callbacks=[stepped])
     zeros = [sum(int((weights == 0).sum()) for weights in found.values()) for found in stepped.weights]
@@ -135,8 +143,7 @@ def main(folder, configs):
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     rank, told = os.environ["RANK"], {}
     for config in configs:
-        names = BF16 if "bf16" in config else ("nothing", "checkpointing") if config == "3" else RECIPES
-        for name in names:
+        for name in names_of(config, int(os.environ["WORLD_SIZE"])):
             run(folder / config / name, name, config)
     if "1-bf16" in configs:
         told["away"], told["zeros"], told["end"] = steps_of_bf16(folder / "averaged")
