@@ -14,6 +14,7 @@ help:
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
 	@echo "make test-serving exported models in vLLM, llama.cpp and other engines, beside what training saw"
+	@echo "make test-deepspeed  every technique under DeepSpeed on a CPU, in one process and two; installs it into .venv"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
@@ -62,6 +63,10 @@ test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest ru
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py
 
+test-deepspeed: $(VENV)/.dev # some 10 minutes on two cores that are free
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" tests/shared_core/distributed/test_zero.py tests/hf_eff/distributed/test_deepspeed.py
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -91,5 +96,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving check fmt bench bench-gpu cost replicas scripts docs
+.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
 .DEFAULT_GOAL := help

@@ -70,7 +70,8 @@ def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) 
     holds = {
         "bf16": accelerator.mixed_precision == "bf16",
         "fp16": accelerator.mixed_precision == "fp16",
-        "deepspeed": getattr(state, "deepspeed_plugin", None) is not None,
+        "deepspeed": (engine := getattr(state, "deepspeed_plugin", None)) is not None,
+        "deepspeed_fp16": engine is not None and accelerator.mixed_precision == "fp16",
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
         "peft": is_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False)),
         "tpu": is_torch_xla_available(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -38,6 +40,7 @@ from hf_eff._run_environment import (
 )
 from hf_eff._services import TrainerServices
 from shared_core.distributed.collectives import from_main
+from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
@@ -149,6 +152,8 @@ class SessionCallback(TrainerCallback):
         self._baking = False  # what is being saved is the user's model
         self._passed_over = False  # an evaluated model was not compared: it did not hold what was asked for
         self._is_over = False  # a resumed run had taken its last step
+        self._zero: ZeroOptimizer | None = None  # DeepSpeed's, which steps inside the backward
+        self._engine_step: Wrapped | None = None
         self._resumed_from: Path | None = None
         self._new_session(recipe)
         self._wire()
@@ -339,6 +344,9 @@ class SessionCallback(TrainerCallback):
         try:
             return method(*args, **kwargs)
         finally:
+            if self._engine_step is not None:
+                self._engine_step.undo()
+            self._zero = self._engine_step = None
             self._made_optimizer = self._trainer.optimizer if makes_optimizer else None
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -387,13 +395,13 @@ class SessionCallback(TrainerCallback):
             steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
         except TypeError:  # a data set without length
             steps_per_epoch = None
-        # torch's own optimizer: accelerate's wrapper has no hooks, and skips steps by itself.
         session.begin(
-            [inner_optimizer(self._trainer.optimizer)],
+            [self._optimizer()],
             total_steps=state.max_steps,
             steps_per_epoch=steps_per_epoch,
             clips_gradients=args.max_grad_norm > 0,
         )
+        self._follow()
         for adapter in self._asked:
             adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step
@@ -423,6 +431,7 @@ class SessionCallback(TrainerCallback):
         if self._passed_over and trainer.state.best_global_step is None:
             session.note("no checkpoint that was compared held what was asked for: the model is that of the last step")
         session.finish()
+        self._follow()
         if trainer.args.eval_strategy != IntervalStrategy.NO:
             session.validate_final(self._services.evaluate)
 
@@ -443,7 +452,7 @@ class SessionCallback(TrainerCallback):
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # Before the state is loaded: torch casts what it loads to the parameters that it finds in the groups.
         if self.session.is_attached:
-            self.session.prepare_optimizers([inner_optimizer(self._trainer.optimizer)])
+            self.session.prepare_optimizers([self._optimizer()])
         if not self._trainer.is_fsdp_enabled:
             method(*args, **kwargs)
             return
@@ -537,6 +546,29 @@ class SessionCallback(TrainerCallback):
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Return torch's own: accelerate's wrapper has no hooks, and skips steps by itself; or DeepSpeed's."""
+        engine, context = self._trainer.model_wrapped, self.session.context
+        if self._trainer.is_deepspeed_enabled and self._engine_step is None and self.session.recipe:
+            self._engine_step = Wrapped(engine, "step", self._step_of_engine)
+            self._zero = ZeroOptimizer.of(engine)
+            if self._zero is not None and context is not None:
+                context.in_full_precision = self._zero.in_full_precision
+        return cast(torch.optim.Optimizer, self._zero) or inner_optimizer(self._trainer.optimizer)
+
+    def _step_of_engine(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # within the last backward: the trainer's own events of a step come after it
+        self._complete = True
+        lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
+        with lent:
+            self.session.before_optimizer_step()
+        self._follow()
+        return method(*args, **kwargs)
+
+    def _follow(self) -> None:
+        if self._zero is not None:
+            self._zero.follow()
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -582,6 +614,7 @@ class SessionCallback(TrainerCallback):
         elif not self.session.after_optimizer_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
+        self._follow()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look now and then whether steps are applied as planned: many may be skipped."""

@@ -141,8 +141,8 @@ def run_environment(trainer: Any, model: Any) -> set[str]:
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
     if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
         found.add("tensor_parallel")
-    if "deepspeed" in found and trainer.strategy.zero_stage_3:
-        found.add("zero3")
+    if "deepspeed" in found:
+        found |= {"lightning_deepspeed", *(("zero3",) if trainer.strategy.zero_stage_3 else ())}
     if "fsdp2" not in found:
         found |= wrapped_by_user(model)
     precision = str(trainer.precision_plugin.precision)

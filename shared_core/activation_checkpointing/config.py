@@ -37,7 +37,6 @@ class CheckpointingConfig(TechniqueConfig):
     conflicts: ClassVar[Mapping[str, str]] = {
         "trainer_checkpointing": "blocks would be recomputed twice; switch the trainer's off (gradient_checkpointing "
         "or activation_checkpointing of transformers: policy block does the same, every_k as its every_n_layers)",
-        "deepspeed": "DeepSpeed partitions weights by hooks of its own; use its activation checkpointing",
         "fsdp1": "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
@@ -92,12 +91,13 @@ class CheckpointingConfig(TechniqueConfig):
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
-        if "fsdp2" in environment and self.has_budget:
-            yield (
-                f"checkpointing with a budget cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: the profile would "
-                "count gathered weights as activations; take policy block, or plan on one device and name the blocks "
-                "in include"
-            )
+        for way in ("fsdp2", "zero3"):
+            if way in environment and self.has_budget:
+                yield (
+                    f"checkpointing with a budget cannot be combined with {RUN_ENVIRONMENTS[way]}: the profile would "
+                    "count gathered weights as activations; take policy block, or plan on one device and name the "
+                    "blocks in include"
+                )
 
 
 _SUFFIXES = {"GiB": 1 << 30, "MiB": 1 << 20}

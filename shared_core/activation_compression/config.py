@@ -26,8 +26,8 @@ class ActivationsConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("soup",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "deepspeed": "it gathers weights into buffers that cannot be told from activations, and offloads by itself; "
-        "use its own activation checkpointing, or DDP",
+        "zero3": "gathered weights cannot be told from activations, and would be rounded and kept too; use stage 2, or "
+        "checkpointing",
         "fsdp1": "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2",
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)

@@ -7,6 +7,8 @@ RUN_ENVIRONMENTS = {
     "fp16": "fp16 mixed precision",
     "deepspeed": "DeepSpeed",
     "zero3": "DeepSpeed ZeRO stage 3",
+    "deepspeed_fp16": "DeepSpeed in fp16",
+    "lightning_deepspeed": "Lightning's DeepSpeedStrategy",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
     "efficient_loading": "cpu_ram_efficient_loading of FSDP",
@@ -31,19 +33,23 @@ EVERY_TECHNIQUE = {
     "tensor_parallel": "its layers hold parts of a weight in forward too, and it has not been run with them; use DDP "
     "or FSDP version 2",
     "tpu": "it has not been run on XLA devices",
+    "deepspeed_fp16": "its gradients are multiples of themselves until the engine steps, by a scale of its own; train "
+    "in bf16",
+    "lightning_deepspeed": "it takes CUDA devices alone, and has not been run there; use DDP or FSDP version 2",
     "pruning_callback": "it replaces the weights by masks and weights of its own; the technique prune does what it "
     "does",
 }
 """Environments that refuse a technique which does not name them in `works_in`, and why."""
 
 DEEPSPEED = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
+ZERO3 = "a process holds parts of the weights, except in their layers' forward; use stage 2 or FSDP version 2"
 FSDP1 = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 EFFICIENT_LOADING = (
     "accelerate would fill the sharded model from its state dict, which holds {}; set cpu_ram_efficient_loading false "
     "in fsdp_config"
 )
 LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
-NO_WHOLE_WEIGHTS = {"deepspeed": DEEPSPEED, "fsdp1": FSDP1, "lbfgs": LBFGS}
+NO_WHOLE_WEIGHTS = {"zero3": ZERO3, "fsdp1": FSDP1, "lbfgs": LBFGS}
 """Conflicts of a technique that must see whole weights between two updates of them."""
 AVERAGED_COPY = (
     "before its layers are changed, and would average other tensors than are trained; the technique average does both"

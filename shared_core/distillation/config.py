@@ -57,7 +57,7 @@ class DistillConfig(TechniqueConfig):
         "with offload_optimizer where memory is short",
         "fsdp1": "the teacher is not prepared under FSDP1; use DDP",
     }
-    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback", "deepspeed_fp16", "lightning_deepspeed")
     counts_logits: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, Figure]] = {
         "soft_loss": Figure("soft term of the latest micro-batch, with T², over its positions", in_bar=True),
@@ -289,7 +289,7 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def needs_whole_weights(self) -> bool:
-        """Whether something is made of the student's whole weights, which DeepSpeed partitions."""
+        """Whether something is made of the student's weights, or reads them outside of their layers."""
         beside = bool(self.hidden or self.attention or self.init_layers)
         return beside or self.chunked or self.mutual or self.teacher == EMA
 
@@ -312,11 +312,16 @@ class DistillConfig(TechniqueConfig):
         """Yield a line for each combination that these options rule out."""
         if "fsdp2" in environment and self.why_not_sharded:
             yield f"distill cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
-        if "deepspeed" in environment and self.needs_whole_weights:
+        for way in ("deepspeed_fp16", "lightning_deepspeed"):
+            if way in environment and self.needs_whole_weights:
+                yield (
+                    f"distill with these options cannot be combined with {RUN_ENVIRONMENTS[way]}: they have not been "
+                    "run with it; leave out teacher ema, hidden, attention, init_layers and chunked, or use DDP"
+                )
+        if self.mutual and "deepspeed" in environment:
             yield (
-                f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['deepspeed']}: averages, other "
-                "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema "
-                "and mutual, hidden, attention, init_layers and chunked, or use DDP"
+                f"distill with teacher mutual cannot be combined with {RUN_ENVIRONMENTS['deepspeed']}: its engine "
+                "steps one model; use DDP"
             )
         for key, reason in _NOT_MUTUAL.items():
             if self.mutual and key in recipe:

@@ -460,6 +460,11 @@ class Session:
         """Whether a technique still works in the forward or the loss of micro-batches."""
         return bool(self._hooks.forward or self._hooks.loss)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a technique still works before optimizer steps."""
+        return bool(self._hooks.before_optimizer_step)
+
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
         hooks, context = self._hooks.forward, self.context

@@ -208,6 +208,8 @@ class Context:
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
+    in_full_precision: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
+    """Returns weights as they are stepped, where parameters are 16-bit copies of them; every process must call it."""
     discard_step: bool = False
     """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from shared_core.config.conflicts import DEEPSPEED, LBFGS
+from shared_core.config.conflicts import LBFGS
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 
@@ -51,7 +51,8 @@ class Fp8Config(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "deepspeed": DEEPSPEED,
+        "deepspeed": "a step that is discarded for NaN or infinity must leave moments alone, and DeepSpeed's engine "
+        "takes every step; use DDP or FSDP version 2",
         "fsdp1": "flat shards of FSDP1 have no rows or blocks left that could share a scale; use DDP",
         "lbfgs": LBFGS,
     }

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS
+from shared_core.config.conflicts import AVERAGED_COPY, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.model_shape import ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import Figure, TechniqueConfig, option
 
@@ -36,7 +36,7 @@ class LoraConfig(TechniqueConfig):
         "fp8": "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
         "soup": "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
         "without: the model then holds the average of the merged weights",
-        "deepspeed": DEEPSPEED,
+        "zero3": ZERO3,
         "fsdp1": "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
         "efficient_loading": EFFICIENT_LOADING.format("merged weights and no adapters"),
         "lbfgs": LBFGS,

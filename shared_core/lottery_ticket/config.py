@@ -40,6 +40,8 @@ class LotteryConfig(TechniqueConfig):
         "soup the winning ticket's own runs with `eff soup`",
         "average": _REWOUND,
         "averaging_callback": _REWOUND,
+        "deepspeed": "rewinding clears the optimizer's state of each weight, and DeepSpeed keeps it in flat parts; "
+        "use DDP or FSDP version 2",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, FSDP1, RUN_ENVIRONMENTS
+from shared_core.config.conflicts import AVERAGED_COPY, FSDP1, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
@@ -125,7 +125,7 @@ class LowRankConfig(TechniqueConfig):
         "prune": f"the product of two sparse factors is dense. {_FACTORS_STAY}",
         "cluster": f"the product of two factors has other values than they. {_FACTORS_STAY}",
         "qat": f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
-        "deepspeed": DEEPSPEED,
+        "zero3": ZERO3,
         "fsdp1": FSDP1,
         "peft": "what is saved of it are adapters alone, without the factors that they were trained over; factorise "
         "before the adapters are added, or merge them first",

@@ -21,7 +21,12 @@ class MatmulPrecisionConfig(TechniqueConfig):
     switch: ClassVar[str] = "precision"
 
     finishes_after: ClassVar[tuple[str, ...]] = ("low_rank",)
-    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pruning_callback")
+    works_in: ClassVar[tuple[str, ...]] = (
+        "tensor_parallel",
+        "pruning_callback",
+        "deepspeed_fp16",
+        "lightning_deepspeed",
+    )
     logs_nothing: ClassVar[str] = "the same in every step"
     memory: ClassVar[str] = "no memory, no traffic"
 

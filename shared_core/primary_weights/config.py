@@ -24,7 +24,10 @@ class PrimaryWeightsConfig(TechniqueConfig):
     switch: ClassVar[str] = "kind"
 
     finishes_after: ClassVar[tuple[str, ...]] = ("fp8", "qat")
-    conflicts: ClassVar[Mapping[str, str]] = NO_WHOLE_WEIGHTS
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "DeepSpeed keeps float32 weights beside 16-bit ones by itself (bf16 in its config)",
+        **NO_WHOLE_WEIGHTS,
+    }
     figures: ClassVar[Mapping[str, Figure]] = {
         "small_updates": Figure("share of updates that 16 bit alone would have lost", in_bar=True)
     }

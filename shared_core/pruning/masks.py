@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
+from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.experts import StackedExperts, matrices, matrix_names
@@ -286,6 +287,8 @@ def clear_moments_(
     """
     for optimizer in optimizers:
         for name, weight in weights.items():
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.clear_moments_(weight, masks[name])
             if weight not in optimizer.state:
                 continue
             state, mask = optimizer.state[weight], masks[name]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import FSDP1
+from shared_core.config.conflicts import FSDP1, ZERO3
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
@@ -31,7 +31,7 @@ class AverageConfig(TechniqueConfig):
     finishes_after: ClassVar[tuple[str, ...]] = ("distill", "loss_scale", "dp", "comm")
     conflicts: ClassVar[Mapping[str, str]] = {
         "averaging_callback": TWO_AVERAGES,
-        "deepspeed": "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
+        "zero3": ZERO3,
         "fsdp1": FSDP1,
     }
     figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("weights that the average has seen")}

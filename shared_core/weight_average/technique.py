@@ -317,7 +317,7 @@ class WeightAverage(Technique):
                 f"trained parameters must stay the same from the first update on, got a difference at {odd[0]}",
                 "begin after the last unfreezing or replacing",
             )
-        self._running.update(self._stand_in.live())
+        self._running.update(context.in_full_precision(self._stand_in.live()))
 
     # -- in the weights' place
 

@@ -35,6 +35,8 @@ class ClusterConfig(TechniqueConfig):
         "one",
         "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the "
         "winning ticket",
+        "deepspeed": "a centroid starts with optimizer state of its own, and DeepSpeed counts steps of many weights at "
+        "once; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
         **NO_WHOLE_WEIGHTS,
     }
     figures: ClassVar[Mapping[str, Figure]] = {

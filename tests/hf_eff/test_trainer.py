@@ -342,5 +342,5 @@ def test_deepspeed_that_accelerate_does_not_use_is_refused(make, tmp_path):
     with pytest.raises(CompatibilityError, match=r"DeepSpeed was asked for.*\(distributed type NO\)"):
         attach(trainer, {"prune": PRUNE})
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(CompatibilityError, match="prune cannot be combined with DeepSpeed"):
-        attach(trainer, {"prune": PRUNE})
+    with pytest.raises(CompatibilityError, match="cluster cannot be combined with DeepSpeed"):
+        attach(trainer, {"cluster": {"bits": 3}})

@@ -238,9 +238,9 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
         ("average", "by default"),
     ]  # fmt: skip
     assert not written["conflicts"]
-    refused = run("explain", file, "--steps", 8, "--surrounding", "deepspeed")
+    refused = run("explain", file, "--steps", 8, "--surrounding", "zero3")
     assert refused.exit_code == 1
-    assert "DeepSpeed" in refused.stdout
+    assert "DeepSpeed ZeRO stage 3" in refused.stdout
 
 
 def test_memory_is_that_of_the_model_that_trains():

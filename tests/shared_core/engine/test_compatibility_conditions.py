@@ -5,6 +5,7 @@ from torch import nn
 
 from shared_core import Recipe, Session
 from shared_core.engine import compatibility
+from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CompatibilityError
 
 
@@ -81,3 +82,35 @@ def test_a_training_step_that_steps_is_not_for_calibration(key, options, qat):
     compatibility.check(recipe)
     plain = {key: {"kind": options["kind"]}, "qat": {"scheme": "int8_dynamic"}}
     compatibility.check(Recipe.from_dict(plain), ["manual_optimization"])
+
+
+STEPPED = {"prune", "qat", "average", "low_rank", "lora", "distill", "checkpointing", "activations", "matmul"}
+
+
+@pytest.mark.parametrize(
+    ("surrounding", "allowed"),
+    [
+        ("deepspeed", STEPPED),
+        ("zero3", STEPPED & {"checkpointing", "matmul"}),
+        ("deepspeed_fp16", {"distill", "matmul"}),
+        ("lightning_deepspeed", {"distill", "matmul"}),
+    ],
+)
+def test_what_deepspeed_allows(surrounding, allowed):
+    # stage 3 is reported beside DeepSpeed, which alone refuses some
+    around = {surrounding, "deepspeed"}
+    assert {key for key in REGISTRY if not any(compatibility.refusal(key, one) for one in around)} == allowed
+
+
+@pytest.mark.parametrize(
+    ("values", "surrounding"),
+    [
+        ({"distill": {"teacher": "mutual"}}, "deepspeed"),
+        ({"distill": {"teacher": "ema"}}, "lightning_deepspeed"),
+        ({"distill": {"teacher": "t", "chunked": True}}, "deepspeed_fp16"),
+        ({"checkpointing": {"policy": "budget:least"}}, "zero3"),
+    ],
+)
+def test_options_that_deepspeed_does_not_allow(values, surrounding):
+    with pytest.raises(CompatibilityError, match=r"cannot be combined with .*DeepSpeed"):
+        compatibility.check(Recipe.from_dict(values), ["deepspeed", surrounding])

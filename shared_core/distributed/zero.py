@@ -1,0 +1,137 @@
+"""DeepSpeed's ZeRO stages 1 and 2: each process steps float32 parts of the weights, which are whole everywhere.
+
+The engine writes what it stepped over the parameters, and keeps gradients and moments in parts too. Here all of it is
+seen by the model's parameters, so that techniques write into weights and gradients as they do without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import CompatibilityError
+
+
+class ZeroOptimizer:
+    """Optimizer of an engine, with the model's parameters in its groups.
+
+    Its `state` is empty: moments are of parts, which `clear_moments_` reaches.
+
+    Args:
+        optimizer: What the engine steps.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._zero, self.optimizer = optimizer, optimizer.optimizer
+        self.state: dict[Tensor, Any] = {}
+
+    @staticmethod
+    def of(engine: Any) -> ZeroOptimizer | None:
+        """Return the optimizer of an engine; None in stage 3, and where torch's own steps the parameters (stage 0).
+
+        Raises:
+            CompatibilityError: If it keeps weights in another way than stages 1 and 2 do.
+        """
+        optimizer = engine.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer) or engine.zero_optimization_stage() == 3:
+            return None
+        if not hasattr(optimizer, "single_partition_of_fp32_groups"):
+            raise CompatibilityError(
+                "deepspeed",
+                f"optimizer must be that of ZeRO stages 1 and 2, got {type(optimizer).__name__}",
+                "set zero_optimization.stage to 1 or 2, and leave out data_types.grad_accum_dtype",
+            )
+        if optimizer.gradient_accumulation_dtype != optimizer.dtype:
+            raise CompatibilityError(
+                "deepspeed",
+                f"gradients must be of the weights' type, {optimizer.dtype}, got "
+                f"{optimizer.gradient_accumulation_dtype}",
+                "leave out data_types.grad_accum_dtype",
+            )
+        return ZeroOptimizer(optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups as they are now, with the model's parameters in place of flat parts; to be read alone."""
+        pairs = zip(self.optimizer.param_groups, self._zero.bit16_groups, strict=True)
+        return [{**group, "params": parameters} for group, parameters in pairs]
+
+    @contextlib.contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Have the whole gradients in `grad` meanwhile; the engine steps with what is in them at the end.
+
+        Every process must call it, after the last backward of a step.
+        """
+        from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+        parameters = self._parameters()
+        try:
+            for parameter in parameters:
+                parameter.grad = safe_get_full_grad(parameter).to(parameter.dtype)
+            yield
+        finally:
+            for parameter in parameters:
+                gradient, parameter.grad = parameter.grad, None  # with one there, DeepSpeed would set that alone
+                if gradient is not None:
+                    safe_set_full_grad(parameter, gradient)
+            self._measure_offloaded()
+
+    @torch.no_grad()
+    def _measure_offloaded(self) -> None:
+        """Take the norms anew that offloading notes of each gradient as it arrives, and clips by."""
+        if not self._zero.cpu_offload:
+            return
+        for parameter in self._parameters():
+            if (part := parameter._hp_mapping) is not None:
+                found = part.get_lp_grad_fragment(parameter._index_in_param_group)
+                self._zero.norm_for_param_grads[self._zero.get_param_id(parameter)] = found.double().norm()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Let the float32 parts hold what was written into parameters, or the next step would undo it.
+
+        Elements that nobody wrote into keep the bits that 16-bit parameters do not show.
+        """
+        for parameter in self._parameters():
+            if (part := parameter._hp_mapping) is None:
+                continue  # all of it belongs to other processes
+            place, kept = part.lp_fragment_address, part.hp_fragment
+            shown = parameter.detach().flatten().narrow(0, place.start, place.numel).to(kept.device)
+            written = kept.to(shown.dtype).ne(shown)
+            kept.copy_(torch.where(written, shown.to(kept.dtype), kept))
+
+    @torch.no_grad()
+    def clear_moments_(self, parameter: Tensor, kept: Tensor) -> None:
+        """Zero what the optimizer's state holds for elements of a parameter that are not kept.
+
+        Args:
+            parameter: One of the model's.
+            kept: bool of its shape.
+        """
+        if (part := getattr(parameter, "_hp_mapping", None)) is None:
+            return  # frozen, or other processes'
+        whole, mine = part.lp_fragment_address, part.hp_fragment_address
+        flat = self._zero.single_partition_of_fp32_groups[part.param_group_index]
+        gone = ~kept.flatten().narrow(0, whole.start, whole.numel).to(flat.device)
+        for value in self.optimizer.state.get(flat, {}).values():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                value.narrow(0, mine.start, mine.numel).masked_fill_(gone, 0)
+
+    def in_full_precision(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return 16-bit parameters as the float32 values that are stepped, other tensors as they are.
+
+        Every process must call it.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        stepped = {id(parameter) for parameter in self._parameters() if parameter.dtype != torch.float32}
+        return {
+            name: safe_get_full_fp32_param(value) if id(value) in stepped else value for name, value in weights.items()
+        }
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for group in self._zero.bit16_groups for parameter in group]
