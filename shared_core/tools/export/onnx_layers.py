@@ -46,7 +46,7 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         ([[1, -2, 3]], [0.5])
     """
     # Some rows at a time: what is computed of them stays in the processor's cache.
-    parts = [_grid_of(part, qmax, limit) for part in rows.split(max(1, _IN_CACHE // max(1, rows.shape[1])))]
+    parts = [_grid_of(part, qmax, limit) for part in torch.split(rows, max(1, _IN_CACHE // max(1, rows.shape[1])))]
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
