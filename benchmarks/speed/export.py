@@ -145,6 +145,71 @@ def open_length(width: int, rounds: int) -> Row:
     )
 
 
+class _Batches:
+    """Calibration batches as onnxruntime's quantiser reads them."""
+
+    def __init__(self, *batches: dict[str, Any]) -> None:
+        self.left = list(batches)
+
+    def get_next(self) -> dict[str, Any] | None:
+        return self.left.pop() if self.left else None
+
+
+def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
+    """Return rows of a BERT: int8 by `export_onnx` beside onnxruntime's own quantisers of the float file."""
+    import onnx
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+    model = BertForSequenceClassification(BertConfig(**sizes)).eval()
+
+    def texts(batch: int) -> dict[str, Tensor]:
+        ids = torch.randint(1, model.config.vocab_size, (batch, 128))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        files = {name: Path(folder) / f"{name}.onnx" for name in ("float", "int8", "static", "dynamic")}
+        program: Any = torch.onnx.export(
+            model,
+            kwargs=texts(2),
+            dynamo=True,
+            opset_version=21,
+            verbose=False,
+            dynamic_shapes={name: {0: torch.export.Dim("batch")} for name in texts(2)},
+        )
+        program.save(files["float"])
+        plain = onnx.load(files["float"])
+        del plain.graph.value_info[:]  # of torch 2.13, which onnxruntime's quantiser finds to be wrong
+        onnx.save(plain, files["float"])
+        calibration = _Batches({name: value.numpy() for name, value in texts(2).items()})
+        options: Any = {"per_channel": True, "weight_type": QuantType.QInt8}
+        quantize_dynamic(files["float"], files["dynamic"], **options)
+        options |= {"activation_type": QuantType.QUInt8, "op_types_to_quantize": ["MatMul"]}
+        quantize_static(files["float"], files["static"], calibration, quant_format=QuantFormat.QDQ, **options)
+        report = export_onnx(quantize(model, "int8", [texts(2)]), texts(2), files["int8"])
+        sessions = {name: session_of(file) for name, file in files.items()}
+        rows = []
+        for batch in batches:
+            feed = {name: value.numpy() for name, value in texts(batch).items()}
+            calls = {name: lambda opened=opened, feed=feed: opened.run(None, feed) for name, opened in sessions.items()}
+            times = interleaved(calls, rounds=rounds, calls=1, warmup=1)
+            peers = [ratio(times, name, "float") for name in ("static", "dynamic")]
+            gain = ratio(times, "int8", "float")
+            rows.append(
+                Row(
+                    f"int8 BERT{sizes or '-base'}, {batch} of 128 tokens, in onnxruntime "
+                    f"(float: {milliseconds(times, 'float')})",
+                    f"{milliseconds(times, 'int8')}; {report.integer_nodes}",
+                    f"onnxruntime's quantize_static {milliseconds(times, 'static')} ({peers[0].text()}), "
+                    f"quantize_dynamic {milliseconds(times, 'dynamic')} ({peers[1].text()})",
+                    gain.text(),
+                    f"file {files['int8'].stat().st_size} of {files['float'].stat().st_size} bytes",
+                    "less than both",
+                    gain.median <= min(peer.median for peer in peers),
+                )
+            )
+    return rows
+
+
 def converted(name: str, model: nn.Module, x: Tensor, rounds: int) -> Row:
     integer = convert(quantize(model, "int8", [x]), backend="torchao")
     models: dict[str, Any] = {"float": model.eval(), "bf16": copy.deepcopy(model).eval().bfloat16(), "int8": integer}
@@ -183,6 +248,9 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
         export(f"{convolutions}, with calibration", *conv_net(channels), rounds, True),
         open_length(32 if quick else 256, rounds),
     ]
+    if more:
+        sizes = {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 96} if quick else {}
+        rows += encoder((1, 8), rounds, **sizes)
     shapes = ((channels, 56, 1), (channels, 28, 16), (4 * channels, 28, 1))
     for number, (wide, size, batch) in enumerate(shapes[: None if more else 1]):
         residual = f"residual net of 10 Conv2d, {wide} to {2 * wide} channels, batch {batch} of {size}x{size}"

@@ -6,6 +6,7 @@ unsigned codes for processors on which products with signed codes saturate.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,7 @@ from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.observers import EstimatorBank
+from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
 from shared_core.tools.export.onnx_layers import to_export, translations
 from shared_core.tools.export.source import (
     arguments,
@@ -540,11 +542,14 @@ def export_onnx(
     difference = moved = None
     with scratch_folder() as folder:
         file = folder / "model.onnx"
-        # A bias within tolerance on s_x s_w runs on integers. If the file then differs from the model too much, write
+        # What is repeated is traced once, if a check follows; where that finds a difference, all of it is. A bias
+        # within tolerance on s_x s_w runs on integers. If the file then still differs from the model too much, write
         # it again with a bias that is exact, and in float.
-        for exact_bias in (False, True):
+        once, exact_bias = runs and verify, False
+        while True:
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
-            shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
+            groups = repeated_blocks(exported, plain(example_inputs)) if once else []
+            shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length, groups)
             # The second round asks only if the first found something to change.
             unsigned = unsigned and make_unsigned(file)
             if not (runs and verify):
@@ -557,6 +562,7 @@ def export_onnx(
             except CompatibilityError:
                 if exact_bias:
                     raise
+                once, exact_bias = False, not groups
         found = quantize_activations(file, folder / "integer.onnx", calibration) if names else ()
         if isinstance(found, dict):
             exact, file, activations = file, folder / "integer.onnx", found
@@ -613,7 +619,13 @@ def _exportable(
 
 
 def _export(
-    exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
+    exported: nn.Module,
+    inputs: Any,
+    file: Path,
+    opset: int,
+    dynamic_batch: bool,
+    dynamic_length: bool,
+    groups: list[dict[str, Any]],
 ) -> dict[str, tuple[int | str, ...]]:
     """Write the file, and return name → shape of its inputs."""
     from onnx_ir.passes.common import DeduplicateInitializersPass
@@ -624,7 +636,7 @@ def _export(
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
     hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
-    program = _program(exported, inputs, shapes, opset, hint)
+    program = _program(exported, inputs, shapes, opset, hint, groups)
     graph = program.model.graph
     size = sum(value.const_value.nbytes for value in graph.initializers.values())
     if size > _LARGEST_FILE:
@@ -651,29 +663,42 @@ def _export(
     return taken
 
 
-def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str) -> Any:
+def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str, groups: list[dict[str, Any]]) -> Any:
     """Return what torch.onnx makes of a model."""
     import onnxscript
 
     args, kwargs = arguments(inputs)
+    # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime fuses.
+    table = translations(getattr(onnxscript, f"opset{opset}"))
+
+    def export(module: nn.Module, args: Any, kwargs: Any, shapes: Any, **options: Any) -> Any:
+        return torch.onnx.export(
+            module,
+            args,
+            kwargs=kwargs,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            custom_translation_table=table,
+            verbose=False,
+            **options,
+        )
+
     with quiet(), torch.no_grad():
         try:
             output = call_model(exported, inputs)
             # A mapping of tensors (a ModelOutput) names the outputs; nested ones get the exporter's own names.
             named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
-            return torch.onnx.export(
-                exported,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                output_names=[str(key) for key in output] if named else None,
-                # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime
-                # fuses.
-                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
-                verbose=False,
-            )
+            names = [str(key) for key in output] if named else None
+
+            def whole() -> Any:
+                return export(exported, args, kwargs, shapes, output_names=names)
+
+            program = None
+            if groups:
+                with contextlib.suppress(Exception):  # the model as a whole may work, or tells what is wrong with it
+                    program = export_around_blocks(exported, shapes, groups, whole, export)
+            return whole() if program is None else program
         except Exception as error:  # torch.export and the exporter raise whatever the model makes them
             cause: BaseException = error
             # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.

@@ -22,6 +22,7 @@ from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
 from shared_core.quantization.schemes import LayerScheme
 
 _ON_GRID = 1e-3
+_IN_CACHE = 2**16  # values
 _SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float whose bias scale is 1 % off s_x·s_w
 
 
@@ -44,27 +45,36 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         >>> codes.tolist(), scale.tolist()
         ([[1, -2, 3]], [0.5])
     """
+    # Some rows at a time: what is computed of them stays in the processor's cache.
+    parts = [_grid_of(part, qmax, limit) for part in torch.split(rows, max(1, _IN_CACHE // max(1, rows.shape[1])))]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    codes, scale = (torch.cat(values) for values in zip(*found, strict=True))
+    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
+    known = scale[scale > 0]
+    scale[scale == 0] = known.min() if len(known) else 1.0
+    return codes, scale
+
+
+def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales as `grid_of`, 0 as the scale of a row of zeros."""
     # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
     # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
     largest = rows.abs().amax(1)
-    codes, scale = torch.zeros_like(rows), torch.zeros_like(largest)
+    codes, scale = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(largest)
     left = torch.arange(len(rows), device=rows.device)[largest > 0]
     for steps in (qmax, *(m for m in range(1, limit + 1) if m != qmax)):
         if not len(left):
             break
         step = largest[left] / steps
-        exact = rows[left] / step.unsqueeze(1)
+        exact = rows[left].div_(step.unsqueeze(1))
         rounded = exact.round()
         # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
-        fits = ((exact - rounded).abs() <= _ON_GRID).all(1) & (rounded.amax(1) <= qmax)
-        codes[left[fits]], scale[left[fits]] = rounded[fits], step[fits]
+        fits = (exact.sub_(rounded).abs_().amax(1) <= _ON_GRID) & (rounded.amax(1) <= qmax)
+        codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]
         left = left[~fits]
-    if len(left):
-        return None
-    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
-    known = scale[scale > 0]
-    scale[scale == 0] = known.min() if len(known) else 1.0
-    return codes.to(torch.int8), scale
+    return None if len(left) else (codes, scale)
 
 
 def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -265,12 +275,72 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
 
     ops = torch.ops.efftrain
+    aten = torch.ops.aten
+    # From opset 23 attention is one operator.
+    attention = {aten.scaled_dot_product_attention.default: _to_attention(opset)} if opset.version < 23 else {}
     return {
+        **attention,
+        aten.layer_norm.default: _to_layer_norm(opset),
         ops.quantize.default: to_quantize,
         ops.dequantize.default: to_dequantize,
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
     }
+
+
+def _to_attention(opset: Any) -> Callable[..., Any]:
+    from onnx_ir import DataType
+    from onnxscript.function_libs.torch_lib.ops import nn as torchlib
+
+    def to_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        size = query.shape[-1]
+        if is_causal or enable_gqa or dropout_p or query.dtype != DataType.FLOAT or not isinstance(size, int):
+            return torchlib.aten_scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        # As torch.onnx's, in the operators that onnxruntime takes into its products, and without a search of all
+        # weights for NaN: a row of which all is masked has finite scores, as the mask is the lowest number.
+        product = opset.MatMul(query, opset.Transpose(key, perm=[0, 1, 3, 2]))
+        scores = opset.Mul(product, opset.Constant(value_float=size**-0.5 if scale is None else scale))
+        if attn_mask is not None:
+            if attn_mask.dtype == DataType.BOOL:
+                lowest = torch.finfo(torch.float32).min
+                attn_mask = opset.Where(attn_mask, opset.Constant(value_float=0.0), opset.Constant(value_float=lowest))
+            scores = opset.Add(scores, attn_mask)
+        return opset.MatMul(opset.Softmax(scores, axis=-1), value)
+
+    return to_attention
+
+
+def _to_layer_norm(opset: Any) -> Callable[..., Any]:
+    from onnxscript.function_libs.torch_lib.ops import core as torchlib
+
+    def to_layer_norm(
+        input: Any,
+        normalized_shape: Any,
+        weight: Any = None,
+        bias: Any = None,
+        eps: float = 1e-5,
+        cudnn_enable: bool = False,
+    ) -> Any:
+        maker = input.producer()
+        if maker is not None and maker.op_type == "Add" and len(input.shape) > 1:
+            # onnxruntime would make one operator of sum and norm, several times slower on CPUs than the two (1.31):
+            # a Reshape that changes nothing stands between.
+            shape = opset.Constant(value_ints=[0] * (len(input.shape) - 1) + [-1])
+            input = opset.Reshape(input, shape)
+        return torchlib.aten_layer_norm(input, normalized_shape, weight, bias, eps)
+
+    return to_layer_norm
 
 
 _BIAS_TOLERANCE = 1e-6
@@ -502,6 +572,7 @@ def to_export(
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
     # Only now: the layer's float weight and bias were read above.
     restore(module)
+    vars(module).pop("quantized_range", None)  # the buffers say it now, and blocks that differ in them alone are alike
     for buffer, value in tensors.items():
         module.register_buffer(buffer, value)
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block

@@ -28,6 +28,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Miss
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
 from shared_core.tools.export.onnx_layers import bias_codes, grid_of
+from shared_core.tools.export.verify import session_of
 
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.tools.export.onnx")
@@ -357,3 +358,40 @@ def test_bias_codes_are_exact_or_within_tolerance():
         # what an integer kernel makes of the codes
         assert ((codes * step - bias).abs() <= step).all()
     assert bias_codes(torch.ones(1), torch.tensor([1e-12]), torch.ones(1)) is None
+
+
+class Attends(nn.Module):
+    """Attention and a layer norm behind a sum, as an encoder has them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.norm, self.options = nn.LayerNorm(16), options
+
+    def forward(self, x, mask=None):
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        k = q[:, :1] if "enable_gqa" in self.options else q
+        y = nn.functional.scaled_dot_product_attention(q, k, k, mask, **self.options)
+        return self.norm(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ({}, torch.tensor([True, True, False, True])), ({"scale": 0.3}, None), ({}, torch.arange(4.0)),
+        ({"is_causal": True}, None), ({"enable_gqa": True}, None),
+    ],
+)  # fmt: skip
+def test_attention_and_norm_are_what_onnxruntime_runs_fast(options, mask, tmp_path):
+    torch.manual_seed(0)
+    x, optimised = torch.randn(3, 4, 16), tmp_path / "optimised.onnx"
+    inputs = (x,) if mask is None else (x, mask.expand(3, 1, 4, 4).clone())
+    report = export_onnx(Attends(**options).eval(), inputs, tmp_path / "model.onnx", dynamic_batch=False)
+    assert report.largest_difference < 1e-5
+    session_of(tmp_path / "model.onnx", optimise=True, save=optimised)
+    found = kinds(optimised)
+    assert "LayerNormalization" in found
+    assert "SkipLayerNormalization" not in found
+    if options.keys() <= {"scale"}:
+        assert "FusedMatMul" in found
+        assert not {"IsNaN", "Mul"} & {*found}

@@ -1,0 +1,136 @@
+"""Blocks that a model repeats are traced once, and the file is that of the whole model."""
+
+import numpy as np
+import pytest
+import torch
+from quantization_export_runs import constants, kinds
+from torch import nn
+
+from shared_core.quantization import quantize
+from shared_core.tools.export import export_onnx
+from shared_core.tools.export import onnx_blocks as blocks_module
+from shared_core.tools.export.onnx_blocks import repeated_blocks
+from shared_core.tools.export.verify import feeds, session_of
+
+
+class Layer(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+        self.layer_idx = number
+
+    def forward(self, x, mask=None, scale=1.0):
+        y = self.second(nn.functional.gelu(self.first(x)))
+        return (self.norm(x + scale * y * mask),)
+
+
+class Deep(nn.Module):
+    kind, depth = Layer, 4
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(self.kind(number) for number in range(self.depth))
+        self.end = nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        y = self.start(x)
+        for layer in self.layers:
+            y = layer(y, mask=mask[:, :, None], scale=0.5)[0]
+        return self.end(y)
+
+
+class ByPlace(Layer):
+    """A layer whose forward reads where it stands."""
+
+    def forward(self, x, mask=None, scale=1.0):
+        return super().forward(x, mask, scale * (1 + self.layer_idx))
+
+
+class ByPlaces(Deep):
+    kind = ByPlace
+
+
+def inputs(batch=2, length=5):
+    generator = torch.Generator().manual_seed(batch + length)
+    return torch.randn(batch, length, 6, generator=generator), torch.ones(batch, length)
+
+
+def deep(kind=Deep, scheme="int8"):
+    torch.manual_seed(0)
+    model = kind().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms too: no two blocks have one alike
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return quantize(model, scheme, [inputs()]) if scheme else model
+
+
+def traced(monkeypatch):
+    """Return the list of what is exported, from now on."""
+    found = []
+    whole = torch.onnx.export
+
+    def export(model, *args, **options):
+        found.append(type(model).__name__)
+        return whole(model, *args, **options)
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("scheme", [None, "int8", "int8_weight", "int8_dynamic"])
+def test_a_block_is_traced_once_and_the_file_is_that_of_the_whole(scheme, tmp_path, monkeypatch):
+    model = deep(scheme=scheme)
+    exports = traced(monkeypatch)
+    report = export_onnx(model, inputs(), tmp_path / "blocks.onnx", dynamic_length=True)
+    assert exports == ["Deep", "_Block"]
+    # Without a check after it nothing is traced for others.
+    export_onnx(model, inputs(), tmp_path / "whole.onnx", dynamic_length=True, verify=False)
+    assert exports[2:] == ["Deep"]
+    mine, theirs = (constants(tmp_path / name) for name in ("blocks.onnx", "whole.onnx"))
+    for name, value in theirs.items():
+        if name.startswith("layers.") and name in mine:
+            assert np.array_equal(mine[name], value), name
+    for name in ("MatMul", "Gemm", "MatMulInteger", "QuantizeLinear", "Gelu", "LayerNormalization"):
+        assert kinds(tmp_path / "blocks.onnx").count(name) == kinds(tmp_path / "whole.onnx").count(name)
+    assert report.largest_difference < 1e-5 or scheme == "int8_dynamic"
+    for given in (inputs(), inputs(3, 9), inputs(1, 1)):
+        sessions = [session_of(tmp_path / name, optimise=False) for name in ("blocks.onnx", "whole.onnx")]
+        assert np.allclose(*(session.run(None, feeds(session, given)) for session in sessions), atol=1e-6)
+
+
+def test_a_wrong_graph_is_found_and_all_blocks_are_traced(tmp_path, monkeypatch):
+    model = deep()
+    model.layers[1].norm.eps = 0.5
+    monkeypatch.setattr(blocks_module, "_signature", lambda block: type(block).__name__)
+    exports = traced(monkeypatch)
+    report = export_onnx(model, inputs(), tmp_path / "model.onnx")
+    assert exports == ["Deep", "_Block", "Deep"]
+    assert report.largest_difference < 1e-5
+
+
+def test_only_blocks_that_are_alike_are_one_graph():
+    model = deep(scheme=None)
+    names = [f"layers.{number}" for number in range(4)]
+    assert [list(group) for group in repeated_blocks(model, inputs())] == [names]
+    model.layers[1].norm.eps = 1e-3
+    assert [list(group) for group in repeated_blocks(model, inputs())] == [["layers.0", "layers.2", "layers.3"]]
+    model.layers[2].first, model.layers[2].second = nn.Linear(8, 24), nn.Linear(24, 8)
+    assert repeated_blocks(model, inputs()) == []
+    shared = nn.Sequential(*[nn.Linear(4, 4)] * 3)  # one layer, thrice
+    assert repeated_blocks(shared, torch.ones(2, 4)) == []
+    narrowing = nn.Sequential(*(nn.Sequential(nn.MaxPool1d(2)) for _ in range(3)))
+    assert repeated_blocks(narrowing, torch.ones(2, 3, 16)) == []
+
+
+def test_a_block_that_reads_its_place_is_not_like_the_others():
+    model = deep(ByPlaces, scheme=None)
+    assert repeated_blocks(model, inputs()) == []
+    assert [layer.layer_idx for layer in model.layers] == [0, 1, 2, 3]
+
+
+def test_nothing_is_left_on_the_model(tmp_path):
+    model = deep(scheme=None)
+    export_onnx(model, inputs(), tmp_path / "model.onnx")
+    assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
