@@ -117,7 +117,7 @@ def test_a_float32_model_is_refused_before_training(make, tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 def test_stochastic_rounding_widens_one_parameter_at_a_time(make, tmp_path, optim, monkeypatch):
-    monkeypatch.setattr(slices, "_TOGETHER", 1)
+    monkeypatch.setattr(slices, "_ON_CPU", 1)
     recipe = {"primary_weights": {"kind": "stochastic_rounding"}}
     trainer, _ = build(make, tmp_path / "sliced", torch.bfloat16, recipe, optim=optim)
     trainer.train()
