@@ -17,6 +17,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, whole
 from shared_core.errors import CheckpointError
 from shared_core.primary_weights.optimizer_swap import dtype_name, moments
+from shared_core.primary_weights.rounding import compensated
 
 _SMALL, _TOGETHER = 1 << 14, 1 << 18
 
@@ -254,17 +255,25 @@ class CopiesOfShards:
 
 
 @torch.no_grad()
-def restore_(primary: Tensor, saved: Tensor, name: str) -> None:
-    """Put a saved copy, which is whole, back.
+def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
+    """Put back what was saved of a parameter, whole: its float32 copy, or in bf16 what rounding lost of it.
+
+    Either is made from the other where a run goes on with another kind.
 
     Raises:
-        CheckpointError: If it is of another parameter or format.
+        CheckpointError: If it is of another parameter.
     """
-    if saved.shape != primary.shape or saved.dtype != primary.dtype:
+    if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(
             "primary_weights",
-            f"the saved copy of {name} must be {dtype_name(primary.dtype)} of shape {tuple(primary.shape)}, got "
+            f"the saved copy of {name} must be float32 or bfloat16 of shape {tuple(kept.shape)}, got "
             f"{dtype_name(saved.dtype)} of {tuple(saved.shape)}",
             "resume with the model that wrote the checkpoint",
         )
-    fill_(primary, saved)
+    if saved.dtype == kept.dtype:
+        fill_(kept, saved)
+        return
+    found = torch.zeros_like(kept, dtype=saved.dtype)
+    fill_(found, saved)
+    weight, found = local_part(parameter), local_part(found)
+    local_part(kept).copy_(compensated(weight, found) if kept.dtype == torch.float32 else found - weight)

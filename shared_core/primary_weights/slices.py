@@ -185,6 +185,15 @@ class SlicedStep:
             optimizer.param_groups, optimizer.state = groups, state
 
 
+def narrow_moments_(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Round an optimizer's float32 state of the parameters' shape to bfloat16, in which it is kept between steps."""
+    for parameter in parameters:
+        # `get`: of a defaultdict
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if _is_elementwise(value, parameter) and value.dtype == torch.float32:
+                optimizer.state[parameter][key] = value.bfloat16()
+
+
 def _with_parameters(groups: list[dict[str, Any]], members: list[list[Tensor]]) -> list[dict[str, Any]]:
     # A group without parameters is one that some optimizers stumble over.
     return [{**group, "params": kept} for group, kept in zip(groups, members, strict=True) if kept]

@@ -30,7 +30,7 @@ from shared_core.primary_weights.optimizer_swap import (
     trained_in_16_bit,
 )
 from shared_core.primary_weights.rounding import Draws, compensated, round_compensated_
-from shared_core.primary_weights.slices import Part, SlicedStep, slices, updates_each_by_itself
+from shared_core.primary_weights.slices import Part, SlicedStep, narrow_moments_, slices, updates_each_by_itself
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
@@ -101,7 +101,7 @@ class PrimaryWeights(Technique):
         self._counts: list[Tensor] = []
         """Elements updated, and those of them that 16 bit alone would have lost, by slice of a step that is counted."""
         self._widened = 0
-        """The most bytes of float32 values that were there at once, on all processes."""
+        """The most bytes of float32 values that were there at once, on the process that held the most."""
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
@@ -132,8 +132,6 @@ class PrimaryWeights(Technique):
             return
         if self.config.kind == "fp32_copy":
             self._put_in()
-            return
-        if self._keeps_16_bit:
             return
         # torch reads their format alone, so that one number can be all values
         formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
@@ -174,7 +172,10 @@ class PrimaryWeights(Technique):
             # Moments before copies: `_follow` makes the exchanges, which carry the optimizer's state over as it is
             # then.
             self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
-        if not self._keeps_16_bit:
+        if self._keeps_16_bit:
+            for optimizer in self._optimizers:
+                narrow_moments_(optimizer, parameters)
+        else:
             self._widen_moments(parameters, None if state is None else state["moments"])
             self._gradients.begin(parameters)
             context.widen_gradients = self._widen_gradients
@@ -186,7 +187,7 @@ class PrimaryWeights(Technique):
         saved = {} if state is None else state["copies"]
         for parameter, kept in self._kept().items():
             if names[parameter] in saved:
-                restore_(kept, saved[names[parameter]], names[parameter])
+                restore_(kept, parameter, saved[names[parameter]], names[parameter])
 
     def detach(self, model: nn.Module) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
@@ -488,6 +489,9 @@ class PrimaryWeights(Technique):
         self._gather()
 
     def _gather(self) -> None:
+        if any(map(is_sharded, trained_in_16_bit(self._optimizers))):
+            widened = torch.tensor(self._widened, device=local_part(trained_in_16_bit(self._optimizers)[0]).device)
+            self._widened = int(all_reduce_(widened, "max"))
         self._shards.gather(self._optimizers, trained_in_16_bit(self._optimizers), self._kept(), self._names())
 
     def _kept(self) -> dict[Tensor, Tensor]:
