@@ -38,9 +38,7 @@ def of_torchao(name: str) -> Make:
     def make(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         import torchao.optim
 
-        optimizer: torch.optim.Optimizer = getattr(torchao.optim, name)(
-            parameters, lr=1e-4, bf16_stochastic_round=True
-        )
+        optimizer: torch.optim.Optimizer = getattr(torchao.optim, name)(parameters, lr=1e-4, bf16_stochastic_round=True)
         return optimizer
 
     return make
@@ -103,7 +101,7 @@ def measure(quick: bool) -> list[Row]:
         _, above = allocated(loops[name].step)
         peak[name] = held[name] + above
         gc.collect()
-    times = interleaved({name: loop.step for name, loop in loops.items()}, rounds=2 if quick else 5)
+    times = interleaved({name: loop.step for name, loop in loops.items()}, rounds=2 if quick else 3)
     count = sum(parameter.numel() for parameter in loops[PLAIN].model.parameters())
     return [
         Row(

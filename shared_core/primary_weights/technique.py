@@ -409,7 +409,9 @@ class PrimaryWeights(Technique):
         if not are_same(parameters, self._places[0]):
             # Not the optimizer's order: trainers group parameters differently, and must draw alike.
             names = self._names()
-            order = {name: place for place, (name, _) in enumerate(self._model.named_parameters() if self._model else ())}
+            order = {
+                name: place for place, (name, _) in enumerate(self._model.named_parameters() if self._model else ())
+            }
             by_model = sorted(parameters, key=lambda p: order.get(names[p], len(order)))
             self._places = parameters, {id(parameter): place for place, parameter in enumerate(by_model)}
         return Draws(generator, self._places[1])

@@ -69,7 +69,9 @@ def test_the_sum_of_small_updates_is_that_of_float64(dtype):
     assert ((weight.double() - exact).abs() <= 0.6 * ulp).all()
     error, their_error = ((one - exact).abs().mean() for one in (weight.double() + lost, theirs.double() + their_lost))
     assert error < 0.02 * (naive - exact).abs().mean()
-    if dtype == torch.bfloat16:  # beside a large fp16 weight, fp16 would hold more of what is lost; beside a small, less
+    if (
+        dtype == torch.bfloat16
+    ):  # beside a large fp16 weight, fp16 would hold more of what is lost; beside a small, less
         assert error <= 1.02 * their_error
 
 
@@ -149,9 +151,11 @@ OPTIMIZERS = {
     **EIGHT_BIT,
 }
 
+SLOW = {"torchao": pytest.mark.slow}  # it compiles
+
 
 @pytest.mark.parametrize("options", [KAHAN, *NARROW], ids=["kahan", "kahan-narrow", "drawn-narrow"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in OPTIMIZERS])
 def test_a_stopped_run_goes_on_bit_for_bit(name, options):
     model = net(torch.bfloat16)
     optimizer = OPTIMIZERS[name](model.parameters())
