@@ -160,7 +160,8 @@ def stochastic_round_(
             check_rounding(row, "stochastic", source, generator)
             if writable and source.is_cpu and is_plain(source) and source.is_contiguous():
                 # What malloc keeps: larger pieces go back to the system, and each use faults their pages in again.
-                for rounded, given in zip(target.view(-1).split(_BLOCK), source.view(-1).split(_BLOCK), strict=True):
+                blocks = (torch.split(tensor.view(-1), _BLOCK) for tensor in (target, source))
+                for rounded, given in zip(*blocks, strict=True):
                     rounded.copy_(_to_bf16(given, saturate, generator))
                 return target
             return target.copy_(_to_bf16(source, saturate, generator))

@@ -197,6 +197,7 @@ class PrimaryWeights(Technique):
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))
         self._copies, self._exchanges, self._optimizers, self._lost = Copies(), [], (), {}
+        self._places = [], {}
 
     @torch.no_grad()
     def weights_replaced(self, context: Context) -> None:

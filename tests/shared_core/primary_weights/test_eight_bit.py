@@ -6,7 +6,6 @@ import bitsandbytes
 import pytest
 import torch
 import torch.nn.functional as F
-import torchao.optim
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -15,7 +14,6 @@ from shared_core.engine.session import Session
 STEPS = 10
 OPTIMIZERS = {
     "bitsandbytes": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=1e-2, weight_decay=0.1, min_8bit_size=64),
-    "torchao": lambda p: torchao.optim.AdamW8bit(p, lr=1e-2, weight_decay=0.1, block_size=32),
 }
 RECIPES = {
     "prune": {"prune": {"sparsity": 0.75, "begin": 2, "end": 6, "every": 2}},
@@ -68,7 +66,7 @@ def check(name, weight, session):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("library", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("library", OPTIMIZERS)
 def test_weights_stay_what_they_are_and_a_stopped_run_goes_on(library, name, dtype):
     recipe = {**RECIPES[name], **(IN_16_BIT if dtype == torch.bfloat16 else {})}
     model = net(dtype)

@@ -6,7 +6,6 @@ from itertools import accumulate
 import bitsandbytes
 import pytest
 import torch
-import torchao.optim
 from primary_weights_runs import STEPS, loss_of, net
 from torch import nn
 
@@ -142,7 +141,6 @@ def test_moments_that_are_drawn_have_the_mean_of_float64():
 
 EIGHT_BIT = {
     "bitsandbytes": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=1e-3, min_8bit_size=32),
-    "torchao": lambda p: torchao.optim.AdamW8bit(p, lr=1e-3, block_size=32),
 }
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
@@ -151,11 +149,9 @@ OPTIMIZERS = {
     **EIGHT_BIT,
 }
 
-SLOW = {"torchao": pytest.mark.slow}  # it compiles
-
 
 @pytest.mark.parametrize("options", [KAHAN, *NARROW], ids=["kahan", "kahan-narrow", "drawn-narrow"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in OPTIMIZERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stopped_run_goes_on_bit_for_bit(name, options):
     model = net(torch.bfloat16)
     optimizer = OPTIMIZERS[name](model.parameters())
