@@ -7,6 +7,7 @@ holds a fifth of all weights, as a small language model's does, and equal linear
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,9 +29,8 @@ def fused(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def of_bitsandbytes(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    import bitsandbytes
-
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
+    library: Any = importlib.import_module("bitsandbytes.optim")
+    optimizer: torch.optim.Optimizer = library.AdamW8bit(parameters, lr=1e-4)
     return optimizer
 
 
