@@ -242,15 +242,21 @@ def live_tensor_bytes() -> int:
 
 def peak_allocated(call: Callable[[], Any]) -> int:
     """Return the largest number of bytes that torch's CPU allocator held during a call, above what it held before."""
+    return allocated(call)[1]
+
+
+def allocated(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return the bytes of torch's CPU allocator that a call leaves, and the most that it held, above those before."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
+        gc.collect()
     held = peak = 0
     events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return peak
+    return held, peak
 
 
 def run_and_watch(command: Sequence[str]) -> tuple[dict[str, Any], int]:

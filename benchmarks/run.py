@@ -14,7 +14,7 @@ from measure import Row, device, rows_of_program, write
 
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
-    "activations", "checkpointing", "ops", "training", "privacy",
+    "activations", "checkpointing", "optimizer_memory", "ops", "training", "privacy",
 )  # fmt: skip
 
 METHOD = """\

@@ -32,17 +32,31 @@ class PrimaryWeightsConfig(TechniqueConfig):
         "small_updates": Figure("share of updates that 16 bit alone would have lost", in_bar=True)
     }
 
-    kind: Literal["fp32_copy", "stochastic_rounding"] = option(
-        help="what keeps small updates: fp32_copy: a float32 copy of each 16-bit parameter; stochastic_rounding: chance"
+    kind: Literal["fp32_copy", "stochastic_rounding", "kahan"] = option(
+        help="what keeps small updates: fp32_copy: a float32 copy of each 16-bit parameter; stochastic_rounding: "
+        "chance; kahan: what rounding loses, in bfloat16"
+    )
+    state_dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        help="gradients and the optimizer's moments between steps: float32, or the bfloat16 of the weights, moments "
+        "rounded stochastically",
+        only_with={"kind": ("stochastic_rounding", "kahan")},
     )
     telemetry_every: int = option(
         100, help="applied steps between two counts of updates too small for the 16-bit weight; 0: never", low=0
     )
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of moments in float32, and of copies where there are some."""
-        extra = (4 - run.weight_bytes) * run.moments
-        copy = 4.0 if self.kind == "fp32_copy" else 0.0
-        why = "moments in fp32, 4 bytes of a copy with fp32_copy; fp32 gradients in the step"
-        held = (copy + extra) * shape.params / run.parts
-        return [Cost("primary_weights", held=held, during=4.0 * shape.params / run.parts, why=why)]
+        """Return the bytes of what is kept beside the weights, and of moments and gradients in float32."""
+        kept = {"fp32_copy": 4.0, "stochastic_rounding": 0.0, "kahan": 2.0}[self.kind]
+        is_wide = self.state_dtype == "float32"
+        held = kept + (4 - run.weight_bytes) * run.moments * is_wide
+        why = "moments in fp32, 4 bytes of a copy with fp32_copy, 2 of what was lost with kahan; fp32 gradients"
+        return [
+            Cost(
+                "primary_weights",
+                held=held * shape.params / run.parts,
+                during=4.0 * is_wide * shape.params / run.parts,
+                why=why if is_wide else "2 bytes of what was lost with kahan",
+            )
+        ]

@@ -6,7 +6,6 @@ process would round them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, place_of, whole
+from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, whole
 from shared_core.errors import CheckpointError
-from shared_core.numerics import stochastic_round_
 from shared_core.primary_weights.optimizer_swap import dtype_name, moments
+from shared_core.primary_weights.rounding import compensated
 
 _SMALL, _TOGETHER = 1 << 14, 1 << 18
 
@@ -216,9 +215,6 @@ class WideGradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
 
-_CHUNK = 1 << 22
-
-
 class CopiesOfShards:
     """The copies and moments of sharded parameters as a checkpoint takes them: whole, on the CPU, by name.
 
@@ -259,44 +255,25 @@ class CopiesOfShards:
 
 
 @torch.no_grad()
-def restore_(primary: Tensor, saved: Tensor, name: str) -> None:
-    """Put a saved copy, which is whole, back.
+def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
+    """Put back what was saved of a parameter, whole: its float32 copy, or in bf16 what rounding lost of it.
+
+    Either is made from the other where a run goes on with another kind.
 
     Raises:
         CheckpointError: If it is of another parameter.
     """
-    if saved.shape != primary.shape or saved.dtype != torch.float32:
+    if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(
             "primary_weights",
-            f"the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got {dtype_name(saved.dtype)} "
-            f"of {tuple(saved.shape)}",
+            f"the saved copy of {name} must be float32 or bfloat16 of shape {tuple(kept.shape)}, got "
+            f"{dtype_name(saved.dtype)} of {tuple(saved.shape)}",
             "resume with the model that wrote the checkpoint",
         )
-    fill_(primary, saved)
-
-
-@torch.no_grad()
-def round_part_(parameter: Tensor, primary: Tensor, generator: torch.Generator) -> None:
-    """Write float32 values, stochastically rounded, into a parameter, or into the part that this process holds.
-
-    The numbers drawn for what other processes hold are drawn too, so that each part is what one process would make of
-    it on a CPU, and no two parts are rounded by the same numbers.
-    """
-    part = local_part(parameter)
-    # The same random number for the same element, however the parameter is sharded: a process passes over those of
-    # the rows before its own, rounds its part, and passes over the rest. The results do not depend on the number of
-    # processes.
-    rows = place_of(parameter)[:1] if is_sharded(parameter) else ()
-    row = math.prod(parameter.shape[1:])
-    before = rows[0].start * row if rows else 0
-    after = (parameter.shape[0] - rows[0].stop) * row if rows else 0
-    _pass_over(before, part, generator)
-    stochastic_round_(part, local_part(primary), generator=generator)
-    _pass_over(after, part, generator)
-
-
-def _pass_over(count: int, like: Tensor, generator: torch.Generator) -> None:
-    # In chunks: the numbers are drawn for nothing, and a large embedding would need as much memory again.
-    for start in range(0, count, _CHUNK):
-        values = torch.zeros(min(_CHUNK, count - start), device=like.device)
-        stochastic_round_(torch.empty_like(values, dtype=like.dtype), values, generator=generator)
+    if saved.dtype == kept.dtype:
+        fill_(kept, saved)
+        return
+    found = torch.zeros_like(kept, dtype=saved.dtype)
+    fill_(found, saved)
+    weight, found = local_part(parameter), local_part(found)
+    local_part(kept).copy_(compensated(weight, found) if kept.dtype == torch.float32 else found - weight)

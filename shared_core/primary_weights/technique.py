@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,9 @@ from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_, round_part_
+from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
     Exchange,
@@ -29,7 +29,8 @@ from shared_core.primary_weights.optimizer_swap import (
     parameters_of,
     trained_in_16_bit,
 )
-from shared_core.primary_weights.slices import SlicedStep, slices, updates_each_by_itself
+from shared_core.primary_weights.rounding import Draws, compensated, round_compensated_
+from shared_core.primary_weights.slices import Part, SlicedStep, narrow_moments_, slices, updates_each_by_itself
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
@@ -93,10 +94,14 @@ class PrimaryWeights(Technique):
         self._in_slices = False
         """Whether the step that is under way is made in slices."""
         self._versions: list[int] = []
+        self._lost: dict[Tensor, Tensor] = {}
+        """What rounding lost of each parameter, with kahan."""
+        self._places: tuple[list[Tensor], dict[int, int]] = ([], {})
+        """Parameters, and the place of each in the model, by id."""
         self._counts: list[Tensor] = []
         """Elements updated, and those of them that 16 bit alone would have lost, by slice of a step that is counted."""
         self._widened = 0
-        """The most bytes of float32 values that were there at once, on all processes."""
+        """The most bytes of float32 values that were there at once, on the process that held the most."""
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
@@ -152,6 +157,14 @@ class PrimaryWeights(Technique):
         why = "which runs the model again within a step, before its weights are rounded"
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
+        if self.config.kind != "fp32_copy":
+            self._slice_steps()
+        if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
+            raise MatchError(
+                "primary_weights",
+                "state_dtype bfloat16 must have weights in bfloat16, got float16",
+                "take state_dtype float32: small gradients and moments underflow in float16",
+            )
         state, self._state = self._state, None
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
@@ -159,19 +172,22 @@ class PrimaryWeights(Technique):
             # Moments before copies: `_follow` makes the exchanges, which carry the optimizer's state over as it is
             # then.
             self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
-        self._widen_moments(parameters, None if state is None else state["moments"])
-        self._gradients.begin(parameters)
-        context.widen_gradients = self._widen_gradients
-        if self.config.kind == "stochastic_rounding":
-            self._slice_steps()
+        if self._keeps_16_bit:
+            for optimizer in self._optimizers:
+                narrow_moments_(optimizer, parameters)
         else:
-            saved = {} if state is None else state["copies"]
-            # Copies of the weights first; what a checkpoint has of them then replaces their values, in the same
-            # tensors.
+            self._widen_moments(parameters, None if state is None else state["moments"])
+            self._gradients.begin(parameters)
+            context.widen_gradients = self._widen_gradients
+        # Copies of the weights first; what a checkpoint has of them then replaces their values, in the same tensors.
+        if self.config.kind == "fp32_copy":
             self._follow()
-            for parameter, primary in self._copies.by_parameter.items():
-                if names[parameter] in saved:
-                    restore_(primary, saved[names[parameter]], names[parameter])
+        elif self.config.kind == "kahan":
+            self._lost = {parameter: self._nothing_lost(parameter) for parameter in parameters}
+        saved = {} if state is None else state["copies"]
+        for parameter, kept in self._kept().items():
+            if names[parameter] in saved:
+                restore_(kept, parameter, saved[names[parameter]], names[parameter])
 
     def detach(self, model: nn.Module) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
@@ -180,13 +196,16 @@ class PrimaryWeights(Technique):
         if self._optimizers:
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))
-        self._copies, self._exchanges, self._optimizers = Copies(), [], ()
+        self._copies, self._exchanges, self._optimizers, self._lost = Copies(), [], (), {}
+        self._places = [], {}
 
     @torch.no_grad()
     def weights_replaced(self, context: Context) -> None:
         """Make the copies anew: what they hold beyond 16 bit belonged to other weights."""
         for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
             local_part(primary).copy_(local_part(parameter))
+        for lost in self._lost.values():
+            local_part(lost).zero_()
 
     # -- the step
 
@@ -198,13 +217,15 @@ class PrimaryWeights(Technique):
         # Sliced only if one optimizer trains all of it: with two, whose step would rounding belong to?
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
-            self._gradients.widen_all(parameters)
+            if not self._keeps_16_bit:
+                self._gradients.widen_all(parameters)
             sliced.ready = parameters, lambda: self._step_in_slices(sliced, parameters, context)
             # In-place writes raise _version: an optimizer that writes parameters of its own accord, past
             # param_groups, shows by it.
             self._versions = [parameter._version for parameter in parameters]
             self._in_slices = self._is_in = True
             return
+        self._check_format()
         # Anew, after backward: what was written into parameters since the last step is taken over here.
         self._put_in()
         parameters = self._copies.parameters
@@ -227,12 +248,12 @@ class PrimaryWeights(Technique):
         # step.
         if every and (context.step - 1) % every == 0:
             if not self._in_slices:
-                self._count_small_updates(self._copies.by_parameter)
+                self._count_small_updates(self._copies.by_parameter.items())
             self._sum_counts(context.step)
         if self.config.kind == "fp32_copy":
             self._copies.write_()
         elif not self._in_slices:
-            self._round_stochastically(context.generator)
+            self._write_all(context.generator)
         self._put_back()
 
     def skipped_optimizer_step(self, context: Context) -> None:
@@ -240,12 +261,29 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._gradients.restore()
 
+    @property
+    def _keeps_16_bit(self) -> bool:
+        return self.config.state_dtype == "bfloat16"
+
     def _slice_steps(self) -> None:
         """Have the optimizer step on a few widened parameters at a time, where that is the same."""
         self._close_slices()
         trained_by = self._trained_by()
         if len(trained_by) == 1 and updates_each_by_itself(trained_by[0]):
             self._sliced = SlicedStep(trained_by[0])
+        else:
+            self._check_format()
+
+    def _check_format(self) -> None:
+        """Refuse state in 16 bit where the whole of it would have to be widened at once."""
+        if self._keeps_16_bit:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._trained_by())
+            raise CompatibilityError(
+                "primary_weights",
+                "state_dtype bfloat16 must have one optimizer that is known to update each parameter by itself, got "
+                f"{names}",
+                "take state_dtype float32, or an optimizer of torch.optim, bitsandbytes or torchao",
+            )
 
     def _close_slices(self) -> None:
         if self._sliced is not None:
@@ -257,28 +295,61 @@ class PrimaryWeights(Technique):
 
     def _step_in_slices(self, sliced: SlicedStep, parameters: list[Tensor], context: Context) -> None:
         every = self.config.telemetry_every
-        # Drawn once a step, and even in slices, so that both paths give the same numbers.
-        generators = self._generators(parameters, context.generator)
-        for part in slices(self._in_model_order(parameters)):
-            # float32 only for this slice's parameters: the peak is one slice, not one model.
-            primary = {p: nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in part}
-            for parameter, wide in primary.items():
-                # Gradients are wide already.
-                wide.grad = parameter.grad
-            self._note_widened(primary)
-            sliced.step_(primary)
+        draws = self._draws(parameters, context.generator)
+        narrow = torch.bfloat16 if self._keeps_16_bit else None
+        for parts in slices(sliced.optimizer, parameters):
+            # float32 only for this slice: the peak is one slice, not one model.
+            values = {part: self._widened_part(part) for part in parts}
+            self._note_widened(values.values())
+            sliced.step_(values, narrow, lambda part, *what: draws.round_(part.parameter, *what))
             if every and context.step % every == 0:
-                self._count_small_updates(primary)
-            for parameter, wide in primary.items():
-                round_part_(parameter, wide, generators[parameter.device])
+                self._count_small_updates((part.of(part.parameter), wide) for part, wide in values.items())
+            for part, wide in values.items():
+                self._write(part, wide, draws)
 
-    def _note_widened(self, primary: Mapping[Tensor, Tensor]) -> None:
-        self._widened = max(self._widened, sum(p.numel() * p.element_size() for p in primary.values()))
+    def _widened_part(self, part: Part) -> Tensor:
+        parameter = part.parameter
+        weight = part.of(parameter.detach())
+        if self.config.kind == "kahan":
+            wide = nn.Parameter(compensated(weight, part.of(self._lost_of(parameter))))
+        else:
+            wide = nn.Parameter(weight.to(torch.float32, copy=True))
+        if parameter.grad is not None:
+            # A view where gradients are wide already.
+            wide.grad = part.of(parameter.grad).float()
+        return wide
+
+    def _write(self, part: Part, wide: Tensor, draws: Draws) -> None:
+        weight, values = local_part(part.of(part.parameter)), local_part(wide)
+        if self.config.kind == "kahan":
+            round_compensated_(weight, local_part(part.of(self._lost_of(part.parameter))), values)
+        else:
+            draws.round_(part.parameter, "weight", weight, values)
+        if part.is_last:
+            draws.end(part.parameter)
+
+    def _lost_of(self, parameter: Tensor) -> Tensor:
+        # Parameters unfrozen or added since `begin` have lost nothing yet.
+        if parameter not in self._lost:
+            self._lost[parameter] = self._nothing_lost(parameter)
+        return self._lost[parameter]
+
+    @staticmethod
+    def _nothing_lost(parameter: Tensor) -> Tensor:
+        # bf16 also beside fp16: half an ulp of a small fp16 weight is subnormal there.
+        return torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+
+    def _note_widened(self, primaries: Iterable[Tensor]) -> None:
+        self._widened = max(self._widened, sum(p.numel() * p.element_size() for p in primaries))
 
     def _put_in(self) -> None:
         self._follow()
-        if self.config.kind == "stochastic_rounding":
-            self._note_widened(self._copies.by_parameter)
+        if self.config.kind != "fp32_copy":
+            self._note_widened(self._copies.values)
+        if self.config.kind == "kahan":
+            for parameter, primary in self._copies.by_parameter.items():
+                wide = compensated(local_part(parameter.detach()), local_part(self._lost_of(parameter)))
+                local_part(primary.detach()).copy_(wide)
         self._swap_in()
 
     def _swap_in(self) -> None:
@@ -303,7 +374,7 @@ class PrimaryWeights(Technique):
         # After the swap: the parameters' gradients take the reduced tensors back, with clipped values.
         self._gradients.restore()
         # Nothing lasts beyond a step: the rounded parameters are all there is.
-        if self.config.kind == "stochastic_rounding":
+        if self.config.kind != "fp32_copy":
             self._copies, self._exchanges = Copies(), []
 
     def _follow(self) -> None:
@@ -330,23 +401,21 @@ class PrimaryWeights(Technique):
             and not any(map(is_trained_in_16_bit, self._others))
         )
 
-    def _round_stochastically(self, generator: torch.Generator) -> None:
-        parameters, primary = self._copies.parameters, self._copies.by_parameter
-        generators = self._generators(parameters, generator)
-        for parameter in self._in_model_order(parameters):
-            round_part_(parameter, primary[parameter], generators[parameter.device])
+    def _write_all(self, generator: torch.Generator) -> None:
+        draws = self._draws(self._copies.parameters, generator)
+        for parameter, primary in self._copies.by_parameter.items():
+            self._write(Part(parameter), primary, draws)
 
-    @staticmethod
-    def _generators(parameters: list[Tensor], generator: torch.Generator) -> dict[torch.device, torch.Generator]:
-        # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
-        seed = int(torch.randint(2**62, (), generator=generator))
-        return {device: torch.Generator(device).manual_seed(seed) for device in {p.device for p in parameters}}
-
-    def _in_model_order(self, parameters: list[Tensor]) -> list[Tensor]:
-        # Not in the optimizer's: trainers group parameters differently, and must draw alike.
-        names = self._names()
-        order = {name: place for place, name in enumerate(dict(self._model.named_parameters()) if self._model else ())}
-        return sorted(parameters, key=lambda p: order.get(names[p], len(order)))
+    def _draws(self, parameters: list[Tensor], generator: torch.Generator) -> Draws:
+        if not are_same(parameters, self._places[0]):
+            # Not the optimizer's order: trainers group parameters differently, and must draw alike.
+            names = self._names()
+            order = {
+                name: place for place, (name, _) in enumerate(self._model.named_parameters() if self._model else ())
+            }
+            by_model = sorted(parameters, key=lambda p: order.get(names[p], len(order)))
+            self._places = parameters, {id(parameter): place for place, parameter in enumerate(by_model)}
+        return Draws(generator, self._places[1])
 
     def _check_step(self) -> None:
         if not self._is_in:
@@ -423,10 +492,13 @@ class PrimaryWeights(Technique):
         self._gather()
 
     def _gather(self) -> None:
+        if any(map(is_sharded, trained_in_16_bit(self._optimizers))):
+            widened = torch.tensor(self._widened, device=local_part(trained_in_16_bit(self._optimizers)[0]).device)
+            self._widened = int(all_reduce_(widened, "max"))
         self._shards.gather(self._optimizers, trained_in_16_bit(self._optimizers), self._kept(), self._names())
 
     def _kept(self) -> dict[Tensor, Tensor]:
-        return self._copies.by_parameter if self.config.kind == "fp32_copy" else {}
+        return self._copies.by_parameter if self.config.kind == "fp32_copy" else self._lost
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies by parameter name, and the format of the optimizer's moments."""
@@ -478,24 +550,29 @@ class PrimaryWeights(Technique):
             "parameters": len(parameters),
             "elements": sum(parameter.numel() for parameter in parameters),
             "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
-            "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._copies.values),
+            "copy_bytes": sum(kept.numel() * kept.element_size() for kept in self._kept().values()),
             "widened_bytes_at_once": self._widened,
             "left_alone": dict(
                 Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
             ),
-            "gradients": "reduced in 16 bit" if self._gradients.reduced_in_16_bit else "accumulated in float32",
+            "gradients": self._format_of_gradients(),
             "small_updates": _share(self._small_updates),
             "small_updates_step": self._small_updates.get("step"),
         }
 
-    def _count_small_updates(self, primary: Mapping[Tensor, Tensor]) -> None:
+    def _count_small_updates(self, primaries: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""
-        for parameter, wide in primary.items():
+        for parameter, wide in primaries:
             if wide.grad is not None:
                 has_gradient = local_part(wide.grad).to_dense() != 0
                 # Against the parameter before it is written: does the nearest 16-bit value of the new primary differ?
                 same = local_part(wide).to(parameter.dtype) == local_part(parameter)
                 self._counts.append(torch.stack([has_gradient.count_nonzero(), (has_gradient & same).count_nonzero()]))
+
+    def _format_of_gradients(self) -> str:
+        if self._keeps_16_bit:
+            return "accumulated in 16 bit"
+        return "reduced in 16 bit" if self._gradients.reduced_in_16_bit else "accumulated in float32"
 
     def _sum_counts(self, step: int) -> None:
         parameters = self._copies.parameters or trained_in_16_bit(self._optimizers)

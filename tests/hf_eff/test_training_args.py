@@ -35,6 +35,7 @@ FLAGS = [
     "lora_skip",
     "lora_train",
     "primary_weights_kind",
+    "primary_weights_state_dtype",
     "primary_weights_telemetry_every",
     "prune_sparsity",
     "prune_criterion",

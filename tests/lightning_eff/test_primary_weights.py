@@ -12,6 +12,7 @@ from shared_core.engine.session import Session
 
 COPY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 4}}
 DRAWN = {"primary_weights": {"kind": "stochastic_rounding"}}
+NARROW = {"primary_weights": {"kind": "kahan", "state_dtype": "bfloat16"}}
 SCALED = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**20, "growth_interval": 4}}
 PRUNE = {"prune": {"sparsity": 0.5, "begin": 0.1, "end": 0.6, "every": 2}}
 
@@ -31,6 +32,7 @@ def train(folder, recipe, namespace=BOTH[0], ckpt_path=None, seed=0, callbacks=(
     [
         (COPY, "bf16-true"),
         (DRAWN, "bf16-true"),
+        (NARROW, "bf16-true"),
         ({**COPY, **PRUNE}, "bf16-true"),
         (COPY, "16-true"),
         (SCALED, "16-true"),
@@ -41,7 +43,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(recipe, precision, accu
     callback, whole = train(tmp_path, recipe, callbacks=[saver(BOTH[0], tmp_path)], **options)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
     assert whole["net.0.weight"].dtype == dtype
-    assert whole["optimizer.0.exp_avg"].dtype == torch.float32
+    assert whole["optimizer.0.exp_avg"].dtype == (torch.bfloat16 if recipe is NARROW else torch.float32)
     mine = callback.session.techniques["primary_weights"].state_dict()
     for point in (0, 6, 11):  # with 4 to a step, the first two lie inside a window
         again, resumed = train(tmp_path, recipe, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)

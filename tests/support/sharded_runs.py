@@ -66,6 +66,8 @@ RECIPES = {
     },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
+    "stochastic-state": {"primary_weights": {"kind": "stochastic_rounding", "state_dtype": "bfloat16"}},
+    "kahan": {"primary_weights": {"kind": "kahan", "state_dtype": "bfloat16"}},
     "dp": {"dp": {"noise_multiplier": 0.5, "max_grad_norm": 0.6, "seed": 1, "delta": 1e-3}, "prune": GROWING},
     "dp-functorch": {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3, "grad_sample_mode": "functorch"}},
     "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},

@@ -17,7 +17,7 @@ from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError
 
 STEPS = 12
-KINDS = ("fp32_copy", "stochastic_rounding")
+KINDS = ("fp32_copy", "stochastic_rounding", "kahan")
 
 
 def net(dtype=torch.float16, seed=0):

@@ -84,7 +84,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slices_step_to_the_bits_of_a_step_on_all_at_once(name, monkeypatch):
-    monkeypatch.setattr(slices, "_TOGETHER", 50)
+    monkeypatch.setattr(slices, "_ON_CPU", 50)
     sliced = run(name)
     assert sliced[2].techniques["primary_weights"].report()["widened_bytes_at_once"] == 4 * 12 * 6
     assert_same(run(name, closure=True), sliced)

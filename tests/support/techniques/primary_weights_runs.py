@@ -7,7 +7,7 @@ from torch import nn
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
-KINDS = ("fp32_copy", "stochastic_rounding")
+KINDS = ("fp32_copy", "stochastic_rounding", "kahan")
 STEPS = 8
 
 
