@@ -7,6 +7,7 @@ TORCH ?= torch
 
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
+	@echo "make quickstart-seeds  the same for three seeds, write docs/quickstart.md (10 minutes)"
 	@echo "make test         install what tests need, run them (no network, no GPU)"
 	@echo "make test-long    the further tests: what is slow and rare, and the other cases of what make test tries a few of"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
@@ -37,6 +38,9 @@ $(VENV)/.dev: $(VENV)/.examples
 
 quickstart: $(VENV)/.examples
 	$(BIN)/python examples/quickstart.py
+
+quickstart-seeds: $(VENV)/.examples # goes on when cut off: a seed whose runs/seed-N/results.json is there is done
+	OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart_seeds.py
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
@@ -96,5 +100,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-processors gpu-check gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
+.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
 .DEFAULT_GOAL := help

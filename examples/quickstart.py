@@ -1,7 +1,8 @@
 """Fine-tune a text classifier with efficient-training techniques, each switched on by one flag.
 
-Without arguments it tells the whole story: a teacher, then students of one seed that each add one flag (dense, pruned,
-distilled, quantised), then the soup of the last student's checkpoints, in one table and one plot:
+Without arguments it tells the whole story: a teacher, a student that has one label in ten, then one flag or `eff`
+command more a row (distilled, a soup of a short sweep, three of four neurons removed, int8), each an ONNX file
+in onnxruntime; then what training a language model holds in memory, again one flag more a row:
 
     python examples/quickstart.py
 
@@ -17,6 +18,7 @@ The data is Python's own standard library (which package is a fragment from?). Y
 
 from __future__ import annotations
 
+import random
 import shlex
 import shutil
 import sys
@@ -40,20 +42,23 @@ from transformers import (
     DataCollatorWithPadding,
     HfArgumentParser,
     PrinterCallback,
-    TrainerCallback,
     set_seed,
 )
 from transformers.utils import logging
 
 from hf_eff import EffTrainer, EffTrainingArguments
+from shared_core.cli import app
 from shared_core.errors import ConfigError, EffError, nearest
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 130)
+RELU = {"hidden_act": "relu", "num_hidden_layers": 1}
 SIZES = {
-    "teacher": {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 384},
-    "student": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 512},
+    "teacher": {**RELU, "hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 384},
+    "student": {**RELU, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 1536},
 }
 DROPOUT = {"teacher": 0.1, "student": 0.0}
+LABELS = 480  # of the story's students
+SWEEP = ("2e-3", "3e-3", "4e-3", "5e-3")
 DEFAULTS = {
     "output_dir": "runs",
     "num_train_epochs": 5,
@@ -62,8 +67,7 @@ DEFAULTS = {
     "weight_decay": 0.01,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 128,
-    "eval_strategy": "epoch",
-    "save_steps": 0.1,
+    "save_strategy": "no",
     "logging_steps": 10,
     "use_cpu": True,
     "disable_tqdm": True,
@@ -80,13 +84,23 @@ class ScriptArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A model folder or Hub name to fine-tune instead, with its own tokenizer."}
     )
+    teacher: str | None = field(
+        default=None, metadata={"help": "Of the story: a folder with a teacher, which then is not trained."}
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "A Hub data set to use instead."})
     train_file: str | None = field(default=None, metadata={"help": "CSV or JSON to train on instead."})
     validation_file: str | None = field(default=None, metadata={"help": "CSV or JSON to choose on."})
     test_file: str | None = field(default=None, metadata={"help": "CSV or JSON to report accuracy on."})
     text_column: str = field(default="text", metadata={"help": "Column of the texts."})
     label_column: str = field(default="label", metadata={"help": "Column of the labels."})
-    max_length: int = field(default=96, metadata={"help": "Tokens that are kept of a text."})
+    labelled: int | None = field(
+        default=None,
+        metadata={
+            "help": "Labels to keep, drawn by --seed. The other texts are left out, or with --distill_unlabelled_field "
+            "teach without labels."
+        },
+    )
+    max_length: int = field(default=64, metadata={"help": "Tokens that are kept of a text."})
     vocab_size: int = field(default=2000, metadata={"help": "Size of the tokenizer made from the training split."})
 
     @property
@@ -158,78 +172,101 @@ def make_model(script: ScriptArguments, tokenizer: Any, labels: list[str]) -> An
     return model
 
 
-class Progress(TrainerCallback):
-    """Prints one line an epoch."""
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        logged: dict[str, float] = {}
-        for entry in state.log_history:
-            logged.update(entry)
-        sparsity = f", sparsity {logged['prune/sparsity']:.3f}" if "prune/sparsity" in logged else ""
-        CONSOLE.print(
-            f"  epoch {state.epoch:.3g} of {args.num_train_epochs:g}: loss {logged.get('loss', float('nan')):.3f}, "
-            f"validation accuracy {100 * metrics['eval_accuracy']:.1f} %{sparsity}"
-        )
+def training_texts(script: ScriptArguments, training: Any, texts: Any) -> Any:
+    """Return the texts to train on: all, those with a label, or all with a column that tells which have none."""
+    if script.labelled is None:
+        return texts
+    if not 0 < script.labelled <= len(texts):
+        raise ConfigError(f"flags: --labelled must be in [1, {len(texts)}], got {script.labelled}")
+    kept = set(random.Random(training.seed).sample(range(len(texts)), script.labelled))
+    if training.distill_unlabelled_field is None:
+        return texts.select(sorted(kept))
+    return texts.add_column(training.distill_unlabelled_field, [index not in kept for index in range(len(texts))])
 
 
 def train(script: ScriptArguments, training: Any, data: tuple[Any, Any, list[str]]) -> dict[str, Any]:
-    """Fine-tune one model with the techniques that the flags switch on, save it, and return its measured row."""
+    """Fine-tune one model with the techniques that the flags switch on, save it, and tell what it was and took."""
     tokenizer, splits, labels = data
     set_seed(training.seed)
     trainer = EffTrainer(
         model=make_model(script, tokenizer, labels),
         args=training,
-        train_dataset=splits["train"],
+        train_dataset=training_texts(script, training, splits["train"]),
         eval_dataset=splits["validation"],
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
-        callbacks=[Progress()],
     )
     trainer.remove_callback(PrinterCallback)
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds = time.perf_counter() - start
     trainer.save_model()
-    folder = Path(training.output_dir)
+    validation = trainer.evaluate()["eval_accuracy"]
+    CONSOLE.print(f"  {trainer.state.global_step} steps, validation accuracy {100 * validation:.1f} %, {seconds:.0f} s")
     return {
-        "name": folder.name,
+        "name": Path(training.output_dir).name,
+        "folder": training.output_dir,
         "recipe": trainer.session.recipe.to_dict(),
-        **quickstart_report.measure(trainer, splits["test"], folder),
+        "validation": validation,
         "train_seconds": seconds,
-        "train_cpu_seconds": cpu_seconds,
-        "soup": trainer.session.receipt()["techniques"].get("soup", {}),
-        "log": trainer.state.log_history,
     }
 
 
-def story(argv: Sequence[str], script: ScriptArguments, training: Any) -> list[dict[str, Any]]:
-    """Train the teacher, the students that each add one flag, and the soup; return their rows."""
+def eff(*arguments: object) -> None:
+    """Run the command line, in this process: it starts faster."""
+    words = [str(argument) for argument in arguments]
+    CONSOLE.print(f"\neff {shlex.join(words)}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    app(words, standalone_mode=False)
+
+
+def fresh(folder: Path) -> Path:
+    """Return a folder of the story without what an earlier story left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def story(argv: Sequence[str], script: ScriptArguments, training: Any, data: Any) -> list[dict[str, Any]]:
+    """Train the teacher and the student, then add one flag or command a row; return the rows."""
     root = Path(training.output_dir)
-    longer = ["--num_train_epochs", "8", "--learning_rate", "7e-4", "--weight_decay", "0.3"]
-    prune, distill = ["--prune_sparsity", "0.8"], ["--distill_teacher", str(root / "teacher")]
-    qat = ["--qat_scheme", "int8"]
-    soup = ["--soup_kind", "greedy", "--soup_metric", "eval_accuracy"]
-    data = prepare(script)
-    rows: list[dict[str, Any]] = []
-    for name, flags in (
-        ("teacher", ["--model_size", "teacher", *longer]),
-        ("dense", ["--model_size", "student"]),
-        ("pruned", ["--model_size", "student", *prune]),
-        ("distilled", ["--model_size", "student", *prune, *distill]),
-        ("quantised", ["--model_size", "student", *prune, *distill, *qat]),
-        ("soup", ["--model_size", "student", *prune, *distill, *qat, *soup]),
-    ):
-        line = [*argv, *flags, "--output_dir", str(root / name)]
-        copy = ""
-        if name == "soup":
-            # The same run with one more flag goes on from the end of the quantised one and averages its checkpoints.
-            shutil.copytree(root / "quantised", root / "soup", dirs_exist_ok=True)
-            copy = f"cp -r {root / 'quantised'} {root / 'soup'} && "
-            line += ["--resume_from_checkpoint", str(root / "soup" / f"checkpoint-{rows[-1]['log'][-1]['step']}")]
-        command = f"{copy}python examples/quickstart.py {shlex.join(line)}"
+    few = ["--labelled", str(script.labelled or LABELS)]
+    taught = [*few, "--distill_teacher", script.teacher or str(root / "teacher")]
+    taught += ["--distill_unlabelled_field", "unlabelled", "--distill_alpha", "0.1"]
+
+    def run(name: str, *flags: str, added: str = "") -> dict[str, Any]:
+        line = [*flags, *argv, "--output_dir", str(root / name)]
+        command = f"python examples/quickstart.py {shlex.join(line)}"
         CONSOLE.print(f"\n{command}", style="bold", markup=False, highlight=False, soft_wrap=True)
-        rows.append(train(*parse(line), data))
+        return train(*parse(line), data) | {"added": added}
+
+    rows = []
+    if script.teacher is None:
+        teacher = ["--model_size", "teacher", "--num_train_epochs", "5", "--learning_rate", "1e-3"]
+        rows.append(run("teacher", *teacher, "--weight_decay", "0.3"))
+    rows.append(run("student", *few, "--num_train_epochs", "15"))
+    constant = ["--lr_scheduler_type", "constant_with_warmup"]
+    rows.append(run("distilled", *taught, "--num_train_epochs", "3", *constant, added="--distill_teacher"))
+
+    short = ["--num_train_epochs", "0.5", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    start = ["--model_name_or_path", str(root / "distilled")]
+    sweep = [
+        run(f"sweep-{i}", *taught, *start, *short, "--learning_rate", rate, "--data_seed", f"{training.seed}{i}")
+        for i, rate in enumerate(SWEEP, start=1)
+    ]
+    best = max(sweep, key=lambda row: row["validation"])
+    rows.append(best | {"name": "best of a sweep", "added": "--lr_scheduler_type constant"})
+    fresh(root / "soup")
+    eff("soup", *(row["folder"] for row in sweep), "--kind", "uniform", "--out", root / "soup")
+    rows.append({"name": "soup", "folder": str(root / "soup"), "added": "eff soup"})
+
+    start = ["--model_name_or_path", str(root / "soup"), "--num_train_epochs", "1.5", "--learning_rate", "2e-3"]
+    cut = ["--prune_sparsity", "0.75", "--prune_granularity", "neuron"]
+    pruned = run("pruned", *taught, *start, *cut, added="--prune_sparsity, eff shrink")
+    fresh(root / "small")
+    eff("shrink", pruned["folder"], "--out", root / "small")
+    rows.append(pruned | {"folder": str(root / "small")})
+    start = ["--model_name_or_path", str(root / "small"), "--num_train_epochs", "0.5", "--learning_rate", "5e-4"]
+    rows.append(run("int8", *taught, *start, "--qat_scheme", "int8", added="--qat_scheme, eff export"))
     return rows
 
 
@@ -249,9 +286,21 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     if script.model_name_or_path is None:
         torch.set_num_threads(1)  # a second thread gains little with models so small, and loses much on a busy machine
     start = time.perf_counter()
-    rows = story(argv, script, training) if is_story else [train(script, training, prepare(script))]
-    quickstart_report.show(rows, root, CONSOLE)
+    data = prepare(script)
+    rows = story(argv, script, training, data) if is_story else [train(script, training, data)]
+    try:
+        for row in rows:
+            eff("export", row["folder"], "--length", script.max_length, "--out", Path(row["folder"]) / "model.onnx")
+    except EffError as error:
+        CONSOLE.print(f"the model is in {row['folder']}; it cannot be measured as ONNX: {error}", markup=False)
+        return rows
+    tokenizer, splits, _ = data
+    quickstart_report.measure(rows, splits["test"], tokenizer, script.max_length)
+    memory = quickstart_report.memory(fresh(root / "memory")) if is_story and not script.teacher else []
+    quickstart_report.show(rows, memory, root, CONSOLE)
     CONSOLE.print(f"{time.perf_counter() - start:.0f} s in all")
+    if is_story:
+        CONSOLE.print(quickstart_report.YOURS, markup=False, highlight=False, soft_wrap=True)
     return rows
 
 

@@ -1,163 +1,115 @@
-"""What the quickstart shows: figures measured on the finished model, one table, one plot."""
+"""What the quickstart shows: figures measured on the files that its commands wrote, two tables, one plot."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
-import time
-import zipfile
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import onnxruntime
+import story_less_memory_lm
 from matplotlib.figure import Figure
+from onnx_files import batches_of, hits_of, milliseconds, sessions_of
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
-from torch import nn
-from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding
 
 from shared_core.engine.receipt import environment
-from shared_core.quantization import convert
 
-NOTES = """\
-file: model.safetensors in fp32; after int8 training, the codes and scales of convert(), whose accuracy is shown
-zipped: that file in a zip archive (deflate); zeros make it smaller, but no dense matrix product faster
-latency: one example, one thread, median; after int8 training, of the fp32 weights that hold the codes' values"""
-
-
-def measure(trainer: Any, test: Any, folder: Path) -> dict[str, Any]:
-    """Return accuracy on the test split, size on disk, sparsity and latency of the model that a run ended with."""
-    model = trainer.model.eval()
-    quantized = "qat" in trainer.session.recipe
-    # After quantization-aware training the model that counts is the one that computes on integers.
-    deployed = convert(model) if quantized else model
-    file = folder / "model.safetensors"
-    if quantized:
-        file = folder / "model_int8.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in deployed.state_dict().items()}, file)
-    matrices = [module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)]
-    zeros, total = sum(int((matrix == 0).sum()) for matrix in matrices), sum(matrix.numel() for matrix in matrices)
-    return {
-        "accuracy": accuracy(deployed, test, trainer.data_collator),
-        "test_examples": len(test),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "file": file.name,
-        "file_bytes": file.stat().st_size,
-        "zipped_bytes": zipped(file),
-        "linear_sparsity": zeros / total,
-        "latency_ms": latency_ms(model, trainer.data_collator([test[0]])),
-    }
+YOURS = """\
+The same for your own script of the Hugging Face Trainer, Lightning or accelerate, which stays as it is:
+  eff run train.py YOUR FLAGS --distill_teacher TEACHER --prune_sparsity 0.75 --prune_granularity neuron
+  eff shrink YOUR_OUTPUT --out small
+  eff run train.py YOUR FLAGS, from small --qat_scheme int8 && eff export YOUR_OUTPUT --out model.onnx"""
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Any, collator: Any) -> float:
-    """Return the share of examples whose label gets the largest logit."""
-    hits = 0
-    for batch in DataLoader(data, batch_size=128, collate_fn=collator):
-        labels = batch.pop("labels")
-        hits += int((model(**batch).logits.argmax(-1) == labels).sum())
-    return hits / len(data)
+def measure(rows: Sequence[dict[str, Any]], test: Any, tokenizer: Any, length: int, rounds: int = 40) -> None:
+    """Add to each row what its ``model.onnx`` shows: accuracy with one standard error of the test set, kB, ms."""
+    files = [Path(row["folder"]) / "model.onnx" for row in rows]
+    sessions = sessions_of(files)
+    batches = batches_of(test, DataCollatorWithPadding(tokenizer, "max_length", length, None, "np"))
+    many = {name: value[:32] for name, value in batches[0].items()}
+    times = milliseconds(sessions, many, rounds)
+    for row, file, session, taken in zip(rows, files, sessions, times, strict=True):
+        share = float(hits_of(session, batches).mean())
+        row["accuracy"], row["test_examples"] = share, len(test)
+        row["standard_error"] = math.sqrt(share * (1 - share) / len(test))
+        row["file_bytes"], row["latency_ms"] = file.stat().st_size, taken
 
 
-def zipped(file: Path) -> int:
-    """Return the bytes of the zip archive (deflate) that this writes beside the file."""
-    archive = file.with_suffix(".zip")
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
-        out.write(file, file.name)
-    return archive.stat().st_size
+def memory(folder: Path, steps: int = 8) -> list[dict[str, Any]]:
+    """Return the MiB that a step of a language model's training holds, one flag more a row."""
+    runs = {name: flags for name, flags in story_less_memory_lm.ROWS.items() if name != "packed activations"}
+    rows, before = [], {}
+    measured = story_less_memory_lm.main(["--steps", str(steps), "--out", str(folder)], runs)
+    for name, held, _, _ in measured:
+        added = {flag: value for flag, value in runs[name].items() if flag not in before}
+        flags = story_less_memory_lm.flags_of(added or {"distill_teacher": folder / "teacher"})
+        rows.append({"name": name.strip(". "), "flags": flags, "mib": sum(held.values())})
+        before = runs[name]
+    return rows
 
 
-@torch.no_grad()
-def latency_ms(model: nn.Module, batch: Any, repeats: int = 60) -> float:
-    """Return the median time of one forward of one example, on one thread."""
-    batch.pop("labels")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            model(**batch)
-            times.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return 1000 * statistics.median(times[repeats // 6 :])
-
-
-def show(rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Print the table of the rows, and write ``results.json`` and ``quickstart.png`` into `folder`."""
-    test_examples = rows[0]["test_examples"]
-    table = Table(title=f"accuracy on {test_examples:,} test examples, used neither for training nor for choosing")
+def show(rows: Sequence[dict[str, Any]], memory_rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Print the tables of the rows, and write ``results.json`` and ``quickstart.png`` into `folder`."""
+    base = next((row for row in rows if row["name"] == "student"), rows[0])
+    table = Table(title=f"model.onnx of each row, onnxruntime {onnxruntime.__version__}, one thread, 32 texts")
     table.add_column("run")
-    for column in (
-        "accuracy %",
-        "parameters",
-        "file (kB)",
-        "zipped (kB)",
-        "zeros in linear layers",
-        "latency (ms)",
-        "training (s)",
-    ):
+    table.add_column("added")
+    for column in ("accuracy % ± standard error", "file (kB)", "", "latency (ms)", ""):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row["name"],
-            f"{100 * row['accuracy']:.1f}",
-            f"{row['parameters']:,}",
+            row.get("added", ""),
+            f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
             f"{row['file_bytes'] / 1000:,.0f}",
-            f"{row['zipped_bytes'] / 1000:,.0f}",
-            f"{100 * row['linear_sparsity']:.1f} %",
+            f"{row['file_bytes'] / base['file_bytes']:.2f} x",
             f"{row['latency_ms']:.2f}",
-            f"{row['train_seconds']:.1f}",
+            f"{row['latency_ms'] / base['latency_ms']:.2f} x",
         )
     console.print(table)
-    console.print(NOTES)
-    results = {"environment": environment(), "rows": list(rows)}
+    console.print(f"{rows[0]['test_examples']:,} test examples, used neither for training nor for choosing")
+    if memory_rows:
+        table = Table(title="training a language model: weights, gradients, optimizer and activations at their peak")
+        table.add_column("each row's flags beside those above")
+        for column in ("MiB", ""):
+            table.add_column(column, justify="right")
+        for row in memory_rows:
+            table.add_row(row["flags"], f"{row['mib']:.1f}", f"{row['mib'] / memory_rows[0]['mib']:.2f} x")
+        console.print(table)
+    results = {"environment": environment(), "rows": list(rows), "memory": list(memory_rows)}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     plot(rows, folder / "quickstart.png")
     console.print(f"results: {folder / 'results.json'}, plot: {folder / 'quickstart.png'}")
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw accuracy against size, the sparsity that each run logged, and the path of the soup."""
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    size, schedule, soup = figure.subplots(1, 3)
-    for row, mark in zip(rows, itertools.cycle("osD^vP*"), strict=False):
-        size.plot(row["zipped_bytes"] / 1000, 100 * row["accuracy"], mark, markersize=9, alpha=0.8, label=row["name"])
-    size.set(xlabel="zipped model (kB)", ylabel="test accuracy (%)", title="accuracy against size")
-    size.set_xlim(left=0)
-    size.margins(0.12)
-    size.legend()
-    runs = [row for row in rows if "prune" in row["recipe"] and "soup" not in row["recipe"]]
-    for row, style in zip(runs, itertools.cycle(("-", "--", ":")), strict=False):
-        points = [(entry["step"], 100 * entry["prune/sparsity"]) for entry in row["log"] if "prune/sparsity" in entry]
-        schedule.plot(*(zip(*points, strict=True) if points else ([], [])), style, linewidth=2.5, label=row["name"])
-    schedule.set(xlabel="step", ylabel="zeros (%)", title="zeros among the prunable weights", ylim=(0, 100))
-    if schedule.lines:
-        schedule.legend(loc="lower right")
-    history = [entry for row in rows for entry in row["soup"].get("history", []) if entry["single"] is not None]
-    names = [f"step {Path(entry['name']).name.removeprefix('checkpoint-')}" for entry in history]
-    soup.plot(names, [100 * entry["single"] for entry in history], "o", markersize=8, label="this checkpoint alone")
-    for accepted, mark in ((True, "^"), (False, "x")):
-        tried = [
-            (name, 100 * entry["score"])
-            for name, entry in zip(names, history, strict=True)
-            if entry["score"] is not None and entry["accepted"] == accepted
-        ]
-        soup.plot(
-            *(zip(*tried, strict=True) if tried else ([], [])),
-            mark,
-            markersize=8,
-            label=f"the average with it, {'kept' if accepted else 'rejected'}",
-        )
-    soup.set(xlabel="tried in this order, best alone first", ylabel="validation accuracy (%)", title="greedy soup")
-    soup.tick_params(axis="x", labelrotation=30)
-    soup.margins(0.1)
-    bottom, top = soup.get_ylim()
-    soup.set_ylim(top=top + 0.4 * (top - bottom))  # room for the legend
-    if history:
-        soup.legend(loc="upper right")
+    """Draw accuracy against latency and against size, with a row's ``standard_error`` as its error bar."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for axes, key, scale, label in zip(
+        figure.subplots(1, 2, sharey=True),
+        ("latency_ms", "file_bytes"),
+        (1, 1000),
+        ("latency of 32 texts (ms)", "file (kB)"),
+        strict=True,
+    ):
+        for row, mark in zip(rows, "osD^vP*", strict=False):
+            axes.errorbar(
+                row[key] / scale,
+                100 * row["accuracy"],
+                yerr=100 * row["standard_error"],
+                fmt=mark,
+                markersize=9,
+                capsize=4,
+                alpha=0.8,
+                label=row["name"],
+            )
+        axes.set(xlabel=label)
+        axes.set_xlim(left=0)
+        axes.margins(0.12)
+    figure.axes[0].set(ylabel="test accuracy (%)")
+    figure.axes[1].legend(loc="lower left")
     figure.savefig(file, dpi=120)

@@ -9,13 +9,10 @@ split, which nothing was trained or chosen on. Without arguments nothing is down
 Python's standard library, to be told apart by package, and the model is a small BERT with random weights.
 """
 
-import statistics
-import time
-
-import numpy as np
 import onnxruntime
 import story_texts
 import torch
+from onnx_files import batches_of, hits_of, milliseconds, sessions_of
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -61,39 +58,6 @@ def eff(*arguments):
     app([*map(str, arguments)], standalone_mode=False)
 
 
-def sessions_of(files):
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    # onnxruntime 1.31's fused sum and norm takes several times as long as the two that it replaces
-    settings = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["SkipLayerNormFusion"]}
-    return [onnxruntime.InferenceSession(file, options, **settings) for file in files]
-
-
-def hits_of(session, batches):
-    """Return 1 where the file's answer is right, and 0 where it is not."""
-    names = {entry.name for entry in session.get_inputs()}
-    found = [
-        session.run(["logits"], {name: batch[name] for name in names})[0].argmax(-1) == batch["labels"]
-        for batch in batches
-    ]
-    return np.concatenate(found).astype(float)
-
-
-def milliseconds(sessions, batch, rounds):
-    """Return the median time of each for this batch, by turns.
-
-    It is the time of this thread, which does all the work: latency, without what other programs take of the machine.
-    """
-    names = {entry.name for entry in sessions[0].get_inputs()}
-    inputs, times = {name: batch[name] for name in names}, [[] for _ in sessions]
-    for _ in range(rounds):
-        for session, taken in zip(sessions, times, strict=True):
-            start = time.thread_time()
-            session.run(None, inputs)
-            taken.append(1000 * (time.thread_time() - start))
-    return [statistics.median(taken[rounds // 10 :]) for taken in times]
-
-
 def main(argv=None):
     parser = story_texts.flags(__doc__, "runs/story_cpu_serving")
     parser.add_argument("--epochs", type=int, default=5, help="of the teacher and the student; later steps take fewer")
@@ -131,8 +95,7 @@ def main(argv=None):
         sessions_of(files),
         DataCollatorWithPadding(tokenizer, "max_length", args.max_length, None, "np"),
     )
-    test = [collate([splits["test"][i] for i in range(start, min(start + 64, len(splits["test"])))])
-            for start in range(0, len(splits["test"]), 64)]  # fmt: skip
+    test = batches_of(splits["test"], collate)
     hits = [hits_of(session, test) for session in sessions]
     one, many = ({name: value[:size] for name, value in test[0].items()} for size in (1, 32))
     rounds = 10 if args.quick else 200

@@ -116,7 +116,12 @@ def row(name, trainer, rate, teacher):
     return name, held, rate, trainer.evaluate()["eval_loss"]
 
 
-def main(argv=None):
+def flags_of(techniques):
+    """Return techniques as flags."""
+    return " ".join(f"--{flag} {str(value).lower()}" for flag, value in techniques.items())
+
+
+def main(argv=None, runs=ROWS):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or Hub id of the student; none: a small one with random weights")
     parser.add_argument("--teacher", help="folder or Hub id of the teacher, of the same tokenizer")
@@ -147,8 +152,8 @@ def main(argv=None):
 
     teacher_mib = size_of(AutoModelForCausalLM.from_pretrained(teacher).parameters())
     rows = []
-    for name, flags in ROWS.items():
-        print(f"\n{name}: " + " ".join(f"--{flag} {value}" for flag, value in flags.items()), flush=True)
+    for name, flags in runs.items():
+        print(f"\n{name}: {flags_of(flags)}", flush=True)
         model = model_of(args.model, data[0], args, 128, 4)
         in_bf16 = "primary_weights_kind" in flags
         if in_bf16:
