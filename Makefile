@@ -13,7 +13,7 @@ help:
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
-	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
+	@echo "make test-matrix  a share of the tests with five sets of versions of torch and trainers, each in an environment of its own"
 	@echo "make test-serving exported models in vLLM, llama.cpp and other engines, beside what training saw"
 	@echo "make test-deepspeed  every technique under DeepSpeed on a CPU, in one process and two; installs it into .venv"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
@@ -61,8 +61,8 @@ gpu-table: $(VENV)/.dev
 package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
 
-test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest runs one; some 15 minutes each on two cores
-	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(END)
+test-matrix: # MATRIX=FOLDER keeps the environments; POINT=oldest, 5.0, 5.5, 5.16 or newest runs one; some half an hour each on two cores
+	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(POINT)
 
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/serving.py

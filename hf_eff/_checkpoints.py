@@ -20,8 +20,7 @@ import torch.distributed as dist
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer import safe_globals  # type: ignore[attr-defined]  # in trainer_pt_utils since 5.2
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -370,8 +369,10 @@ def saved_name(model: nn.Module, name: str) -> str:
     # An empty probe: the conversion is asked for the name alone.
     probe = torch.empty(0)
     try:
+        from transformers.core_model_loading import revert_weight_conversion
+
         found = revert_weight_conversion(model, {name: probe})
-    except Exception:  # a conversion that wants other tensors beside this one, whatever that raises
+    except Exception:  # one that wants other tensors beside this one, whatever that raises; transformers 4 has none
         return name
     return next((other for other, value in found.items() if value is probe), name)
 

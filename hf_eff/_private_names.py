@@ -12,8 +12,9 @@ from transformers import Trainer
 from shared_core.front_ends import private_names
 from shared_core.front_ends.private_names import PrivateName
 
-LAST_SEEN = "5.23"
-"""The newest transformers in which every name was found."""
+FIRST_SEEN, LAST_SEEN = "4.57", "5.23"
+"""The oldest and the newest transformers with every name; an older one gets those with a `since` from
+`hf_eff._older_versions`, or does without."""
 
 WRAPPED = {
     "_inner_training_loop": PrivateName("train", "techniques attach anew for each try of auto_find_batch_size"),
@@ -22,8 +23,8 @@ WRAPPED = {
     "_prepare_inputs": PrivateName("training_step", "a column of ours is taken out before the model sees the batch"),
     "_load_rng_state": PrivateName("_run_epoch", "batches drawn ahead of a checkpoint are drawn again"),
     "_maybe_log_save_evaluate": PrivateName("_run_epoch", "an evaluation due at an epoch's end is caught up on"),
-    "_clip_grad_norm": PrivateName("_run_epoch", "gradients are complete and not yet clipped", since="5.5"),
-    "_get_grad_norm": PrivateName("_run_epoch", "the same where max_grad_norm is 0", since="5.5"),
+    "_clip_grad_norm": PrivateName("_run_epoch", "gradients are complete and not yet clipped", since="5.3"),
+    "_get_grad_norm": PrivateName("_run_epoch", "the same where max_grad_norm is 0", since="5.3"),
     "_save_checkpoint": PrivateName("_maybe_log_save_evaluate", "techniques prepare weights before they are saved"),
     "_save": PrivateName("save_model", "saved weights are baked"),
     "_load_from_checkpoint": PrivateName("_prepare_for_training", "layers have to fit the weights that are loaded"),
@@ -35,7 +36,7 @@ WRAPPED = {
 
 USED = {
     "_get_output_dir": PrivateName("_save_checkpoint", "where a trial of a search saves its checkpoints"),
-    "_tr_loss": PrivateName("_run_epoch", "the logged loss goes on after a resume", since="5.5", is_method=False),
+    "_tr_loss": PrivateName("_run_epoch", "the logged loss goes on after a resume", since="5.3", is_method=False),
     "_globalstep_last_logged": PrivateName("_maybe_log_save_evaluate", "the same", is_method=False),
     "_total_loss_scalar": PrivateName("_maybe_log_save_evaluate", "the same", is_method=False),
     "_signature_columns": PrivateName("_set_signature_columns_if_needed", "which columns reach the model",
@@ -55,5 +56,5 @@ def check_private_names(trainer: Trainer) -> None:
         CompatibilityError: Names the methods and the versions that have them.
     """
     whose = f"hf: the Trainer of transformers {transformers.__version__}"
-    remedy = f"install transformers 5.17 to {LAST_SEEN}"
+    remedy = f"install transformers {FIRST_SEEN} to {LAST_SEEN}"
     private_names.check_private_names({**WRAPPED, **USED}, lambda _: trainer, whose, remedy)

@@ -28,6 +28,7 @@ from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
+from hf_eff._older_versions import OlderLoop, second_division
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
 from hf_eff._run_environment import (
@@ -132,6 +133,7 @@ class SessionCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        self._older = OlderLoop.of(trainer)
         check_private_names(trainer)
         self._trainer = trainer
         self.args_recipe: Recipe | None = None
@@ -231,11 +233,17 @@ class SessionCallback(TrainerCallback):
         # progress.
         pairs += around.items()
         self._wrapped = [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in pairs]
-        # Last, since it belongs to the accelerator and is made anew with it (`_wrapped[-1]` in a search).
-        self._wrapped.append(self._scale.watch())
+        if self._older is not None:
+            self._wrapped += self._older.watch()
+        self._watch_accelerator()
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    def _watch_accelerator(self) -> None:
+        self._around_accelerator = [self._scale.watch()]
+        if self._older is not None:
+            self._around_accelerator.append(self._older.watch_accelerator())
 
     def _where_asked(
         self, adapter: Adapter, outer: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -324,7 +332,7 @@ class SessionCallback(TrainerCallback):
         if left:
             self._new_session(left)
             return True
-        for wrapped in self._wrapped:
+        for wrapped in (*self._wrapped, *self._around_accelerator):
             wrapped.undo()
         handler = self._trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
@@ -361,7 +369,7 @@ class SessionCallback(TrainerCallback):
         accelerator = self._trainer.accelerator
         method(trial)
         if self._trainer.accelerator is not accelerator:
-            self._wrapped[-1] = self._scale.watch()
+            self._watch_accelerator()
         args = cast(Any, self._trainer.args)
         if self.args_recipe is not None and args.recipe != self.args_recipe:
             others = {key: config for key, config in self.session.recipe.items() if key not in self.args_recipe}
@@ -402,6 +410,8 @@ class SessionCallback(TrainerCallback):
             clips_gradients=args.max_grad_norm > 0,
         )
         self._follow()
+        if (told := second_division(self._trainer)) is not None:
+            session.note(told)
         for adapter in self._asked:
             adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step

@@ -10,11 +10,13 @@ import functools
 import importlib
 from typing import Any
 
+from packaging.version import Version
+
 from lightning_eff._run_environment import PYTORCH_LIGHTNING
 from shared_core.front_ends import private_names
 from shared_core.front_ends.private_names import PrivateName
 
-FIRST_SEEN, LAST_SEEN = "2.6.1", "2.6.6"
+FIRST_SEEN, LAST_SEEN = "2.5.0", "2.6.6"
 
 _ATTRIBUTE = functools.partial(PrivateName, is_method=False)
 _TRAINER = "trainer.trainer:Trainer"
@@ -81,9 +83,9 @@ NAMES = {
     ),
     "_max_epochs": _ATTRIBUTE("on_fit_start", "the epoch that SWA adds is not planned", owner=_SWA),
     "_model_contains_batch_norm": _ATTRIBUTE("on_fit_start", "the same", owner=_SWA),
-    "_average_model": _ATTRIBUTE("setup", "what holds of weights holds of their average", owner=_AVERAGING),
-    "_swap_models": PrivateName("on_validation_epoch_start", "the same", owner=_AVERAGING),
-    "_copy_average_to_current": PrivateName("on_train_end", "the same", owner=_AVERAGING),
+    "_average_model": _ATTRIBUTE("setup", "what holds of weights holds of averages", owner=_AVERAGING, since="2.6"),
+    "_swap_models": PrivateName("on_validation_epoch_start", "the same", owner=_AVERAGING, since="2.6"),
+    "_copy_average_to_current": PrivateName("on_train_end", "the same", owner=_AVERAGING, since="2.6"),
     # its strategies
     "_configure_launcher": PrivateName(
         "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy",
@@ -128,6 +130,9 @@ def check_private_names(namespace: str) -> None:
     Raises:
         CompatibilityError: Names the methods and the versions that have them.
     """
-    whose = f"lightning: {namespace} {importlib.import_module(namespace).__version__}"
+    version = importlib.import_module(namespace).__version__
+    whose = f"lightning: {namespace} {version}"
+    # the callback that came with Lightning 2.6 is not missed by one that has none
+    names = {name: its for name, its in NAMES.items() if Version(version) >= Version(its.since or "0")}
     remedy = f"install {namespace.partition('.')[0]} {FIRST_SEEN} to {LAST_SEEN}"
-    private_names.check_private_names(NAMES, lambda its: find(its.owner, namespace), whose, remedy)
+    private_names.check_private_names(names, lambda its: find(its.owner, namespace), whose, remedy)

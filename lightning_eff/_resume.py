@@ -337,7 +337,10 @@ class ExactResume:
             self._note("EarlyStopping had ended this run when it was saved: nothing is left to train")
 
     def _stops_early(self) -> bool:
-        return any(getattr(one, "stopping_reason_message", None) for one in self._trainer.callbacks)
+        # Lightning 2.5 has no message, and an epoch from 0 on
+        return any(
+            getattr(one, "stopping_reason_message", getattr(one, "stopped_epoch", 0)) for one in self._trainer.callbacks
+        )
 
     def _metrics(self) -> list[dict[str, torch.Tensor]]:
         """Return what is logged, and after an epoch's last batch the means of the epoch that are about to be."""

@@ -21,9 +21,9 @@ class Watch(Trainer):
         self.__dict__.setdefault("dtypes", []).append(self.forward_dtype)
         return loss
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, *args):
         self.model.classifier.register_forward_hook(self._note)
-        return super().create_optimizer(model)
+        return super().create_optimizer(*args)
 
     def _note(self, module, args, output):
         self.forward_dtype = output.dtype

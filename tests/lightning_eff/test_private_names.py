@@ -50,5 +50,5 @@ def test_a_lightning_without_a_method_that_is_needed_is_refused_by_name(tmp_path
     trainer = make_trainer(tmp_path, BOTH[0], callbacks=[EffCallback({"prune": {"sparsity": 0.5}})])
     loop = find(NAMES["_on_before_fetch"].owner, BOTH[0])
     monkeypatch.delattr(loop, "_on_before_fetch")
-    with pytest.raises(CompatibilityError, match=r"must have _on_before_fetch .*; install pytorch_lightning 2.6.1 to"):
+    with pytest.raises(CompatibilityError, match=r"must have _on_before_fetch .*; install pytorch_lightning 2.5.0 to"):
         fit(trainer, make_module(BOTH[0]))

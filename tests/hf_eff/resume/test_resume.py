@@ -2,7 +2,9 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import save_torch_state_dict
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from hf_eff import attach
@@ -147,7 +149,8 @@ def test_a_model_that_saves_under_other_names_goes_on_from_its_checkpoint(tmp_pa
     straight, stopped = build("straight"), build("stopped ")
     straight.train()
     saved = load_file(tmp_path / "straight" / "checkpoint-2" / "model.safetensors")
-    assert not set(straight.model.state_dict()) <= set(saved)
+    if Version(transformers.__version__) >= Version("5.8"):
+        assert not set(straight.model.state_dict()) <= set(saved)
     shutil.copytree(tmp_path / "straight" / "checkpoint-2", tmp_path / "stopped " / "checkpoint-2")
     stopped.train(resume_from_checkpoint=True)
     assert all(map(torch.equal, straight.model.state_dict().values(), stopped.model.state_dict().values()))
