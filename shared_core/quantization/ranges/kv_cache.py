@@ -156,7 +156,13 @@ def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str,
 
 @contextlib.contextmanager
 def rounding_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Have a calibrated model round keys and values to FP8 where it keeps them, as an engine with such a cache does."""
+    """Return a context in which a model rounds keys and values to FP8, as an engine with such a cache does.
+
+    A state s becomes ``scale · fp8(s / scale)``, in e4m3.
+
+    Args:
+        model: A model that `calibrate_kv_cache` has seen, or that has saved scales; of another nothing is rounded.
+    """
     scales = cache_scales(model)
     with _before_cache(model, lambda name, *states: _rounded(scales[name], *states) if name in scales else states):
         yield
