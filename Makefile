@@ -7,7 +7,7 @@ TORCH ?= torch
 
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
-	@echo "make quickstart-seeds  the same for three seeds, write docs/quickstart.md (10 minutes)"
+	@echo "make quickstart-seeds  the same for five seeds, write docs/quickstart.md (15 minutes)"
 	@echo "make test         install what tests need, run them (no network, no GPU)"
 	@echo "make test-long    the further tests: what is slow and rare, and the other cases of what make test tries a few of"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"

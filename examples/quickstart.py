@@ -53,7 +53,7 @@ from shared_core.errors import ConfigError, EffError, nearest
 CONSOLE = Console(width=None if sys.stdout.isatty() else 130)
 RELU = {"hidden_act": "relu", "num_hidden_layers": 1}
 SIZES = {
-    "teacher": {**RELU, "hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 384},
+    "teacher": {**RELU, "hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 768},
     "student": {**RELU, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 1536},
 }
 DROPOUT = {"teacher": 0.1, "student": 0.0}

@@ -20,7 +20,7 @@ import quickstart_report
 import stdlib_fragments
 
 ROOT = Path("runs")
-SEEDS = (42, 1, 2)
+SEEDS = (42, 1, 2, 3, 4)
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "quickstart.md"
 HEAD = """\
 # The quickstart, over seeds
