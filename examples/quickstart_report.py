@@ -1,4 +1,4 @@
-"""What the quickstart shows: figures measured on the files that its commands wrote, two tables, one plot."""
+"""Measure the files that the quickstart's commands wrote, and show them in two tables and a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Trainers of transformers 4.57 to 5.5 do otherwise than later ones; nothing else knows of it.
+"""Differences of the Trainers of transformers 4.57 to 5.5 from later ones; no other file handles them.
 
 Up to 5.2 the loop is one method, which clips by itself and keeps the sum of losses to itself.
 """
@@ -109,7 +109,7 @@ class OlderLoop:
 
     @property
     def _is_resumed(self) -> bool:
-        """Whether the loop's sum has yet to begin from that of the run that is resumed."""
+        """True until the loop's sum includes the sum of the run that is resumed."""
         return self._trainer._tr_loss is not self._loops_sum
 
     def _training_step(self, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -246,7 +246,7 @@ class Session:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save runs: a step of the optimizer in it is torch's, which makes states for a file."""
+        """True during a save: torch may step the optimizer then, to have states for the file."""
         return self._is_saving
 
     @property
@@ -462,7 +462,7 @@ class Session:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether a technique still works before optimizer steps."""
+        """True while a technique has work before optimizer steps."""
         return bool(self._hooks.before_optimizer_step)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:

@@ -46,7 +46,7 @@ class Part(NamedTuple):
     rows: tuple[int, int] | None = None
     """Of what this process holds, the second one excluded; None: the whole tensor, sharded if it is."""
     is_last: bool = True
-    """Whether no other part of the same parameter follows."""
+    """True for the last part of a parameter."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return these rows of a tensor that has the parameter's shape: a view."""
@@ -107,7 +107,7 @@ class SlicedStep:
         """The parameters of the next step, and what steps them by `step_`; None once it has."""
         self._groups: list[dict[str, Any]] | None = None
         self._group_of: dict[int, int] = {}
-        """Which group holds a parameter, by its id."""
+        """Index of the group that holds a parameter, by the parameter's id."""
         self._new: set[int] = set()
         """Ids of parameters in whose first step some parts have state already."""
         after = optimizer.register_step_post_hook(self._restore)

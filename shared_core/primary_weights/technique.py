@@ -95,7 +95,7 @@ class PrimaryWeights(Technique):
         """Whether the step that is under way is made in slices."""
         self._versions: list[int] = []
         self._lost: dict[Tensor, Tensor] = {}
-        """What rounding lost of each parameter, with kahan."""
+        """Rounding error of each parameter, with kahan."""
         self._places: tuple[list[Tensor], dict[int, int]] = ([], {})
         """Parameters, and the place of each in the model, by id."""
         self._counts: list[Tensor] = []

@@ -28,7 +28,7 @@ Change = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class KvCacheReport:
-    """What an FP8 cache of keys and values has and costs.
+    """Scales of an FP8 cache of keys and values, its error and its cost.
 
     Attributes:
         scales: Attention layer → ``{"k_scale", "v_scale"}``, as `apply_ranges` takes them among the ranges.

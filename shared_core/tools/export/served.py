@@ -1,4 +1,4 @@
-"""What exports for engines of language models share: the opening, the codes of saved weights, the report."""
+"""Parts shared by exports for engines of language models: the first checks, codes of saved weights, the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_core.tools.measuring import difference, outputs
 
 @dataclasses.dataclass(frozen=True)
 class ServedReport:
-    """What was written for an engine.
+    """Report of a file or folder that was written for an engine.
 
     Attributes:
         path: The folder.
