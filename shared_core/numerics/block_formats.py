@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from eff_kernels._triton.launch import on_eager_cuda
 from eff_kernels.block_formats import GROUP_SIZES, mx_round, nvfp4_round
+from eff_kernels.quantization.affine import in_type
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
@@ -89,7 +90,7 @@ def mx_round_to(
     blocks = _blocks(x, group_size, axis)
     scale = _mx_scale(blocks, element)
     values = round_to(blocks / scale, element, mode=mode, generator=generator)
-    return _joined(values * scale, x, axis).to(x.dtype)
+    return in_type(_joined(values * scale, x, axis), x.dtype)
 
 
 def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32, axis: int = -1) -> Blocks:
@@ -184,7 +185,7 @@ def nvfp4_round_to(
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
     # Products with reciprocals, as the kernel and torchao do: a division would round otherwise.
     values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
-    return _joined(values * (tensor_scale * scale), x, axis).to(dtype)
+    return in_type(_joined(values * (tensor_scale * scale), x, axis), dtype)
 
 
 def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Blocks:

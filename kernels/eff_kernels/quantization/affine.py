@@ -319,6 +319,31 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int,
     return codes.clamp_max_((qmax - zero_point).to(codes.dtype))
 
 
+def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``codes · scale`` in a type, in the memory of the codes where that is of use.
+
+    Args:
+        codes: Floating; not used again.
+        scale: Broadcasts to the shape of the codes.
+        dtype: Floating.
+
+    Example:
+        >>> values_of(torch.tensor([3.0, -1.0]), torch.tensor(0.5), torch.float32)
+        tensor([ 1.5000, -0.5000])
+    """
+    # inductor decides on memory itself
+    return in_type(codes * scale if torch.compiler.is_compiling() else codes.mul_(scale), dtype)
+
+
+def in_type(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values.to(dtype)``, as an autograd.Function may return it.
+
+    Under torch.compile one whose last operation gives back the tensor that it was given, in place or as `Tensor.to`
+    does, has a gradient of zero (torch 2.11, not 2.13).
+    """
+    return values if values.dtype == dtype else values.to(dtype)
+
+
 def _outside(bound: int, up: bool, dtype: torch.dtype) -> float:
     # A subnormal step could be flushed to 0, which would shut the gate at a code of 0.
     if bound == 0:
@@ -377,7 +402,7 @@ class _FakeQuantize(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point, noise):
             y: Tensor = round_to_grid(x, scale, zero_point, noise, qmin, qmax)
             return y
-        return quantize(x, scale, zero_point, qmin, qmax, noise).mul_(scale).to(x.dtype)
+        return values_of(quantize(x, scale, zero_point, qmin, qmax, noise), scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -440,7 +465,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
             return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)
         # No clamp: `symmetric_scale` makes no code larger than qmax.
-        return (weight.to(scale.dtype) / scale).round_().mul_(scale).to(weight.dtype)
+        return values_of((weight.to(scale.dtype) / scale).round_(), scale, weight.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from eff_kernels._triton.launch import on_eager_cuda
 from eff_kernels.fp8 import block_scale
-from eff_kernels.quantization.affine import affine_qparams, compute_dtype, round_codes, round_rows, scale_of_largest
+from eff_kernels.quantization.affine import (
+    affine_qparams,
+    compute_dtype,
+    round_codes,
+    round_rows,
+    scale_of_largest,
+    values_of,
+)
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
@@ -93,7 +100,7 @@ class _FakeQuantizeGroups(torch.autograd.Function):
         codes = group_codes(x, scale, None if symmetric else zero_point, group_size, bits, noise)
         if not symmetric:
             codes.sub_(zero_point.unsqueeze(-1))
-        return codes.mul_(scale.unsqueeze(-1)).flatten(-2).to(x.dtype)
+        return values_of(codes, scale.unsqueeze(-1), x.dtype).flatten(-2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,7 +155,7 @@ class _FakeQuantizeFp8(torch.autograd.Function):
         largest = torch.finfo(dtype).max
         # clamped first: torch's own conversion saturates in some versions and overflows in others (e5m2, torch < 2.12)
         codes = (x.float() / scale).clamp(-largest, largest).to(dtype)
-        return codes.float().mul_(scale).to(x.dtype)
+        return values_of(codes.float(), scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -18,6 +18,7 @@ from eff_kernels.quantization.affine import (
     pass_inside,
     quantize,
     round_to_grid,
+    values_of,
 )
 
 SMALLEST_SCALE = 2.0**-126
@@ -59,7 +60,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         else:
             zero = zero_point.round().clamp(qmin, qmax)
             codes = (codes + zero).clamp_(qmin, qmax).sub_(zero)
-        return codes.mul_(scale).to(x.dtype)
+        return values_of(codes, scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -143,7 +144,7 @@ class _LearnedRange(torch.autograd.Function):
         if grid_on_triton(x, scale, zero_point):
             y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax)
             return y
-        return quantize(x, scale, zero_point, qmin, qmax).mul_(scale).to(x.dtype)
+        return values_of(quantize(x, scale, zero_point, qmin, qmax), scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -206,7 +207,7 @@ class _Pact(torch.autograd.Function):
         if grid_on_triton(x, scale, None):
             y: Tensor = round_to_grid(x, scale, None, None, 0, levels)
             return y
-        return (x.to(scale.dtype) / scale).round_().clamp(0, levels).mul_(scale).to(x.dtype)
+        return values_of((x.to(scale.dtype) / scale).round_().clamp(0, levels), scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eff_kernels.quantization.affine import compute_dtype, pass_inside
+from eff_kernels.quantization.affine import compute_dtype, pass_inside, values_of
 
 
 def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class _Ternarize(torch.autograd.Function):
     @staticmethod
     def forward(weight: Tensor, axis: int | None, threshold: float) -> Tensor:
         codes, scale = ternary_values(weight, axis, threshold)
-        return (codes * scale).to(weight.dtype)
+        return values_of(codes, scale, weight.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -113,7 +113,7 @@ class _Binarize(torch.autograd.Function):
         if not scaled:
             return signs(x)
         codes, scale = binary_values(x, axis)
-        return (codes * scale).to(x.dtype)
+        return values_of(codes, scale, x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
