@@ -85,7 +85,8 @@ def block_scale(amax: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     largest = torch.finfo(dtype).max
     at_least = amax.clamp_min(2.0**-126 * largest)
     if rounding == "exact":
-        scale = at_least / largest
+        # by a tensor: CUDA multiplies by 1/largest where that is a number, an ulp away from what the CPU gives
+        scale = at_least / at_least.new_full((), largest)
     else:
         # exponents from the bit pattern: log2 and exp2 of vector libraries are not exact at powers of two
         bits, limit = at_least.view(torch.int32), math.frexp(largest)

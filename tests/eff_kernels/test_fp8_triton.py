@@ -189,3 +189,25 @@ def test_on_a_gpu(block, rounding):
             check(quantize, x, kind, block, rounding, torch.tensor(past).cuda())
     if block == (1, 0):
         check(quantize, values(5, 40_000, torch.bfloat16).cuda(), E4M3, block, rounding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", itertools.product((torch.bfloat16, torch.float32), repeat=2), ids=str)
+def test_two_matrices_on_a_gpu(dtypes):
+    # a float32 weight beside 16-bit activations is what autocast gives
+    from eff_kernels.fp8 import Source, quantize_all
+
+    for first, second in (((256, 512), (512, 512)), ((8, 256), (16, 256)), ((300, 272), (400, 272))):
+        pair = [values(*shape, dtype) for shape, dtype in zip((first, second), dtypes, strict=True)]
+        for kind, both in itertools.product((E4M3, E5M2), ((True, True), (False, True), (False, False))):
+            runs = []
+            for device in ("cuda", "cpu"):
+                flag = torch.tensor(0, dtype=torch.int32, device=device)
+                given = [Source(x.to(device), None, turn, flag) for x, turn in zip(pair, both, strict=True)]
+                runs.append((quantize_all(given, kind, (0, 0), "exact"), flag.item()))
+            (ours, seen), (theirs, wanted) = runs
+            assert seen == wanted
+            for a, b in zip(ours, theirs, strict=True):
+                same(a.matrix, b.matrix)
+                if b.transposed is not None:
+                    same(a.transposed, b.transposed)

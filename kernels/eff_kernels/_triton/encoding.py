@@ -57,6 +57,27 @@ def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.
     return code.to(tl.uint8)
 
 
+def _code_apart(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
+    """Return what `_fp8_code` returns, by an instruction for each value, for the second of two stores.
+
+    Codes that one store packs four to a register and another takes apart again, ptxas reads before they are converted:
+    on an H100 every fourth row of the transpose of a float32 matrix was zero (Triton 3.6 with ptxas 12.8).
+    """
+    if native and mantissa == 3:
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 code; cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }",
+            "=r,f", [x], tl.int32, is_pure=True, pack=1,
+        ).to(tl.uint8)  # fmt: skip
+    elif native:
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b16 code; cvt.rn.satfinite.e5m2x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }",
+            "=r,f", [x], tl.int32, is_pure=True, pack=1,
+        ).to(tl.uint8)  # fmt: skip
+    else:
+        code = fp8_code(x, mantissa, native)
+    return code
+
+
 def _narrowed(x: tl.tensor, dtype: tl.constexpr, native: tl.constexpr) -> tl.tensor:
     """Return float32 in a type of 16 or 32 bits, rounded to nearest."""
     if dtype == tl.bfloat16 and not native:
@@ -141,6 +162,7 @@ if has_triton():
     magnitude = triton.jit(_magnitude)
     saturated = triton.jit(_saturated)
     fp8_code = triton.jit(_fp8_code)
+    code_apart = triton.jit(_code_apart)
     narrowed = triton.jit(_narrowed)
     # the interpreter's own rounds twice (Triton 3.9)
     fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)

@@ -21,7 +21,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.encoding import divided, fp8_code, magnitude, narrowed, saturated, scale_of
+    from eff_kernels._triton.encoding import code_apart, divided, fp8_code, magnitude, narrowed, saturated, scale_of
 
 _WARPS = 8
 _IN_REGISTERS = 16384
@@ -132,6 +132,8 @@ def _swept(
             code = converted(tile, s, codes, values, mantissa, rounding, native)
             tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
             if both:
+                if x.dtype.element_ty == tl.float32:  # 16 bits are transposed before they are converted
+                    code = code_apart(divided(tile, s, rounding), mantissa, native)
                 # under a scale of NaN the code of zero is not that of what fills up
                 code = tl.where(i < rows, code, 0)
                 tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
@@ -300,13 +302,15 @@ def _quantized_tile(
     mantissa: tl.constexpr,
     rounding: tl.constexpr,
     native: tl.constexpr,
+    apart: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     down: tl.constexpr = tile.shape[0] // high
     along: tl.constexpr = tile.shape[1] // wide
     blocks = tl.reshape(tile, (down, high, along, wide))
     amax = tl.max(tl.max(magnitude(blocks), 3), 1)
     s = scale_of(amax, mantissa, rounding)
-    code = fp8_code(divided(blocks, s[:, None, :, None], rounding), mantissa, native)
+    quotient = divided(blocks, s[:, None, :, None], rounding)
+    code = code_apart(quotient, mantissa, native) if apart else fp8_code(quotient, mantissa, native)
     return tl.reshape(code, tile.shape), s, amax
 
 
@@ -379,7 +383,7 @@ def _block_codes(
     i = row * height + tl.arange(0, height)[:, None]
     j = column * width + tl.arange(0, width)[None, :]
     tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
-    code, s, amax = quantized_tile(tile, high, wide, mantissa, rounding, native)
+    code, s, amax = quantized_tile(tile, high, wide, mantissa, rounding, native, False)
     tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
     k, m = tl.arange(0, height // high)[:, None], tl.arange(0, width // wide)[None, :]
     down, along = row * (height // high), column * (width // wide)
@@ -389,7 +393,7 @@ def _block_codes(
         swizzled,
     )  # fmt: skip
     if both:
-        code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native)
+        code, s, _ = quantized_tile(tile, wide, high, mantissa, rounding, native, high == wide)
         tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
         store_scale(
             turned_scale, s, column * (width // high), row * (height // wide),
