@@ -307,12 +307,14 @@ class Session:
         counted = coverage.count(model) if self.techniques else coverage.Counted()
         # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
         # model.
-        for technique in self.techniques.values():
-            technique.before_attach(model, context)
+        # Whatever default device the script has set, or Lightning sets around configure_model.
+        with torch.device("cpu"):
+            for technique in self.techniques.values():
+                technique.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
                 attached.append(technique)
-                with self._timed(key):
+                with self._timed(key), torch.device("cpu"):
                     technique.attach(model, context)
             partial = self.recipe.allow_partial
             self.coverage = coverage.of_run(counted, self.techniques, model, allow_partial=partial)
@@ -366,7 +368,8 @@ class Session:
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
-            with self._timed(key), _reading(key) if key in self._restored else contextlib.nullcontext():
+            reading = _reading(key) if key in self._restored else contextlib.nullcontext()
+            with self._timed(key), reading, torch.device("cpu"):
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
         self._begun = True

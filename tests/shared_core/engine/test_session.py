@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from shared_core import Recipe, Session
@@ -393,3 +394,37 @@ def test_positions_in_epochs_of_different_lengths():
         24,
         32,
     ]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"prune": {"sparsity": 0.5, "begin": 0, "end": 1}},
+        {"qat": {"scheme": "int8"}},
+        {"qat": {"scheme": "int8", "range": "lsq"}},
+        {"lora": {"rank": 2}},
+        {"low_rank": {"rank": 4, "force": True, "min_size": 1}},
+        {"fp8": {"recipe": "delayed", "include": ["1"]}},
+        {"average": {"kind": "ema"}},
+        {"loss_scale": {"kind": "auto"}},
+        {"lottery": {"rewind_to": 1, "out": "out"}},
+        {"cluster": {"bits": 2, "begin": 1, "min_size": 1}},
+        {"primary_weights": {"kind": "fp32_copy"}},
+    ],
+    ids=lambda recipe: "+".join(recipe),
+)
+def test_a_default_device_is_the_scripts_own_affair(recipe, tmp_path, monkeypatch):
+    # Lightning configures a model under its accelerator, and scripts call torch.set_default_device. On meta every
+    # tensor that names no device would be lost.
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    if "primary_weights" in recipe:
+        model = model.bfloat16()
+    session = Session(Recipe.from_dict(recipe))
+    with torch.device("meta"):
+        session.attach(model)
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=4)
+    assert not [name for name, value in model.state_dict().items() if value.is_meta]
+    for technique in session.techniques.values():
+        leaves = tree_leaves(technique.state_dict())
+        assert not [value for value in leaves if isinstance(value, torch.Tensor) and value.is_meta]
