@@ -327,18 +327,22 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         (False, False)
     """
     other = copied(model)
+    trained = [(parameter, parameter.device) for parameter in other.parameters() if parameter.requires_grad]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
-        for parameter in other.parameters():
-            if parameter.requires_grad:
-                parameter.fill_(torch.nan)  # what is still there afterwards, nothing drew
+        for parameter, _ in trained:
+            # On the CPU: a GPU draws other numbers, and not every trainer has moved the model there by now.
+            # NaN: what is still there afterwards, nothing drew.
+            parameter.data = torch.full_like(parameter, torch.nan, device="cpu")
         # Children first: a parent's initialiser (transformers' `_init_weights`) overrides its children's defaults.
         for module in _children_first(other):
             vars(module).pop("_is_hf_initialized", None)  # transformers would leave it as it is
             draw = next((getattr(module, name) for name in _INITIALISERS if hasattr(module, name)), None)
             if draw is not None:
                 draw()
+        for parameter, device in trained:
+            parameter.data = parameter.data.to(device)
         # Frozen weights, and the buffers beside them (a base of codes and scales), are the original's.
         for name, tensor in _kept(model):
             _tensor(other, name).copy_(tensor)
