@@ -18,6 +18,7 @@ help:
 	@echo "make test-deepspeed  every technique under DeepSpeed on a CPU, in one process and two; installs it into .venv"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
+	@echo "make test-gpu     the GPU tests, and the promises with models on a CUDA GPU (2 minutes on an H100 with 16 cores)"
 	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
 	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
@@ -83,6 +84,10 @@ fmt: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
+test-gpu: $(VENV)/.dev # PROCESSES share the card, 2 GB each
+	TRITON_INTERPRET=0 $(BIN)/pytest -n $(or $(PROCESSES),4) -m gpu
+	EFF_TEST_DEVICE=cuda TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(or $(PROCESSES),4) tests/promises -k "not rank and not processes and not sharded and not fresh_process"
+
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu.py
 
@@ -100,5 +105,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
+.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
 .DEFAULT_GOAL := help

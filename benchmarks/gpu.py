@@ -72,7 +72,9 @@ def code() -> str:
 def run_tests() -> dict[str, Any]:
     """Return a row: whether every test of the GPU passed, and which did not."""
     begun = time.perf_counter()
-    command = python("-P", "-m", "pytest", "-q", "-m", "gpu", "--tb=line", "-rfEs", "tests")
+    files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu\n" in file.read_text()]
+    processes = str(min(8, os.cpu_count() or 1))  # kernels are compiled on CPUs
+    command = python("-P", "-m", "pytest", "-q", "-m", "gpu", "-n", processes, "--tb=line", "-rfEs", *sorted(files))
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     try:
         run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=OF_TESTS)
@@ -86,7 +88,7 @@ def run_tests() -> dict[str, Any]:
     return {**asdict(row), "seconds": time.perf_counter() - begun}
 
 
-def measure(runs: Runs, at: At, chosen: Sequence[Make], keep: Callable[[], object]) -> None:
+def measure(runs: Runs, at: At, chosen: Sequence[Make], keep: Callable[[], object], seconds: float = SECONDS) -> None:
     """Measure each case that is not among the runs, call `keep` after each; those begun before in vain come last.
 
     A case gets an equal part of the time that is left: then no further peer is tried, and no case when none is left.
@@ -96,7 +98,7 @@ def measure(runs: Runs, at: At, chosen: Sequence[Make], keep: Callable[[], objec
     todo.sort(key=lambda make: f"begun: {label(make)}" in runs)
     for i, make in enumerate(todo):
         runs.of(f"begun: {label(make)}", dict)
-        share = (SECONDS - runs.seconds) / (len(todo) - i)
+        share = (seconds - runs.seconds) / (len(todo) - i)
         result = runs.of(label(make), functools.partial(_result, make, at, best, share))
         keep()
         if result["met"] is False and _is_lost(at.device):
@@ -149,7 +151,7 @@ def same_run(runs: Runs, about: dict[str, Any]) -> str:
     return str(kept["day"])
 
 
-def on_gpu(device: torch.device, chosen: Sequence[Make], suffix: str) -> list[Row]:
+def on_gpu(device: torch.device, chosen: Sequence[Make], suffix: str, seconds: float = SECONDS) -> list[Row]:
     """Test if all cases are chosen, measure, and write the table after each row."""
     RESULTS.mkdir(exist_ok=True)
     runs = Runs(RESULTS / f"gpu{suffix and '-'}{suffix}.unfinished.jsonl")
@@ -164,7 +166,7 @@ def on_gpu(device: torch.device, chosen: Sequence[Make], suffix: str) -> list[Ro
         on = f"{name}, CUDA {torch.version.cuda}: {best.text()}; {found}"
         return write(rows_of(runs, chosen), on, METHOD, suffix=suffix, day=day)
 
-    measure(runs, At(device), chosen, keep)
+    measure(runs, At(device), chosen, keep, seconds)
     print(f"\nwrote {keep()} after {runs.seconds:.0f} s")
     rows = rows_of(runs, chosen)
     runs.forget()
@@ -185,6 +187,7 @@ def main() -> int:
         "words", nargs="*", metavar="WORD", help="only cases whose name holds one of these, without the tests"
     )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with --quick, to see that every case runs")
+    parser.add_argument("--minutes", type=float, default=SECONDS / 60, help="for the tests and all cases")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, no tests; writes no result file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -206,7 +209,8 @@ def main() -> int:
         names = ", ".join(sorted({label(make).partition(",")[0] for make in found}))
         print(f"bench-gpu: WORD must be in a case's name, got {' '.join(words)}; of {names}", file=sys.stderr)
         return 2
-    rows = quick(device, chosen) if arguments.quick else on_gpu(device, chosen, "-".join(words))
+    seconds = 60 * arguments.minutes
+    rows = quick(device, chosen) if arguments.quick else on_gpu(device, chosen, "-".join(words), seconds)
     print(table(rows))
     return int(any(row.met is False for row in rows))
 

@@ -14,6 +14,10 @@ from _pytest.mark.expression import Expression
 
 # Triton settles at its import, in whichever test, whether it interprets: yes, unless a GPU run says TRITON_INTERPRET=0
 os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("EFF_TEST_DEVICE", "cpu") != "cpu":  # read by tests/support/promise_table.py; see `make test-gpu`
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.allow_tf32 = False
 MANY_MODULES = 200
 _modules = 0
 

@@ -120,7 +120,7 @@ def some(cases, default):
 
 
 def numbers(tensor):
-    return tensor.detach().float().numpy()
+    return tensor.detach().cpu().float().numpy()
 
 
 def as_said(key, receipt, weights, options):

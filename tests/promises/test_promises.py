@@ -7,6 +7,7 @@ import torch
 from codes import assert_codes_close, grid_step
 from promise_drivers import difference, hf_trainer, run_accelerate, run_bare, run_fabric, run_hf, run_lightning
 from promise_table import (
+    DEVICE,
     EVERYTHING,
     NUM_STEPS,
     PAIRS,
@@ -85,14 +86,14 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_end, tmp_path, monkeypatch):
-    images = torch.stack([row["x"] for row in eval_examples()])
+    images = torch.stack([row["x"] for row in eval_examples()]).to(DEVICE)
     trained = []
     finish = Session.finish
 
     def evaluate_and_finish(self):
         net = getattr(self.context.model, "net", self.context.model)
         with torch.no_grad():
-            trained.append(net.eval()(images)["logits"])
+            trained.append(net.to(DEVICE).eval()(images)["logits"])
         net.train()
         finish(self)
 
@@ -107,7 +108,7 @@ def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_
         content = torch.load(path, weights_only=True)["state_dict"]
         weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
         ranges = read_deployment(path)
-    plain = make_net()
+    plain = make_net().to(DEVICE)
     plain.load_state_dict(weights)
     with torch.no_grad():
         alone = plain.eval()(images)["logits"]

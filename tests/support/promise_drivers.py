@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import backward, update
-from promise_table import BATCH, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
+from promise_table import BATCH, DEVICE, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
 from shared_core.engine.receipt import VARIABLE
+from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices
 
 LEARNING_RATE = 0.01
@@ -55,9 +56,19 @@ def states_at_finish() -> Iterator[list[dict[str, Any]]]:
         Session.finish = finish  # type: ignore[method-assign]
 
 
+def on_device() -> list[dict[str, Tensor]]:
+    """Return the training examples where a plain loop trains."""
+    return [{key: value.to(DEVICE) for key, value in row.items()} for row in train_examples()]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what the model holds, on the CPU."""
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
 def batches(accumulate: int) -> list[list[dict[str, Tensor]]]:
     """Micro-batches in the order of the data, without shuffling."""
-    data, size = train_examples(), BATCH // accumulate
+    data, size = on_device(), BATCH // accumulate
     stacked = [data[i : i + size] for i in range(0, len(data), size)]
     return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in stacked]  # type: ignore[misc]
 
@@ -65,7 +76,8 @@ def batches(accumulate: int) -> list[list[dict[str, Tensor]]]:
 def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused="fused" in name)
+    fused = True if "fused" in name else None  # False would be another implementation than the trainers' on a GPU
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
 
 
 class LoopServices(BareServices):
@@ -94,7 +106,7 @@ def run_bare(
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     clip = CLIP if clip is None else clip
-    model = make_net(batch_norm=batch_norm, recipe=recipe)
+    model = make_net(batch_norm=batch_norm, recipe=recipe).to(DEVICE)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
     if optimizer_first:
@@ -106,7 +118,7 @@ def run_bare(
     steps_per_epoch = len(batches(accumulate)) // accumulate
     epochs: list[Any] = [batches(accumulate) for _ in range(-(-NUM_STEPS // steps_per_epoch))]
     if (private := session.techniques.get("dp")) is not None:
-        loader = private.loader(DataLoader(train_examples(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
+        loader = private.loader(DataLoader(on_device(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
         epochs = [loader for _ in epochs]
     session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=steps_per_epoch, clips_gradients=clip > 0)
     model.train()
@@ -124,7 +136,7 @@ def run_bare(
         if index % accumulate == 0:
             update(session, optimizer, clip_each_student)
     session.finish()
-    return Result(dict(model.state_dict()), session.receipt().values, model=model)
+    return Result(weights_of(model), session.receipt().values, model=model)
 
 
 def run_accelerate(
@@ -152,7 +164,8 @@ def run_accelerate(
 
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, project_dir=folder, **more)
+    more |= {"cpu": DEVICE.type == "cpu", "gradient_accumulation_steps": accumulate}
+    accelerator = Accelerator(project_dir=folder, **more)
     model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
     optimizer = _optimizer(optim, model.parameters())
     loader = DataLoader(train_examples(), batch_size=batch // accumulate, shuffle=shuffle)  # type: ignore[arg-type]
@@ -186,7 +199,7 @@ def run_accelerate(
         accelerator.end_training()  # it ends the process group, which the next run needs
     receipt_file = Path(folder) / "eff_receipt.json"
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
-    return Result(dict(net.state_dict()), receipt, saved, net)
+    return Result(weights_of(net), receipt, saved, net)
 
 
 def run_fabric(
@@ -211,7 +224,7 @@ def run_fabric(
 
     from lightning_eff import setup
 
-    fabric = Fabric(accelerator="cpu", **{"devices": 1, **more})
+    fabric = Fabric(accelerator=DEVICE.type, **{"devices": 1, **more})
     fabric.launch()
     model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
     optimizer = _optimizer(optim, model.parameters())
@@ -225,10 +238,10 @@ def run_fabric(
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=batch // accumulate, shuffle=shuffle))  # type: ignore[arg-type]
     seen, saved = 0, {}
     if resume:
-        state = {"model": model, "optimizer": optimizer, "seen": 0, "random": torch.get_rng_state()}
+        state = {"model": model, "optimizer": optimizer, "seen": 0, "random": rng_state()}
         fabric.load(resume, state)
         seen = state["seen"]
-        torch.set_rng_state(state["random"])
+        set_rng_state(state["random"])
     model.train()
     while seen < max_steps * accumulate:
         for inputs in itertools.islice(loader, seen % len(loader), None):
@@ -243,14 +256,14 @@ def run_fabric(
             done = seen // accumulate
             if (save_every and not goes_on and done % save_every == 0) or seen in save_at_batches:
                 saved[seen if save_at_batches else done] = path = Path(folder) / f"{seen}.ckpt"
-                state = {"model": model, "optimizer": optimizer, "seen": seen, "random": torch.get_rng_state()}
+                state = {"model": model, "optimizer": optimizer, "seen": seen, "random": rng_state()}
                 fabric.save(path, state)
             if done == max_steps and not goes_on:
                 break
     fabric.save(Path(folder) / "end.ckpt", {"model": model})
     receipt_file = Path(folder) / "eff_receipt.json"
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
-    return Result(dict(model.module.state_dict()), receipt, saved, model.module)
+    return Result(weights_of(model.module), receipt, saved, model.module)
 
 
 def hf_trainer(
@@ -294,7 +307,8 @@ def hf_trainer(
         "save_steps": save_every or 500,
         "logging_steps": 1,
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": DEVICE.type == "cpu",
+        "tf32": None if DEVICE.type == "cpu" else False,  # on by default there, which loops and Lightning leave off
         "disable_tqdm": True,
         "dataloader_num_workers": 0,
     }
@@ -319,7 +333,7 @@ def run_hf(recipe: Any, folder: Path, *, resume: Path | str | bool | None = None
     receipt_file = Path(folder) / "eff_receipt.json"
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
     saved = {int(path.name.split("-")[1]): path for path in Path(folder).glob("checkpoint-*")}
-    return Result(dict(trainer.model.state_dict()), receipt, saved, trainer.model)
+    return Result(weights_of(trainer.model), receipt, saved, trainer.model)
 
 
 def lightning_module(
@@ -409,7 +423,7 @@ def run_lightning(
         **(
             {
                 "max_steps": max_steps,
-                "accelerator": "cpu",
+                "accelerator": DEVICE.type,
                 "devices": 1,
                 "accumulate_grad_batches": accumulate,
                 "gradient_clip_val": CLIP,
@@ -441,7 +455,7 @@ def run_lightning(
         trainer.fit(module, train, validate, ckpt_path=str(resume) if resume else None)
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
     saved |= {int(path.stem.split("=")[1]): path for path in Path(folder).glob("step=*.ckpt")}
-    return Result(dict(module.net.state_dict()), receipt, saved, module.net)
+    return Result(weights_of(module.net), receipt, saved, module.net)
 
 
 def _with_student(config: Any) -> dict[str, Any]:
@@ -459,20 +473,27 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
         if (checkpoint / "eff_state.safetensors").is_file():
             from shared_core.engine.state_file import load_state
 
-            state["eff"] = load_state(checkpoint)
+            state["eff"] = _without_memory(load_state(checkpoint))
         return state
     content = torch.load(checkpoint, weights_only=True)
     ours = {key: value for key, value in content["callbacks"].items() if "ModelCheckpoint" not in key}
     plain = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "eff_raw_state_dict")
     state = {key: content[key] for key in plain if key in content}
     precision = {key: value for key, value in content.items() if "Precision" in key}
-    return state | {"callbacks": ours, "precision": precision}
+    return _without_memory(state | {"callbacks": ours, "precision": precision})
+
+
+def _without_memory(state: Any) -> Any:
+    """Return the state without what a GPU had allocated when figures were logged: a resumed run holds more or less."""
+    if isinstance(state, dict):
+        return {key: _without_memory(value) for key, value in state.items() if not str(key).startswith("memory/")}
+    return [_without_memory(value) for value in state] if isinstance(state, list) else state
 
 
 def difference(first: Any, second: Any, path: str = "") -> str | None:
     """Where two nested states differ, bit for bit; None where they are equal."""
     if isinstance(first, Tensor):
-        same = isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        same = isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first.cpu(), second.cpu())
         return None if same else path
     if isinstance(first, dict):
         if not isinstance(second, dict) or list(map(str, first)) != list(map(str, second)):

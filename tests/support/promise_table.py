@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from shared_core.pruning.targets import find_targets
 
 NUM_STEPS = 8
 BATCH = 8
+DEVICE = torch.device(os.environ.get("EFF_TEST_DEVICE", "cpu"))
+"""Where the runs of the table train: `make test-gpu` says cuda."""
 
 
 @dataclass(frozen=True)
