@@ -97,7 +97,7 @@ def test_adapters_and_copies_for_vmap_are_made_before_sharding_or_in_larger_bloc
 IN_LAYERS = [
     "qat", "qat-minmax", "qat-group", "qat-ternary", "qat-dynamic", "qat-fp8", "taylor", "movement",
     "recompute", "rigl", "2:4", "filter", "filter-taylor", "layer", "average", "swa", "block", "selective", "logits",
-    "qat-prune", "int4-taylor", "lottery", "ticket-rate", "soup", "soup-qat-prune",
+    "qat-prune", "int4-taylor", "lottery", "ticket-second", "ticket-rate", "soup", "soup-qat-prune",
 ]  # fmt: skip
 FEW = ["qat", "qat-group", "taylor", "filter", "average", "soup"]
 
@@ -112,12 +112,13 @@ def runs_in_layers(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers")
     number = math.prod(LAYOUTS[layout])
     run_scripts(ranks_of(SCRIPT, folder, number=number, LAYOUT=layout, RECIPES=" ".join(recipes)), folder)
-    return recipes, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(number)]
+    (folder / "one").mkdir()
+    return folder / "one", recipes, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(number)]
 
 
-def test_processes_that_hold_parts_of_layers_train_what_one_does(runs_in_layers, tmp_path, monkeypatch):
-    recipes, ranks = runs_in_layers
-    monkeypatch.chdir(tmp_path)
+def test_processes_that_hold_parts_of_layers_train_what_one_does(runs_in_layers, monkeypatch):
+    folder, recipes, ranks = runs_in_layers
+    monkeypatch.chdir(folder)
     for recipe in recipes:
         first, *others = (run[recipe] for run in ranks)
         assert all(difference(first, other) is None for other in others), recipe
@@ -127,10 +128,12 @@ def test_processes_that_hold_parts_of_layers_train_what_one_does(runs_in_layers,
         assert first["saved"]["session"].keys() == saved["session"].keys()
         for entry in first["ended"]["report"].get("prune", {}).get("tensors", ()):
             assert entry["pruned"] == int((first["ended"]["weights"][entry["name"]] == 0).sum()), entry["name"]
+        if recipe == "ticket-second":
+            assert first["ended"]["report"]["lottery"]["replay"] == "bit-equal"
 
 
 def test_what_tensor_parallelism_rules_out_is_refused_with_the_reason(runs_in_layers):
-    for run in runs_in_layers[1]:
+    for run in runs_in_layers[2]:
         assert run["refused"].keys() == REFUSED_BY_LAYERS.keys()
         for name, told in run["refused"].items():
             (key,) = REFUSED_BY_LAYERS[name]
