@@ -59,6 +59,7 @@ RECIPES = {
     "swa": {"average": {"kind": "swa", "begin": 2}, "prune": GROWING},
     "block": {"checkpointing": {"policy": "block", "include": ["hidden", "middle"]}},
     "selective": {"checkpointing": {"policy": "selective", "include": ["hidden", "middle"]}},
+    "matmul": {"matmul": {"precision": "high"}},
     "logits": {"distill": {"teacher": "other"}},
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
