@@ -39,7 +39,7 @@ class CheckpointingConfig(TechniqueConfig):
         "or activation_checkpointing of transformers: policy block does the same, every_k as its every_n_layers)",
         "fsdp1": "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
     }
-    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback", "tensor_parallel")
     logs_nothing: ClassVar[str] = "the same in every step"
     memory: ClassVar[str] = "see the line of activations; sublayer and stage depend on the model: not counted"
 
@@ -91,12 +91,12 @@ class CheckpointingConfig(TechniqueConfig):
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
-        for way in ("fsdp2", "zero3"):
+        for way in ("fsdp2", "tensor_parallel", "zero3"):
             if way in environment and self.has_budget:
                 yield (
                     f"checkpointing with a budget cannot be combined with {RUN_ENVIRONMENTS[way]}: the profile would "
-                    "count gathered weights as activations; take policy block, or plan on one device and name the "
-                    "blocks in include"
+                    "count gathered or parallel weights as activations; take policy block, or plan on one "
+                    "device and name the blocks in include"
                 )
 
 

@@ -26,6 +26,8 @@ class ActivationsConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("soup",)
     conflicts: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "activations are parts of tensors, beside weights that are such too; use checkpointing, "
+        "DDP or FSDP version 2",
         "zero3": "gathered weights cannot be told from activations, and would be rounded and kept too; use stage 2, or "
         "checkpointing",
         "fsdp1": "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2",

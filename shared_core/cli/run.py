@@ -34,8 +34,16 @@ def run(
     techniques') may stand anywhere after the script, which never sees them. All others are the script's, --help too,
     and so is what follows `--`.
     """
+    from shared_core.front_ends.training_command import is_launcher
+
     if script.startswith("-"):
         raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
+    if is_launcher(script):
+        raise ConfigError(
+            "eff run",
+            f"script must be the training script, got {script!r}, which starts it where `eff run` is not",
+            "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ...",
+        )
     ours, rest = take_flags(context.args)
     if (steps := ours.pop(STEPS_FLAG, None)) is not None:
         os.environ[STEPS_VARIABLE] = steps

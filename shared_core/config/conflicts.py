@@ -30,8 +30,8 @@ RUN_ENVIRONMENTS = {
 EVERY_TECHNIQUE = {
     "data_parallel": "DataParallel replicates modules anew every forward and loses what they record; "
     "start one process per device (torchrun)",
-    "tensor_parallel": "its layers hold parts of a weight in forward too, and it has not been run with them; use DDP "
-    "or FSDP version 2",
+    "tensor_parallel": "layers hold parts of a weight in forward too, which it would take for whole ones; use DDP or "
+    "FSDP version 2",
     "tpu": "it has not been run on XLA devices",
     "deepspeed_fp16": "its gradients are multiples of themselves until the engine steps, by a scale of its own; train "
     "in bf16",

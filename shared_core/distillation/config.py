@@ -57,7 +57,9 @@ class DistillConfig(TechniqueConfig):
         "with offload_optimizer where memory is short",
         "fsdp1": "the teacher is not prepared under FSDP1; use DDP",
     }
-    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback", "deepspeed_fp16", "lightning_deepspeed")
+    works_in: ClassVar[tuple[str, ...]] = (
+        "pruning_callback", "deepspeed_fp16", "lightning_deepspeed", "tensor_parallel",
+    )  # fmt: skip
     counts_logits: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, Figure]] = {
         "soft_loss": Figure("soft term of the latest micro-batch, with T², over its positions", in_bar=True),
@@ -312,6 +314,12 @@ class DistillConfig(TechniqueConfig):
         """Yield a line for each combination that these options rule out."""
         if "fsdp2" in environment and self.why_not_sharded:
             yield f"distill cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
+        if "tensor_parallel" in environment and self.needs_whole_weights:
+            yield (
+                f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: a process "
+                "sees parts of weights, and of what some layers give out; leave out teachers ema and mutual, hidden, "
+                "attention, init_layers and chunked, or use DDP"
+            )
         for way in ("deepspeed_fp16", "lightning_deepspeed"):
             if way in environment and self.needs_whole_weights:
                 yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,34 @@ def cut(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def apply_in_parts(function: Callable[[Tensor], Tensor], tensor: Any, whole_axes: Collection[int]) -> Tensor:
+    """Return what a function of plain tensors makes of a sharded one, in the same shape and placed alike.
+
+    Gradients flow back; where the tensor is cut along one of `whole_axes`, every process of its mesh must call it.
+
+    Args:
+        function: Gets this process's part, or the whole tensor if that is cut along one of `whole_axes`, or a sum that
+            is still to be made.
+        tensor: Whose parts tensor parallelism shows in a forward.
+        whole_axes: Those along which the function looks at more than one element.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = tensor.device_mesh
+    target: list[Any] = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    in_parts = all(one.is_replicate() or one.dim not in whole_axes for one in target)
+    seen = tensor.redistribute(placements=target if in_parts else [Replicate()] * mesh.ndim)
+    result = DTensor.from_local(
+        function(seen.to_local()),
+        mesh,
+        seen.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=torch.empty(tensor.shape, device="meta").stride(),
+    )
+    return result.redistribute(placements=target)
+
+
 def sum_parts(part: Tensor, like: Any) -> Tensor:
     """Return of the sum of whole tensors, one on each process, the part that `like`'s placement gives this process.
 
@@ -61,16 +89,14 @@ def sum_parts(part: Tensor, like: Any) -> Tensor:
 
 def place_of(like: Any) -> tuple[slice, ...]:
     """Return where in the whole of a sharded tensor this process's part lies; of another one all of it."""
-    place = [slice(0, size) for size in like.shape]
-    for axis, placement in enumerate(like.placements if is_sharded(like) else ()):
-        if placement.is_shard():
-            whole = place[placement.dim]
-            # As torch.chunk: ceil(size / processes) each, so that last processes may have less, or nothing.
-            size = -(-(whole.stop - whole.start) // like.device_mesh.size(axis))
-            start = min(whole.start + like.device_mesh.get_local_rank(axis) * size, whole.stop)
-            # Nested: with several mesh axes the next one cuts this part.
-            place[placement.dim] = slice(start, min(start + size, whole.stop))
-    return tuple(place)
+    if not is_sharded(like):
+        return tuple(slice(0, size) for size in like.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    # the last processes may have nothing, and begin behind the end
+    stops = (start + size for start, size in zip(starts, sizes, strict=True))
+    return tuple(slice(*ends) for ends in zip(starts, stops, strict=True))
 
 
 def part_of(full: Tensor, like: Any) -> Tensor:
@@ -86,9 +112,36 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
     local_part(tensor).copy_(part_of(values, tensor))
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Return whether layers of a model hold parts of their weights in forward too, with or without FSDP2 around them.
+
+    Example:
+        >>> is_tensor_parallel(nn.Linear(2, 2))
+        False
+    """
+    cut: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+    # FSDP2 alone cuts along one axis of the mesh; without it there is nothing else that cuts
+    return bool(cut) and (
+        not shards(model)
+        or any(sum(not placement.is_replicate() for placement in parameter.placements) > 1 for parameter in cut)
+    )
+
+
 def shards(model: nn.Module) -> bool:
     """Return whether FSDP2 shards a model, or a module in it."""
     return any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
+
+
+def place_gradients_(model: nn.Module) -> None:
+    """Have every gradient lie as its parameter does, of which tensor parallelism may leave sums unmade.
+
+    Every process must call it, after the last backward of a step.
+    """
+    parameter: Any
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None and is_sharded(gradient) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def reshard_(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import is_sharded, reshard_
+from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
 from shared_core.engine import claims, compatibility, coverage, model_guards, preview
 from shared_core.engine.claims import Where
 from shared_core.engine.expert_use import ExpertUse
@@ -167,6 +167,10 @@ def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
             optimizer.state.clear()
 
 
+def _sharded_by_user(model: nn.Module) -> set[str]:
+    return {"tensor_parallel"} if is_tensor_parallel(model) else set()
+
+
 class Session:
     """One run of a recipe. A front end calls its methods at the moments they name; so can a plain loop.
 
@@ -214,7 +218,7 @@ class Session:
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._parameters: OptimizerParameters | None = None
-        self._begun = self._finished = self._is_saving = False
+        self._begun = self._finished = self._is_saving = self._is_tensor_parallel = False
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
@@ -285,7 +289,7 @@ class Session:
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
-        compatibility.check(self.recipe, run_environment)
+        compatibility.check(self.recipe, {*run_environment, *_sharded_by_user(model)})
         if self._finished:
             self._reset()
         if self.context is not None:
@@ -360,6 +364,9 @@ class Session:
             raise TrainingError(
                 "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
+        environment = _sharded_by_user(context.model)  # since `attach`, perhaps
+        compatibility.check(self.recipe, environment)
+        self._is_tensor_parallel = bool(environment)
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
@@ -506,8 +513,10 @@ class Session:
     def before_optimizer_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
         self._tell_counts(self._means.close())
-        self._call(self._hooks.before_optimizer_step)
         context = self._attached("before_optimizer_step")
+        if self._is_tensor_parallel:
+            place_gradients_(context.model)
+        self._call(self._hooks.before_optimizer_step)
         if context.discard_step:
             # The trainer goes on to step: it must change nothing.
             for optimizer in context.optimizers:

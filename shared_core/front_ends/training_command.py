@@ -17,12 +17,17 @@ from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 
 VARIABLE = "EFF_RECIPE"
-# they start the script in processes of their own, which no runner of ours is in
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "srun", *_LAUNCHING_MODULES)
 _CHILD = "from shared_core.front_ends.training_command import train_script; train_script()"
 
 
 _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
+
+
+def is_launcher(word: str) -> bool:
+    """Return whether a command or module starts scripts in processes of their own, which no runner of ours is in."""
+    return Path(word).name in _LAUNCHERS
 
 
 def without_secrets(command: Sequence[str]) -> list[str]:
@@ -86,7 +91,7 @@ class TrainingCommand:
             # No Python script in sight, or options with values that cannot be told apart: run as it stands.
             return cls(where, (), tuple(parts), {})
         start = starts[0]
-        if parts[start : start + 2][-1] in _LAUNCHERS:
+        if is_launcher(parts[start : start + 2][-1]):
             return cls(where, (), tuple(parts), {})
         size = 2 if parts[start] == "-m" else 1
         script = parts[start : start + size]

@@ -28,6 +28,8 @@ class LoraConfig(TechniqueConfig):
     # adapters are merged while quantisers are live, so that the sum is what is baked
     finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")
     conflicts: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "a plan of parallel layers names and cuts stock layers, and layers with adapters are "
+        "others; use DDP or FSDP version 2",
         "prune": "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros "
         "again; prune the merged model afterwards",
         "qat": "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora "

@@ -28,6 +28,8 @@ class LossScaleConfig(TechniqueConfig):
     switch: ClassVar[str] = "kind"
 
     conflicts: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "its telemetry counts gradients over all processes, in which layers that are not cut would "
+        "count once for each; train in bf16, or use DDP or FSDP version 2",
         "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
         "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",

@@ -44,6 +44,7 @@ class LotteryConfig(TechniqueConfig):
         "use DDP or FSDP version 2",
         **NO_WHOLE_WEIGHTS,
     }
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
 
     out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")

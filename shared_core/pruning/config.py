@@ -55,6 +55,7 @@ class PruneConfig(OverridableConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = NO_WHOLE_WEIGHTS
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {
         "sparsity": Figure("share of the weights within reach that the masks prune", in_bar=True)
     }
@@ -333,8 +334,14 @@ class PruneConfig(OverridableConfig):
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
-        if "fsdp2" in environment and self.why_not_sharded:
-            yield f"prune cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
+        for way in ("fsdp2", "tensor_parallel"):
+            if way in environment and self.why_not_sharded:
+                yield f"prune cannot be combined with {RUN_ENVIRONMENTS[way]}: {self.why_not_sharded}"
+        if "tensor_parallel" in environment and self.criterion in ("wanda", "neuron_taylor"):
+            yield (
+                f"prune with criterion {self.criterion} cannot be combined with {RUN_ENVIRONMENTS['tensor_parallel']}: "
+                "a process sees a part of what some layers take in or give out; take taylor or magnitude"
+            )
         if self.straight_through and "primary_weights" in recipe:
             yield (
                 "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other "

@@ -46,6 +46,7 @@ class QatConfig(OverridableConfig):
         "the technique average does both",
         **NO_WHOLE_WEIGHTS,
     }
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {
         "active": Figure("1 while values are rounded, 0 before `begin`", in_bar=True),
         "layers": Figure("layers that are quantised"),
@@ -156,6 +157,13 @@ class QatConfig(OverridableConfig):
             yield (
                 f"qat with range {self.range} cannot be combined with {RUN_ENVIRONMENTS['efficient_loading']}: "
                 f"{EFFICIENT_LOADING.format('weights and no ranges')}"
+            )
+        if "tensor_parallel" in environment and (self.range not in ("ema", "minmax") or self.clip_gelu is not None):
+            yield (
+                f"qat with range {self.range}{' and clip_gelu' if self.clip_gelu else ''} cannot be combined with "
+                f"{RUN_ENVIRONMENTS['tensor_parallel']}: inputs that several processes hold would be counted once for "
+                "each, learned scales are in no plan, and a part does not show what it is the output of; take ema or "
+                "minmax, without clip_gelu"
             )
         for key in averages:
             if self.learns_ranges:

@@ -43,6 +43,7 @@ class SoupConfig(TechniqueConfig):
         "deepspeed": DEEPSPEED,
         "fsdp1": "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     }
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     logs_nothing: ClassVar[str] = "it works after training, and says so"
 
     kind: Literal["greedy", "uniform", "weighted"] = option(

@@ -34,6 +34,7 @@ class AverageConfig(TechniqueConfig):
         "zero3": ZERO3,
         "fsdp1": FSDP1,
     }
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("weights that the average has seen")}
 
     kind: Literal["ema", "swa", "last_k"] = option(

@@ -29,6 +29,8 @@ class ClusterConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel": "centroids are sums over all processes, in which layers that are not cut would count once "
+        "for each; use DDP or FSDP version 2, or let `eff compress` share the weights of the trained model",
         "lora": "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share "
         "the weights in a run of its own, or let `eff compress` do it",
         "qat": "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop "

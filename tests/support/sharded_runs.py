@@ -1,5 +1,7 @@
-"""A recipe trained by a plain loop, in one process that holds all, or in two that FSDP2 gives a half of each weight."""
+"""A recipe trained by a plain loop, in one process that holds all, or in several that hold parts of each weight."""
 
+import copy
+import functools
 import itertools
 import os
 from pathlib import Path
@@ -10,17 +12,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from two_ranks import be_a_rank
 
-from shared_core.distributed.collectives import rank, world_size
+from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CompatibilityError
 
+LAYOUTS = {"fsdp2": (2, 1), "tp": (1, 2), "fsdp2+tp": (2, 2)}
+"""How many processes see other examples, and how many hold parts of the same layers."""
+LAYOUT = os.environ.get("LAYOUT", "fsdp2")
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
 LORA = {"base": "none", "rank": 3, "skip": ["middle"], "train": ["last"]}  # not what is sharded by itself
@@ -30,6 +37,9 @@ RECIPES = {
     "qat-group": {
         "qat": {"scheme": "int8_dynamic_int4_weight", "group_size": 8, "rounding": "stochastic", "skip": ["first"]}
     },
+    "qat-minmax": {"qat": {"scheme": "int8", "range": "minmax"}},
+    "qat-dynamic": {"qat": {"scheme": "int8_dynamic"}},
+    "qat-fp8": {"qat": {"scheme": "fp8"}},
     "qat-ternary": {"qat": {"scheme": "ternary"}},
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},
@@ -45,6 +55,12 @@ RECIPES = {
     "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
     "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
     "cluster": {"cluster": {"bits": 3, "begin": 2, "min_size": 64}, "prune": {**GROWING, "end": 2}},
+    "average": {"average": {"kind": "ema", "decay": 0.5}},
+    "swa": {"average": {"kind": "swa", "begin": 2}, "prune": GROWING},
+    "block": {"checkpointing": {"policy": "block", "include": ["hidden", "middle"]}},
+    "selective": {"checkpointing": {"policy": "selective", "include": ["hidden", "middle"]}},
+    "matmul": {"matmul": {"precision": "high"}},
+    "logits": {"distill": {"teacher": "other"}},
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
@@ -77,6 +93,24 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
+REFUSED_BY_LAYERS = {
+    "lora": {"lora": {"base": "none", "rank": 3}},
+    "low_rank": {"low_rank": {"rank": 6, "min_size": 0}},
+    "fp8": {"fp8": {"recipe": "delayed"}},
+    "dp": {"dp": {"noise_multiplier": 0.5, "delta": 1e-3}},
+    "cluster": {"cluster": {"bits": 3, "begin": 2, "min_size": 64}},
+    "activations": {"activations": {"pack": "exact"}},
+    "loss_scale": {"loss_scale": {"kind": "dynamic"}},
+    "comm": {"comm": {"hook": "bf16"}},
+    "copies": {"primary_weights": {"kind": "fp32_copy"}},
+    "budget": {"checkpointing": {"policy": "budget:0.5"}},
+    **{name: RECIPES[name] for name in ("qat-kl", "wanda", "units", "hidden", "kahan")},
+    "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq"}},
+    "gelu": {"qat": {"scheme": "int8", "clip_gelu": 10.0}},
+    "ema": {"distill": {"teacher": "ema"}},
+    "shapley": {"prune": {"sparsity": 0.5, "granularity": "filter", "criterion": "shapley"}},
+}
+"""Those that tensor parallelism rules out."""
 SHARDED_LATER = ("qat-lsq", "int4-taylor", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
@@ -97,11 +131,37 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.middle(features)))
 
 
+@functools.cache
+def mesh():
+    return init_device_mesh("cpu", LAYOUTS[LAYOUT], mesh_dim_names=("data", "layer"))
+
+
+def place():
+    """Return the number of this process among those that see other examples, and how many there are."""
+    return (0, 1) if world_size() == 1 else (mesh().get_local_rank("data"), LAYOUTS[LAYOUT][0])
+
+
 def shard(net):
-    if world_size() > 1:
-        mesh = init_device_mesh("cpu", (2,))
-        for module in (net.middle, net):
-            fully_shard(module, mesh=mesh)
+    if world_size() == 1:
+        return
+    if "tp" in LAYOUT:
+        # 7 vectors on two processes; the head is on both
+        plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(net, mesh()["layer"], {**plan, "hidden": ColwiseParallel(), "middle": RowwiseParallel()})
+    for module in (net.middle, net) if "fsdp2" in LAYOUT else ():
+        fully_shard(module, mesh=mesh()["data"])
+
+
+def environment():
+    return {"fsdp2"} if "fsdp2" in LAYOUT else set()
+
+
+def clip_(parameters, largest):
+    """Clip gradients by their common norm, as torch does, which takes one mesh alone."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.stack([whole(gradient).norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((largest / (norm + 1e-6)).clamp(max=1.0))
 
 
 class Checkpoints(BareServices):
@@ -143,7 +203,8 @@ def micro_batches(session, step):
     """Return this process's part of a step, in as many micro-batches as it has."""
     if "dp" not in session.techniques:
         x, y = batch(step)
-        mine = slice(rank() * BATCH // world_size(), (rank() + 1) * BATCH // world_size())
+        number, count = place()
+        mine = slice(number * BATCH // count, (number + 1) * BATCH // count)
         return [(x[mine], y[mine])]
     x, y = (torch.cat(parts) for parts in zip(*map(batch, range(STEPS)), strict=True))
     drawn = session.techniques["dp"]._batches
@@ -159,10 +220,11 @@ def train(recipe, *, later=False, resume=None):
     services = Checkpoints(recipe, net)
     session = Session(Recipe.from_dict(recipe), seed=4, services=services)
     if later:
-        session.attach(net, {"fsdp2"})
+        session.attach(net, environment())
     shard(net)
-    session.attach(net, {"fsdp2"})
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+    session.attach(net, environment())
+    foreach = None if LAYOUT == "fsdp2" else False  # torch's takes one mesh alone
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01, foreach=foreach)
     if resume is not None:
         fill_parameters_(net, resume["weights"])
         for (name, parameter), _ in zip(net.named_parameters(), itertools.count(), strict=False):
@@ -182,7 +244,7 @@ def train(recipe, *, later=False, resume=None):
             loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
             (session.loss(loss) / len(parts)).backward()
         session.before_optimizer_step()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        clip_(net.parameters(), 0.5)
         optimizer.step()
         session.after_optimizer_step()
         optimizer.zero_grad()
@@ -191,11 +253,13 @@ def train(recipe, *, later=False, resume=None):
         if session.step == SAVED:
             with session.saving():
                 saved = found(net, optimizer)
-                saved["session"] = session.state_dict()
+                saved["session"] = copy.deepcopy(session.state_dict())
     with torch.no_grad():
         net(x)  # leaves the outermost module gathered
     session.finish()
-    return {**found(net, optimizer), "session": session.state_dict(), "report": session.receipt()["techniques"]}, saved
+    report = session.receipt()["techniques"]
+    report.get("average", {}).pop("bytes", None)  # of this process's parts
+    return {**found(net, optimizer), "session": session.state_dict(), "report": report}, saved
 
 
 def found(net, optimizer):
@@ -215,11 +279,14 @@ def main(rank, folder):
     os.makedirs(folder / "two", exist_ok=True)
     os.chdir(folder / "two")  # where tickets lie
     results = {}
-    for name, recipe in RECIPES.items():
+    for name in os.environ.get("RECIPES", "").split() or RECIPES:
+        recipe = RECIPES[name]
         later = name in SHARDED_LATER
         ended, saved = train(recipe, later=later)
         resumed, _ = train(recipe, later=later, resume=saved)
         results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
+    if LAYOUT != "fsdp2":
+        return {**results, "refused": {name: refused(False, recipe) for name, recipe in REFUSED_BY_LAYERS.items()}}
     results["refused"] = [refused(later, {"lora": {"base": "none", "rank": 3}}) for later in (False, True)]
     results["refused"].append(refused(False, RECIPES["dp-functorch"]))
     return results

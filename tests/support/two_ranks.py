@@ -53,7 +53,8 @@ def be_a_rank(work):
     """Meet the other rank, as ``FILE RANK FOLDER``; save what ``work(rank, folder)`` returns as ``RANK.pt``; end."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     torch.save(work(rank, folder), folder / f"{rank}.pt")
     leave()
 
@@ -70,7 +71,7 @@ def run_as_script(arguments, environment, log):
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def run_two_ranks(file, folder, *arguments, seconds=240):
+def run_two_ranks(file, folder, *arguments, seconds=400):
     """Run both ranks to their end and return what they printed; what a rank writes lies in the folder.
 
     A port could be taken by another process between its choice and its use; ``MASTER_PORT`` and ``RANK`` are for
@@ -91,15 +92,15 @@ def saved_by_two_ranks(file, folder):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def ranks_of(file, folder, *arguments):
-    """What `start_scripts` takes, for two ranks that meet at a free port."""
+def ranks_of(file, folder, *arguments, number=2, **environment):
+    """What `start_scripts` takes, for ranks that meet at a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(number)}
     # as torchrun does: else Lightning takes WORLD_SIZE away at the end of its first run
     meeting["TORCHELASTIC_RUN_ID"] = "tests"
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(2)]
-    return [([file, *(arguments or (rank, folder))], meeting | own[rank]) for rank in range(2)]
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(number)]
+    return [([file, *(arguments or (rank, folder))], meeting | environment | own[rank]) for rank in range(number)]
 
 
 def start_scripts(commands, folder):
@@ -112,7 +113,7 @@ def start_scripts(commands, folder):
     return workers, logs
 
 
-def run_scripts(commands, folder, seconds=240):
+def run_scripts(commands, folder, seconds=400):
     """Run ``(FILE ARGUMENTS, environment)`` at once, each in a process of its own, and return what they printed.
 
     Once more where one crashed: torch 2.13 with gloo was once seen to end a rank by "munmap_chunk(): invalid pointer",

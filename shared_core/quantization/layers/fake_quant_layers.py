@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
+from shared_core.distributed.sharded_tensors import apply_in_parts, fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
 from shared_core.errors import CompatibilityError
 from shared_core.modules.experts import StackedExperts, gates_between_products
@@ -80,6 +80,10 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
         found = nn.Embedding.forward(self, input)
         if not found.numel():
             return found
+        # of a table that is cut by rows a lookup is a sum over processes, which no view may come before
+        return apply_in_parts(self._rounded, found, {found.dim() - 1}) if is_sharded(found) else self._rounded(found)
+
+    def _rounded(self, found: Tensor) -> Tensor:
         return self.quantizer.weight(self, found.reshape(-1, self.embedding_dim)).view(found.shape)
 
 

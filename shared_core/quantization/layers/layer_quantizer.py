@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from eff_kernels.quantization import affine as kernels
 from torch import Tensor, nn
 
-from shared_core.modules.weight_views import as_rows
+from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
+from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
 from shared_core.quantization.functional.quantizers import on_grid, quantize_input, quantize_weight
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
@@ -47,6 +49,10 @@ class LayerQuantizer:
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
         """Observe `x` in training; return it fake-quantised once that is switched on and a range exists."""
         bank = self.bank
+        if is_sharded(x):  # one scale for all elements, or one for all features of a token
+            return apply_in_parts(
+                functools.partial(self.input, module), x, () if self.index is not None else (x.dim() - 1,)
+            )
         if self.index is None:
             return quantize_input(module, x, self.scheme) if bank.quantizing else x
         if x.device != bank.device:
@@ -71,7 +77,15 @@ class LayerQuantizer:
         """Return one of the layer's weights, fake-quantised once that is switched on."""
         if not self.bank.quantizing:
             return weight
+        if is_sharded(weight):
+            return apply_in_parts(functools.partial(self.weight, module), weight, self._whole_axes(module, weight))
         return self.rounded(module, weight, self.bank.noise(weight, self.number) if module.training else None)
+
+    def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
+        """Return the axes of a weight along which its scales, or noise, are not those of its parts."""
+        axes = {*range(weight.dim())}
+        by_row = self.weight_scale is None and self.bank.noise_seed is None and self.scheme.weight != "nvfp4"
+        return axes - {output_axis(module)} if by_row else axes
 
     def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return `weight`, folded if the layer is, as its codes can hold it, rounded to nearest without noise."""

@@ -1,5 +1,6 @@
 """`eff run` leaves a script its own help, errors and flags."""
 
+import runpy
 import sys
 
 import pytest
@@ -68,6 +69,20 @@ def test_a_flag_before_the_script_is_refused():
     result = CliRunner().invoke(app, ["run", "--prune_sparsity", "0.5", "train.py"])
     assert isinstance(result.exception, ConfigError)
     assert "script must come before" in str(result.exception)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "/usr/bin/srun", "torch.distributed.run"])
+def test_a_launcher_in_place_of_the_script_is_refused(launcher):
+    result = CliRunner().invoke(app, ["run", launcher, "--nproc-per-node", "2", "train.py", "--prune_sparsity", "0.5"])
+    assert isinstance(result.exception, ConfigError)
+    assert "put the launcher first" in str(result.exception)
+
+
+def test_the_package_is_the_command_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["efftrain", "run", "torchrun"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("efftrain", run_name="__main__", alter_sys=True)
+    assert "error: eff run: script must be the training script" in capsys.readouterr().err
 
 
 def test_flags_of_published_scripts_that_begin_like_ours_are_the_scripts():

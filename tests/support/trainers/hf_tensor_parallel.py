@@ -1,0 +1,96 @@
+"""Trains recipes on a model that transformers cuts by its own plan: ``hf_tensor_parallel.py FOLDER``, by each process.
+
+Started as one process it trains the same on the whole model, for comparison.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_eff import attach
+from shared_core.errors import CompatibilityError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "hf_eff"))
+from conftest import make_arguments, make_language_model, make_texts
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+STEPS, RATE = 6, 0.5
+RECIPES = {
+    "prune average": {
+        "prune": {"sparsity": 0.5, "begin": 0.2, "end": 0.8, "every": 2, "criterion": "taylor"},
+        "average": {"kind": "ema", "decay": 0.5},
+    },
+    "distill": {"distill": {"teacher": "teacher", "alpha": 0.3}},
+    "checkpointing": {"checkpointing": {"policy": "block"}},
+    "lottery": {"lottery": {"out": "ticket", "rate": 0.5, "rewind_to": 2}},
+    "soup": {"soup": {"kind": "uniform", "last": 2}},
+}
+REFUSED = {"qat": {"qat": {"scheme": "int8"}}, "lora": {"lora": {"base": "none", "rank": 2}}}
+
+
+class InOrder(Trainer):
+    """Takes the data in order."""
+
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def make_trainer(folder, recipe):
+    given = {}
+    if PROCESSES > 1:
+        from transformers.distributed import DistributedConfig
+
+        given = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=PROCESSES)}
+    if "distill" in recipe:
+        recipe = {"distill": {**recipe["distill"], "teacher": make_language_model(seed=9, hidden_size=32)}}
+    args = make_arguments(
+        folder,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=RATE,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained("start", **given)
+    trainer = InOrder(model, args, train_dataset=make_texts(STEPS * 4))
+    attach(trainer, recipe)
+    return trainer
+
+
+def main(folder):
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    if PROCESSES > 1:
+        dist.init_process_group("gloo")
+        # accelerate (1.15) takes tensor parallelism for something of GPUs, which it is not
+        ParallelismConfig._validate_accelerator = lambda *_: None
+    else:
+        make_language_model(hidden_size=32).save_pretrained("start")
+    for name, recipe in RECIPES.items():
+        trainer = make_trainer(name, recipe)
+        trainer.train()
+        trainer.save_model(f"{name}/final")
+    told = {}
+    for name, recipe in REFUSED.items():
+        if PROCESSES > 1:
+            try:
+                make_trainer(name, recipe).train()
+            except CompatibilityError as error:
+                told[name] = str(error)
+    Path(f"refused{os.environ.get('RANK', '')}.json").write_text(json.dumps(told))
+    if PROCESSES > 1:
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
