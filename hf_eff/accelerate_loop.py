@@ -89,6 +89,11 @@ def prepare(
     return prepared
 
 
+def loop_of(accelerator: Accelerator) -> AcceleratedLoop:
+    """Return the loop that `prepare` made for an accelerator, its latest."""
+    return _LOOPS[accelerator]
+
+
 def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | None:
     """Return the optimizer steps that a scheduler among the objects was made for, None if none tells."""
     for scheduler in objects:

@@ -28,6 +28,7 @@ from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.shrink import shrink
 from shared_core.cli.soup import soup
+from shared_core.cli.try_out import try_out
 from shared_core.cli.user_code import user_error, wants_traceback
 from shared_core.errors import CheckpointError, EffError
 
@@ -71,17 +72,16 @@ app.command()(privacy)
 app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)
-app.command(
-    options_metavar="",
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,  # all after the script is for it and for the techniques
-        "help_option_names": ["--help"],
-    },
-)(run)
+_SCRIPT = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,  # all after the script is for it and for the techniques
+    "help_option_names": ["--help"],
+}
+app.command(options_metavar="", context_settings=_SCRIPT)(run)
 app.command()(shrink)
 app.command()(soup)
+app.command("try", context_settings={**_SCRIPT, "ignore_unknown_options": False})(try_out)
 
 
 def main() -> None:
