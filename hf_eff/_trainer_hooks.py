@@ -505,7 +505,7 @@ class SessionCallback(TrainerCallback):
         if trainer.args.should_save:
             receipt = self.session.receipt()
             receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
-            self._services.say(receipt.text())
+            self._services.say(receipt.told())
 
     # --- loss
 

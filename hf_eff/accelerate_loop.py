@@ -529,7 +529,7 @@ class AcceleratedLoop(ScriptLoop):
             if self.accelerator.is_main_process:
                 receipt = self.session.receipt()
                 receipt.write(self._folder or self.accelerator.project_dir or Path.cwd())
-                self.session._services.say(receipt.text())
+                self.session._services.say(receipt.told())
 
     def _at_exit(self) -> None:
         if not self.session.has_begun:

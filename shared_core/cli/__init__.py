@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.chain import ChainCommand, chain
@@ -32,8 +34,48 @@ from shared_core.cli.try_out import try_out
 from shared_core.cli.user_code import user_error, wants_traceback
 from shared_core.errors import CheckpointError, EffError
 
+
+class _Group(TyperGroup):
+    """Gives every command that works for long the option ``--quiet``."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command."""
+        command = super().get_command(ctx, cmd_name)
+        if cmd_name in _WORKING and command is not None and all(one.name != "quiet" for one in command.params):
+            command.params.append(_quiet_option())
+        return command
+
+
+_WORKING = frozenset({
+    "cache-teacher", "chain", "compress", "decompress", "export", "lottery", "low-rank", "prune", "quantize", "run",
+    "shrink", "soup", "try",
+})  # fmt: skip
+_QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
+
+
+def _quiet_option() -> Any:
+    made = typer.Typer(add_completion=False)
+    made.command()(_with_quiet)
+    return typer.main.get_command(made).params[0]
+
+
+def _be_quiet(context: typer.Context, wanted: bool) -> None:
+    if wanted and _QUIET not in os.environ:
+        os.environ[_QUIET] = "1"  # processes that the command starts are quiet too
+        context.call_on_close(lambda: os.environ.pop(_QUIET, None))
+
+
+def _with_quiet(
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", callback=_be_quiet, expose_value=False, help="No progress, and receipts in a line."),
+    ] = False,
+) -> None: ...
+
+
 app = typer.Typer(
     name="eff",
+    cls=_Group,
     help="Every efficient-training technique, one flag away.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
