@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -32,7 +33,7 @@ from shared_core.cli.shrink import shrink
 from shared_core.cli.soup import soup
 from shared_core.cli.try_out import try_out
 from shared_core.cli.user_code import user_error, wants_traceback
-from shared_core.errors import CheckpointError, EffError
+from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
 
 
 class _Group(TyperGroup):
@@ -129,13 +130,39 @@ app.command("try", context_settings={**_SCRIPT, "ignore_unknown_options": False}
 def main() -> None:
     """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        if isinstance(code, int):
+            sys.exit(code)
+    except typer.Abort:
+        typer.echo("aborted", err=True)
+        sys.exit(1)
     except Exception as error:
+        if hasattr(error, "format_message"):
+            _tell_usage(error)
         told = None if wants_traceback() else _told(error)
         if told is None:
             raise
         typer.echo(f"error: {EffError(told)}", err=True)
         sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
+
+
+def _tell_usage(error: Any) -> NoReturn:
+    """End with an error of click in a line; it is of a class of click's or of typer's copy of it."""
+    context = error.ctx
+    if context is None or type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(error.exit_code)
+    name, text = getattr(error, "option_name", None), error.format_message().rstrip(".")
+    commands = getattr(context.command, "commands", {})
+    if type(error).__name__ == "NoSuchOption":
+        known = {option for one in context.command.get_params(context) for option in one.opts if option[:2] == "--"}
+        text = f"{name} is not an option{did_you_mean(str(name), known)}"
+    elif commands and (found := re.search(r"No such command '([^']*)'", text)):
+        text = f"{found[1]} is not a command{nearest(found[1], commands)}"
+    else:
+        text = f"{text[:1].lower()}{text[1:]}"
+    typer.echo(f"error: {context.command_path}: {text}; {context.command_path} --help tells more", err=True)
+    sys.exit(error.exit_code)
 
 
 def _told(error: Exception) -> str | None:
