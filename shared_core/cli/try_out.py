@@ -61,8 +61,8 @@ def try_out(
         )
     if mode not in ("auto", "min", "max"):
         raise ConfigError("eff try", f"--mode must be auto, min or max, got {mode!r}")
-    make_folder(out)
     work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
+    make_folder(out)
     with bar(f"trying, {len(work.pairs)} pairs of runs") as advance:
         pairs = work.run(advance, lambda plain: chosen_metric(plain, metric, mode))
     found = findings(pairs, metric=metric, mode=mode)

@@ -212,3 +212,4 @@ def test_the_command_refuses_what_it_cannot_try(tmp_path, monkeypatch):
     ):
         result = CliRunner().invoke(app, ["try", *given])
         assert told in str(result.exception), given
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
