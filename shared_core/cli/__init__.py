@@ -131,8 +131,7 @@ def main() -> None:
     """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
     try:
         code = app(standalone_mode=False)
-        if isinstance(code, int):
-            sys.exit(code)
+        sys.exit(code if isinstance(code, int) else 0)
     except typer.Abort:
         typer.echo("aborted", err=True)
         sys.exit(1)

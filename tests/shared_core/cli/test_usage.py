@@ -29,18 +29,12 @@ def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
     assert err.startswith(f"error: {told}")
 
 
-def code_of_main():
-    try:
-        main()
-    except SystemExit as ended:
-        return ended.code
-    return 0
-
-
 @pytest.mark.parametrize("given", [["--version"], ["compat"], ["prune", "--help"]])
 def test_what_goes_well_ends_well(given, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eff", *given])
-    assert not code_of_main()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
     assert capsys.readouterr().out
 
 
