@@ -18,6 +18,7 @@ The data is Python's own standard library (which package is a fragment from?). Y
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import shutil
@@ -274,6 +275,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """Run the story, or one run if a flag describes it, and show what it measured."""
     script, training = parse(argv)
     is_story = not (script.names_model or training.recipe)
+    if is_story:
+        os.environ.setdefault("EFF_QUIET", "1")  # its tables tell what the receipts do; these lie in the folders
     if not is_story and training.output_dir == DEFAULTS["output_dir"]:
         training.output_dir += f"/{script.model_size or 'student'}"  # beside the folders of the story
     root = Path(training.output_dir)

@@ -28,6 +28,7 @@ from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
+from hf_eff._model_card import leave_section, tell_in_card
 from hf_eff._older_versions import OlderLoop, second_division
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
@@ -44,14 +45,11 @@ from shared_core.distributed.collectives import from_main
 from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
-from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError, TrainingError
-from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.wrapped_method import Wrapped
-from shared_core.reports.receipt_page import card_section
 
 
 class GivenCallbacks:
@@ -95,33 +93,6 @@ class GivenCallbacks:
             callback.session = None
         self.callbacks = [callback for callback in self.callbacks if callback not in gone]
         return Recipe(left, allow_partial=recipe.allow_partial)
-
-
-_BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
-
-
-def tell_in_card(callback: SessionCallback, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let the trainer, or its subclass, write the model card, and add a section; the rest stays as it is."""
-    output = method(*args, **kwargs)
-    trainer, session = callback._trainer, callback.session
-    folder = Path(str(trainer.args.output_dir))
-    card = folder / "README.md"
-    if session.recipe and session.has_begun and trainer.is_world_process_zero() and card.is_file():
-        ended = session.is_finished and (folder / RECEIPT_FILE).is_file()
-        receipt = Receipt.read(folder) if ended else session.receipt()
-        add_section(card, card_section(receipt.values))
-    return output
-
-
-def add_section(card: Path, section: str) -> None:
-    """Put a section at the end of a card, in place of an earlier one of ours."""
-    text = card.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    after = rest.partition(_END)[2] if begin else ""
-    # Text before and after ours stays: a user may have written on below an earlier section.
-    kept = (before.rstrip() + after).rstrip()
-    with atomic_write(card) as temporary:
-        temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")
 
 
 class SessionCallback(TrainerCallback):
@@ -505,7 +476,7 @@ class SessionCallback(TrainerCallback):
         if trainer.args.should_save:
             receipt = self.session.receipt()
             receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
-            self._services.say(receipt.text())
+            self._services.say(receipt.told())
 
     # --- loss
 
@@ -663,7 +634,10 @@ class SessionCallback(TrainerCallback):
         finally:
             self._baking = False
         if not _internal_call and self.session.is_finished:
-            self._verify_saved(Path(output_dir or str(self._trainer.args.output_dir)), Where.END)
+            folder = Path(output_dir or str(self._trainer.args.output_dir))
+            self._verify_saved(folder, Where.END)
+            if self._trainer.is_world_process_zero():
+                leave_section(folder, self.session.receipt())
         # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:

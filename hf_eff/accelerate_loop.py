@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import complete_saved, weights_of
 from hf_eff._gradient_scale import GradientScale
+from hf_eff._model_card import leave_section
 from hf_eff._run_environment import accelerator_environment, inner_optimizer, is_peft
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine import rank_states
@@ -87,6 +88,11 @@ def prepare(
         raise
     _LOOPS[accelerator] = loop
     return prepared
+
+
+def loop_of(accelerator: Accelerator) -> AcceleratedLoop:
+    """Return the loop that `prepare` made for an accelerator, its latest."""
+    return _LOOPS[accelerator]
 
 
 def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | None:
@@ -486,6 +492,7 @@ class AcceleratedLoop(ScriptLoop):
             if not is_peft(self.inner):
                 self.session.verify(weights_of(self._folder, self.inner), str(folder))
             self.session.receipt().write(self._folder)
+            leave_section(self._folder, self.session.receipt())
 
     # --- the end
 
@@ -524,7 +531,7 @@ class AcceleratedLoop(ScriptLoop):
             if self.accelerator.is_main_process:
                 receipt = self.session.receipt()
                 receipt.write(self._folder or self.accelerator.project_dir or Path.cwd())
-                self.session._services.say(receipt.text())
+                self.session._services.say(receipt.told())
 
     def _at_exit(self) -> None:
         if not self.session.has_begun:

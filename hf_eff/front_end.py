@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared_core.engine.recipe import Recipe
+from shared_core.front_ends.after_import import after_import
 from shared_core.front_ends.flags import asked_steps
 
+if TYPE_CHECKING:
+    from shared_core.front_ends.short_run import ShortRun
+
 _MODULE, _LOOPS_MODULE = "transformers.trainer", "accelerate.accelerator"
+_ARGUMENTS_MODULE = "transformers.training_args"
 
 
 class HuggingFace:
@@ -30,17 +32,23 @@ class HuggingFace:
     def __init__(self) -> None:
         self._recipe = Recipe({})
         self._used = False
+        self._short_run: ShortRun | None = None
         self._passes_by = 0  # calls of `Accelerator.prepare` that are a Trainer's, or our own
 
     def install(self, recipe: Recipe) -> None:
         """Make every ``Trainer.train`` attach the recipe, and ``Accelerator.prepare`` where no Trainer calls it."""
         self._recipe, self._used = recipe, False
-        for name, patch in ((_MODULE, self.patch), (_LOOPS_MODULE, self.patch_loops)):
-            # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
-            if name in sys.modules:
-                patch(sys.modules[name])
-            elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
-                sys.meta_path.insert(0, _AfterImport(name, patch))
+        # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
+        after_import(_MODULE, self.patch)
+        after_import(_LOOPS_MODULE, self.patch_loops)
+
+    def shorten(self, run: ShortRun) -> None:
+        """Make every training with the recipe a short run."""
+        from hf_eff._short_run import redirect_arguments, silence_accelerator
+
+        self._short_run = run
+        after_import(_ARGUMENTS_MODULE, functools.partial(redirect_arguments, run))
+        after_import(_LOOPS_MODULE, silence_accelerator)
 
     def used(self) -> bool:
         """Return whether a trainer took the recipe."""
@@ -87,6 +95,12 @@ class HuggingFace:
         """Train with the recipe attached."""
         from hf_eff._attach import attach, session_callback_of
 
+        run = self._short_run
+        if run is not None:
+            from hf_eff._short_run import conclude_trainer, shorten_trainer
+
+            shorten_trainer(trainer, run)
+            args, kwargs = (), {}  # no resuming
         # Once a trainer: `train` may be called again, and subclasses call it through super.
         if self._recipe and not getattr(trainer, "_eff_installed", False):
             trainer._eff_installed = True
@@ -95,7 +109,10 @@ class HuggingFace:
         driver = session_callback_of(trainer)
         method = functools.partial(stock, trainer)
         with self._passing_by():
-            return method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
+            result = method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
+            if run is not None:
+                conclude_trainer(trainer, run)
+        return result
 
     @contextlib.contextmanager
     def _passing_by(self) -> Iterator[None]:
@@ -116,49 +133,23 @@ class HuggingFace:
             trains = any(isinstance(one, Optimizer) for one in objects)
             if not self._recipe or self._passes_by or not trains:
                 return stock(accelerator, *objects, **options)
+            from hf_eff.accelerate_loop import loop_of, planned_steps
             from hf_eff.accelerate_loop import prepare as prepare_loop
 
+            run = self._short_run
             with self._passing_by():
-                steps = asked_steps()
+                planned = asked_steps() or planned_steps(accelerator, objects)
+                steps = planned if run is None else min(run.steps, planned or run.steps)
                 prepared = prepare_loop(accelerator, *objects, recipe=self._recipe, total_steps=steps, **options)
             self._used = True
+            if run is not None:
+                from hf_eff._short_run import conclude_loop
+
+                conclude_loop(loop_of(accelerator), run)
             return prepared
 
         prepare.eff_stock = stock  # type: ignore[attr-defined]
         module.Accelerator.prepare = prepare  # type: ignore[attr-defined]
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when somebody has imported it."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self._then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec with a loader that reports; leave every other module alone."""
-        if fullname != self.name:
-            return None
-        # Before the search goes on, or this finder would find itself.
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Reporting(spec.loader, self._then)
-        return spec
-
-
-class _Reporting(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    # Executed by the real loader first: its classes exist then.
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then(module)
 
 
 FRONT_END = HuggingFace()

@@ -508,7 +508,7 @@ class EffCallback(Callback):
             return
         if not trainer.fast_dev_run and self._place is not None:
             receipt.leave(self._place)
-        self._services.say(receipt.text())
+        self._services.say(receipt.told())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""

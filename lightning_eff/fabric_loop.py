@@ -393,7 +393,7 @@ class FabricLoop(ScriptLoop):
             self._folder = self._folder or (Path(logged) if logged else None)
             if self._folder is not None:  # else beside what is saved next
                 self.session.receipt().write(self._folder)
-        say(self.session.receipt().text())
+        say(self.session.receipt().told())
 
     def _at_exit(self) -> None:
         session = self.session
@@ -402,7 +402,7 @@ class FabricLoop(ScriptLoop):
                 f"THE MODEL WAS NOT FINISHED: the script ended after {session.step} of {self.total_steps} steps; what "
                 "it saved holds the weights of training"
             )
-            say(session.receipt().text())
+            say(session.receipt().told())
         if self.fabric.is_global_zero and not (session.is_finished and self._folder):
             session.receipt().write(self._folder or self._start)
 

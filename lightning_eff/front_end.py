@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import shutil
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_eff.auto_callback import VARIABLE
+from shared_core.front_ends.after_import import after_import
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
+    from shared_core.front_ends.short_run import ShortRun
 
 
 class LightningFrontEnd:
@@ -31,6 +34,13 @@ class LightningFrontEnd:
         path = folder / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         os.environ[VARIABLE] = str(path)
+
+    def shorten(self, run: ShortRun) -> None:
+        """Make every `fit` with the recipe a short run."""
+        from lightning_eff._short_run import shorten_fit
+
+        for name in ("pytorch_lightning", "lightning.pytorch"):
+            after_import(f"{name}.trainer.trainer", functools.partial(shorten_fit, run))
 
     def used(self) -> bool:
         """Return whether training with techniques of a recipe was started in this process."""

@@ -117,11 +117,11 @@ def parse(words):
     """Parse a command of `eff` as it does, up to opening the files."""
     name, *arguments = words
     command = COMMANDS.commands[name]
-    if name in ("run", "chain", "lottery"):  # which take the flags of techniques too
+    if name in ("run", "try", "chain", "lottery"):  # which take the flags of techniques too
         arguments = take_flags(arguments)[1]
     if name == "run":
         return
-    context = command.context_class(command, info_name=name)
+    context = command.context_class(command, info_name=name, **command.context_settings)
     command.make_parser(context).parse_args(list(arguments))
 
 
@@ -149,7 +149,7 @@ def test_commands_and_flags_in_the_text(page):
         if words[0] == "eff" and len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]):
             options = {name for parameter in COMMANDS.commands[words[1]].params for name in parameter.opts}
             given = {word.partition("=")[0] for word in words[2:] if word.startswith("--") and len(word) > 2}
-            if words[1] not in ("run", "chain", "lottery", "prune", "low-rank"):  # which also take flags
+            if words[1] not in ("run", "try", "chain", "lottery", "prune", "low-rank"):  # which also take flags
                 assert given <= options, span
         for flag in re.findall(r"--(\w+)", span):
             told = flag.endswith("_") or re.search(rf"is not a flag| -- .*{flag}", span)  # quoted, or the script's own

@@ -15,7 +15,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def page() -> str:
     """Return the page's Markdown."""
     lines = ["# Commands", "", "What `eff COMMAND --help` tells of each."]
-    for name, command in typer.main.get_command(app).commands.items():
+    group = typer.main.get_command(app)
+    for name in group.commands:
+        command = group.get_command(typer.Context(group), name)
         lines += ["", f"## eff {name}", "", command.help, "", "| option | meaning | default |", "|---|---|---|"]
         with command.context_class(command, info_name=name) as context:
             parameters = [parameter for parameter in command.get_params(context) if parameter.name != "help"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.chain import ChainCommand, chain
@@ -28,11 +31,52 @@ from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.shrink import shrink
 from shared_core.cli.soup import soup
+from shared_core.cli.try_out import try_out
 from shared_core.cli.user_code import user_error, wants_traceback
-from shared_core.errors import CheckpointError, EffError
+from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
+
+
+class _Group(TyperGroup):
+    """Gives every command that works for long the option ``--quiet``."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command."""
+        command = super().get_command(ctx, cmd_name)
+        if cmd_name in _WORKING and command is not None and all(one.name != "quiet" for one in command.params):
+            command.params.append(_quiet_option())
+        return command
+
+
+_WORKING = frozenset({
+    "cache-teacher", "chain", "compress", "decompress", "export", "lottery", "low-rank", "prune", "quantize", "run",
+    "shrink", "soup", "try",
+})  # fmt: skip
+_QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
+
+
+def _quiet_option() -> Any:
+    made = typer.Typer(add_completion=False)
+    made.command()(_with_quiet)
+    return typer.main.get_command(made).params[0]
+
+
+def _be_quiet(context: typer.Context, wanted: bool) -> None:
+    if wanted and _QUIET not in os.environ:
+        os.environ[_QUIET] = "1"  # processes that the command starts are quiet too
+        context.call_on_close(lambda: os.environ.pop(_QUIET, None))
+
+
+def _with_quiet(
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", callback=_be_quiet, expose_value=False, help="No progress, and receipts in a line."),
+    ] = False,
+) -> None: ...
+
 
 app = typer.Typer(
     name="eff",
+    cls=_Group,
     help="Every efficient-training technique, one flag away.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -71,29 +115,53 @@ app.command()(privacy)
 app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)
-app.command(
-    options_metavar="",
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,  # all after the script is for it and for the techniques
-        "help_option_names": ["--help"],
-    },
-)(run)
+_SCRIPT = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,  # all after the script is for it and for the techniques
+    "help_option_names": ["--help"],
+}
+app.command(options_metavar="", context_settings=_SCRIPT)(run)
 app.command()(shrink)
 app.command()(soup)
+app.command("try", context_settings={**_SCRIPT, "ignore_unknown_options": False})(try_out)
 
 
 def main() -> None:
     """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except typer.Abort:
+        typer.echo("aborted", err=True)
+        sys.exit(1)
     except Exception as error:
+        if hasattr(error, "format_message"):
+            _tell_usage(error)
         told = None if wants_traceback() else _told(error)
         if told is None:
             raise
         typer.echo(f"error: {EffError(told)}", err=True)
         sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
+
+
+def _tell_usage(error: Any) -> NoReturn:
+    """End with an error of click in a line; it is of a class of click's or of typer's copy of it."""
+    context = error.ctx
+    if context is None or type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(error.exit_code)
+    name, text = getattr(error, "option_name", None), error.format_message().rstrip(".")
+    commands = getattr(context.command, "commands", {})
+    if type(error).__name__ == "NoSuchOption":
+        known = {option for one in context.command.get_params(context) for option in one.opts if option[:2] == "--"}
+        text = f"{name} is not an option{did_you_mean(str(name), known)}"
+    elif commands and (found := re.search(r"No such command '([^']*)'", text)):
+        text = f"{found[1]} is not a command{nearest(found[1], commands)}"
+    else:
+        text = f"{text[:1].lower()}{text[1:]}"
+    typer.echo(f"error: {context.command_path}: {text}; {context.command_path} --help tells more", err=True)
+    sys.exit(error.exit_code)
 
 
 def _told(error: Exception) -> str | None:

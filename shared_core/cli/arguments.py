@@ -152,12 +152,18 @@ def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Cal
 
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a bar while the block runs, on a terminal alone; what is yielded takes (done, total, None if unknown)."""
+    """Show a bar with the time left while the block runs, on a terminal alone and not with ``--quiet``.
+
+    What is yielded takes (done, total, None if unknown).
+    """
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
+    from shared_core.engine.receipt import is_quiet
+
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    is_off = is_quiet() or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_off) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

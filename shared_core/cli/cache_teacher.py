@@ -24,7 +24,10 @@ def cache_teacher(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="module:function that returns batches, a data set, or a pair of one and its collator."),
+        typer.Option(
+            help="module:function that returns batches, a data set or a list of examples, or a pair of one of these "
+            "two and its collator; or a .jsonl file with an example a line."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to write; new or empty, but for --resume.")] = None,
     temperature: Annotated[float, typer.Option(help="T, that of the training; another one is refused there.")] = 2.0,
@@ -76,7 +79,9 @@ def cache_teacher(
     if data is None or out is None:
         lacking = "--data" if data is None else "--out"
         raise ConfigError(_WHERE, f"--data and --out must be given, got no {lacking}", "add it")
-    batches = batches_of(function(data, f"{_WHERE}: --data")(), batch_size)
+    is_file = data.endswith(".jsonl")
+    examples = _lines(Path(data)) if is_file else function(data, f"{_WHERE}: --data")()
+    batches = batches_of(examples, batch_size)
     names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
     place = device_name(device, _WHERE)
     folder = Path(teacher) if Path(teacher).is_dir() else None
@@ -110,6 +115,23 @@ def cache_teacher(
         typer.echo(json.dumps(values, indent=2))
     else:
         _tell(values)
+
+
+def _lines(file: Path) -> list[Any]:
+    """Return the examples in a file with a JSON object a line."""
+    from shared_core.distillation.teacher_cache.keys import is_example
+    from shared_core.files.json_yaml import parse_json
+
+    try:
+        with file.open(encoding="utf-8") as lines:
+            found = [parse_json(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(_WHERE, f"--data must be a file with a JSON object a line, got {error}") from error
+    odd = next((number for number, one in enumerate(found, start=1) if not is_example(one)), None)
+    if odd is not None or not found:
+        what = "no line" if odd is None else f"line {odd} without"
+        raise ConfigError(_WHERE, f"--data must hold numbers, or flat lists of them, by name, got {what}")
+    return found
 
 
 def _load(name: str, folder: Path | None, trust_remote_code: bool) -> nn.Module:

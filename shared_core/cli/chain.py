@@ -72,6 +72,7 @@ def chain(
     """
     from rich.console import Console
 
+    from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
     from shared_core.tools.distillation_chain import StageError, TeacherChain
 
@@ -87,7 +88,7 @@ def chain(
         command or [], out, teacher=teacher, students=names, generations=generations, options=options, model=model,
         metric=metric,
     )  # fmt: skip
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, quiet=is_quiet())
 
     def say(text: str) -> None:
         errors.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,7 @@ def lottery(
     """
     from rich.console import Console
 
+    from shared_core.engine.receipt import is_quiet
     from shared_core.lottery_ticket import LotterySearch
     from shared_core.lottery_ticket.curve import check_matplotlib
 
@@ -85,14 +87,14 @@ def lottery(
         "control_rounds": _numbers(control_rounds), "metric": metric, "mode": mode, "quality": quality,
     }  # fmt: skip
     search = LotterySearch(rounds, rate, rewind_to, **options)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, quiet=is_quiet())
 
     def progress(curve: TicketCurve) -> None:
         row = curve.rows[-1]
         reached = "" if row.quality is None else f", {curve.metric} {row.quality:.6g}"
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
-    curve = search.run_command(command or [], out, stdout=errors.file.fileno() if as_json else None, progress=progress)
+    curve = search.run_command(command or [], out, stdout=sys.stderr.fileno() if as_json else None, progress=progress)
     if plot is not None:
         curve.plot(plot)
     if as_json:

@@ -47,7 +47,15 @@ def model_and_inputs(
             network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)
-        return network, _inputs(network, default_length if length is None else length)
+        inputs = _inputs(network, default_length if length is None else length)
+        if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
+            raise ConfigError(
+                "eff export",
+                f"--length must come with a model that reads tokens, got {type(network).__name__}, which reads "
+                f"{', '.join(inputs)}",
+                "leave it out",
+            )
+        return network, inputs
     if length is not None:
         raise ConfigError(
             "eff export", f"--length must come with a folder, got {model}", "its function returns the inputs"

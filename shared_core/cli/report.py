@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,10 @@ def report(
             help=f"The .html page to write, and .md beside it; default {PAGE} in the folder, or here for several."
         ),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="While the run goes on: write the page again and again, until its end.")
+    ] = False,
+    seconds: Annotated[int, typer.Option(help="With --watch: between two pages.", min=1)] = 10,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; the page is then written only where --out says.")
     ] = False,
@@ -42,6 +47,10 @@ def report(
         raise ConfigError("eff report", f"runs must differ, got {' '.join(map(str, runs))}", "name each once")
     if out is not None:
         check_place(out, "eff report: --out")
+    if watch:
+        if as_json:
+            raise ConfigError("eff report", "--watch must come without --json, got both", "leave one out")
+        _watch(runs, out, seconds)
     found = [read_run(run) for run in runs]
     if out is None and not as_json:
         home = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
@@ -58,3 +67,36 @@ def report(
     for text in receipts:
         typer.echo(text)
     typer.echo(f"wrote {printable(str(out))}, and .md with the same words beside it")
+
+
+def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
+    """Write the page until all runs say that they are finished, or somebody interrupts."""
+    from shared_core.engine.receipt import printable
+    from shared_core.errors import CheckpointError
+    from shared_core.reports.page import write_page
+    from shared_core.reports.run_folder import read_run
+    from shared_core.reports.run_page import page_of
+
+    target = out or (Path() if len(runs) > 1 else runs[0]) / PAGE
+    seen = ""
+    while True:
+        try:
+            found = [read_run(run) for run in runs]
+        except CheckpointError:  # nothing is there yet, or a log is just being written
+            found = []
+        if found and all(run.receipt is not None and run.receipt.get("finished") for run in found):
+            return
+        steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
+        told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
+        if found:
+            write_page(target, *page_of(found), refresh=seconds)
+            told += f": {printable(str(target))}"
+        if told != seen:
+            typer.echo(told)
+            seen = told
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            if found:
+                return
+            raise

@@ -397,13 +397,14 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
     from shared_core.soup.uniform import average_of
 
     about: dict[str, Any] = {}
-    with bar("averaging"):
+    with bar("averaging") as advance:
         if options.kind in _MERGES:
             found, about = _merged(checkpoints, options)
         else:
             found = average_of(
-                checkpoints.usable, checkpoints.shares, after_average=checkpoints.remask, rank=options.rank
-            )
+                checkpoints.usable, checkpoints.shares, after_average=checkpoints.remask, rank=options.rank,
+                progress=advance,
+            )  # fmt: skip
     path = json.dumps({
         "ingredients": found.ingredients, "weights": None if checkpoints.shares is None else found.weights,
         "left_out": found.left_out, **about, **rank_errors(found.state_dict),

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 RECEIPT_FILE = "eff_receipt.json"
 RECEIPT_KEY = "eff_receipt"
 """Of a Lightning checkpoint where a run leaves no file: the text of one."""
-VARIABLE = "EFF_RECEIPT"
+VARIABLE, QUIET = "EFF_RECEIPT", "EFF_QUIET"
+"""Variables of the environment: a file that gets every receipt too, and that receipts are told in a line."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a terminal would obey: a receipt may come from a stranger."""
 # what evaluation took, which differs between runs that are otherwise equal
@@ -155,6 +156,27 @@ class Receipt:
         """Return the table, the notes under it, and where it was written, as plain text."""
         return printable(self._printed(width).export_text()).rstrip()
 
+    def line(self) -> str:
+        """Return what happened in a line: steps, the first figures of each technique, the number of notes.
+
+        Example:
+            >>> values = {"steps": {"applied": 9, "skipped": 0}, "notes": ["one"]}
+            >>> values["techniques"] = {"prune": {"numel": 64, "pruned": 32, "sparsity": 0.5}}
+            >>> Receipt(values).line()
+            'efftrain: 9 steps, prune (numel 64, pruned 32, sparsity 0.5), 1 note'
+        """
+        told = ((key, headline(report).split(", ")) for key, report in self.values["techniques"].items())
+        parts = [f"{key} ({', '.join(figures[:_FIGURES])})" for key, figures in told]
+        notes = len(self.values["notes"])
+        parts += [f"{notes} note{'s' * (notes > 1)}"] if notes else []
+        return printable(
+            f"efftrain: {', '.join([_steps(self.values['steps']), *parts])}{self._told and '; all of it: '}{self._told}"
+        )
+
+    def told(self) -> str:
+        """Return what a run prints at its end: `text`, or `line` where ``EFF_QUIET`` is set."""
+        return self.line() if is_quiet() else self.text()
+
     def _repr_html_(self) -> str:
         # notebooks show the value of a cell by it
         return printable(self._printed(110).export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
@@ -169,6 +191,19 @@ class Receipt:
         if self._told:
             console.print(f"all of it: {self._told}", markup=False, highlight=False, soft_wrap=True)
         return console
+
+
+_FIGURES = 4  # of a technique, in a line
+
+
+def _steps(steps: Mapping[str, Any]) -> str:
+    skipped = f", {steps['skipped']:,} skipped" if steps["skipped"] else ""
+    return f"{steps['applied']:,} step{'s' * (steps['applied'] != 1)}{skipped}"
+
+
+def is_quiet() -> bool:
+    """Return whether the environment asks for less output."""
+    return os.environ.get(QUIET, "") not in ("", "0")
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

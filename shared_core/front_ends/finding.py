@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shared_core.engine.recipe import Recipe
+    from shared_core.front_ends.short_run import ShortRun
 
 
 GROUP = "efftrain.front_ends"
@@ -29,6 +30,10 @@ class FrontEnd(Protocol):
 
     def used(self) -> bool:
         """Return whether a trainer took the recipe."""
+        ...
+
+    def shorten(self, run: ShortRun) -> None:
+        """Make every training that carries the recipe end after the steps of a short run, and conclude it."""
         ...
 
 

@@ -114,6 +114,7 @@ class TrainingCommand:
         lock: int,
         *,
         environment: Mapping[str, str] | None = None,
+        child: str = _CHILD,
         **streams: Any,
     ) -> subprocess.Popen[bytes]:
         """Return a fresh process that trains once.
@@ -124,6 +125,7 @@ class TrainingCommand:
             stands_for: What further signs in arguments stand for.
             lock: A file descriptor to pass on.
             environment: Further variables.
+            child: Python code that runs the script in the process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
             streams: Of `subprocess.Popen`.
 
         Raises:
@@ -137,7 +139,7 @@ class TrainingCommand:
             arguments = [argument.replace(sign, value) for argument in arguments]
         if self.interpreter:
             # -P: the script's folder is put on the path, as Python would, and not the working one
-            arguments = [*self.interpreter, "-P", "-c", _CHILD, str(file), *arguments]
+            arguments = [*self.interpreter, "-P", "-c", child, str(file), *arguments]
         variables = {**os.environ, **(environment or {}), VARIABLE: str(file)}
         # The child holds the lock too: a training that outlives a killed search keeps others out.
         descriptors = (lock,) if os.name == "posix" else ()
@@ -154,6 +156,15 @@ def train_script() -> None:
     recipe, *arguments = sys.argv[1:]
     for front_end in front_ends():
         front_end.install(Recipe.from_yaml(Path(recipe)))
+    run_script(arguments)
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run a script, or ``-m`` and a module, in this process as Python would.
+
+    Args:
+        arguments: The script and what it is given.
+    """
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -50,6 +50,9 @@ _PAGE = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+{% if refresh %}
+<meta http-equiv="refresh" content="{{ refresh }}">
+{% endif %}
 <title>{{ title }}</title>
 <style>
 :root { color-scheme: light dark }
@@ -97,7 +100,7 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 """
 
 
-def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
+def build_page(title: str, sections: Iterable[Section], refresh: int = 0) -> tuple[str, str]:
     r"""Return (HTML, Markdown) of a page; every string is shown as it is, whatever markup it holds.
 
     The HTML loads nothing and runs nothing: plots are images inside it, and its content policy forbids the rest.
@@ -119,7 +122,7 @@ def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
         <BLANKLINE>
     """
     sections = list(sections)
-    page = _template().render(title=title, sections=sections)
+    page = _template().render(title=title, sections=sections, refresh=refresh)
     written = [f"# {_plain(title)}", *map(markdown, sections)]
     return page, "\n\n".join(written) + "\n"
 
@@ -182,18 +185,19 @@ def can_draw() -> bool:
     return True
 
 
-def write_page(path: Path, title: str, sections: Iterable[Section]) -> None:
+def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:
     """Write a page and, beside it, its Markdown twin, each whole or not at all.
 
     Args:
         path: The ``.html`` file; the twin has the suffix ``.md``.
         title: Of the page.
         sections: What it holds.
+        refresh: Seconds after which a browser reads it again; 0: never.
 
     Raises:
         CheckpointError: If a file cannot be written.
     """
-    page, text = build_page(title, sections)
+    page, text = build_page(title, sections, refresh)
     for target, content in ((path, page), (path.with_suffix(".md"), text)):
         with atomic_write(target) as temporary:
             temporary.write_text(content, encoding="utf-8")

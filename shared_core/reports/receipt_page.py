@@ -17,11 +17,12 @@ ROWS = 200
 """Rows of a table that are shown."""
 
 
-def card_section(values: Mapping[str, Any]) -> str:
-    """Return the section of a model card as Markdown.
+def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> str:
+    """Return the section of a model card as Markdown: what was asked, what happened, how the model is loaded.
 
     Args:
         values: Of a receipt.
+        has_deployment: Whether eff_deployment.json lies beside the weights.
 
     Example:
         >>> receipt = {"recipe": {"prune": {"sparsity": 0.5}}, "steps": {"applied": 9, "skipped": 0}, "front_end": "hf"}
@@ -40,6 +41,8 @@ def card_section(values: Mapping[str, Any]) -> str:
         | technique | what happened |
         |---|---|
         | prune | sparsity 0.25 |
+        <BLANKLINE>
+        It loads as it would without efftrain: `from_pretrained` of this folder.
     """
     version = values.get("environment", {}).get("libraries", {}).get("efftrain")
     intro = f"Trained with efftrain{f' {version}' if version else ''}. Options that differ from their defaults:"
@@ -56,7 +59,25 @@ def card_section(values: Mapping[str, Any]) -> str:
         }
         for key, options in values["recipe"].items()
     }
-    return markdown(Section("Efficient training", [intro, asked(recipe), told, table]))
+    return "\n\n".join([
+        markdown(Section("Efficient training", [intro, asked(recipe), told, table])), *_loading(recipe, has_deployment)
+    ])  # fmt: skip
+
+
+def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
+    """Return how a saved model is loaded, as Markdown."""
+    structures = {key: REGISTRY[key].config_class.saved_structure for key in recipe if key in REGISTRY}
+    lines = [
+        f"With `{key}`, {structure[0]}: {structure[1].partition(' and ')[0]}."
+        for key, structure in structures.items()
+        if structure is not None
+    ] or ["It loads as it would without efftrain: `from_pretrained` of this folder."]
+    if has_deployment:
+        lines.append(
+            "Beside the weights, `eff_deployment.json` has what quantised inference needs, such as ranges of inputs: "
+            "`eff export FOLDER --out model.onnx` reads it (`--format` has other runtimes)."
+        )
+    return lines
 
 
 def asked(recipe: Mapping[str, Mapping[str, Any]]) -> Table:

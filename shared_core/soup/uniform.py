@@ -74,14 +74,19 @@ def average_of(
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
     rank: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Average:
-    """Return what `uniform_soup` does, with the names of the members and of those that were left out."""
+    """Return what `uniform_soup` does, with the names of the members and of those that were left out.
+
+    `progress` is called with (files read, files to read): each is read twice, once to look for what is not finite.
+    """
     opened = open_ingredients(ingredients)
     check_weights(weights, len(opened))
     candidate = candidate_for(opened, into, after_average, rank)
     shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
     members, left_out = [], {}
-    for item, share in zip(opened, shares, strict=True):
+    for number, (item, share) in enumerate(zip(opened, shares, strict=True), start=1):
+        progress(number, 2 * len(opened))
         # Checked before the mean starts: a NaN could not be taken out again.
         bad = non_finite_tensor(item)
         if bad is not None:
@@ -95,8 +100,10 @@ def average_of(
             + ("; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"),
         )
     candidate.begin_mean(*members[0])
-    for item, share in members[1:]:
-        candidate.accept(item, share)
+    for number, (item, share) in enumerate(members, start=1):
+        if number > 1:
+            candidate.accept(item, share)
+        progress(len(opened) + number, len(opened) + len(members))
     candidate.write_mean()
     names, of_members = [item.name for item, _ in members], [share for _, share in members]
     return Average(candidate.state_dict, names, of_members, left_out)

@@ -4,8 +4,8 @@ import json
 
 from transformers import Trainer
 
-from hf_eff import Pruning
-from hf_eff._trainer_hooks import add_section
+from hf_eff import EffCallback, Pruning
+from hf_eff._model_card import add_section
 
 OWN = "---\nlicense: mit\n---\n\n# Mine\n\nwritten by hand\n"
 
@@ -33,6 +33,36 @@ def test_the_card_tells_what_was_asked_and_what_happened(make, tmp_path):
     told = json.loads((tmp_path / "eff_receipt.json").read_text())
     pruned = told["techniques"]["prune"]["pruned"]
     assert f"numel {told['techniques']['prune']['numel']:,}, pruned {pruned:,}, sparsity" in text
+
+
+def test_a_saved_model_has_a_card_that_says_how_it_is_loaded(make, tmp_path):
+    trainer = make.trainer(tmp_path / "run", max_steps=2, callbacks=[EffCallback({"qat": {"scheme": "int8"}})])
+    trainer.save_model(str(tmp_path / "before"))
+    assert not (tmp_path / "before" / "README.md").exists()  # nothing has happened yet
+    trainer.train()
+    saved = tmp_path / "saved"
+    for _ in range(2):
+        trainer.save_model(str(saved))
+    text = (saved / "README.md").read_text()
+    assert text.count("## Efficient training") == 1
+    assert "| qat |" in text
+    assert "It loads as it would without efftrain: `from_pretrained`" in text
+    assert type(trainer.model).from_pretrained(saved).config.num_labels == trainer.model.config.num_labels
+    assert (saved / "eff_deployment.json").is_file()
+    assert "`eff export FOLDER --out model.onnx`" in text
+    (saved / "README.md").write_text(OWN)
+    trainer.save_model(str(saved))
+    assert (saved / "README.md").read_text().startswith(OWN.rstrip())
+    assert "It loads as" in (saved / "README.md").read_text()
+
+
+def test_a_structure_of_its_own_is_told(make, tmp_path):
+    trainer = make.trainer(tmp_path, max_steps=2, callbacks=[EffCallback({"low_rank": {"rank": "2", "min_size": 0}})])
+    trainer.train()
+    trainer.save_model()
+    text = (tmp_path / "README.md").read_text()
+    assert "With `low_rank`, whose layers the checkpoint holds in two: load the weights with" in text
+    assert "as it would without" not in text
 
 
 def test_a_subclass_keeps_its_text(make, tmp_path):

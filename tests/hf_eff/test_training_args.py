@@ -372,15 +372,15 @@ def test_help_of_every_flag_is_a_sentence_with_its_range_and_default():
     assert "--prune_sparsity NUMBER" in parser.format_help()
 
 
-def small(**flags):
+def small(folder, **flags):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 4))
     net[0].requires_grad_(False)
-    return net, EffTrainingArguments("out", use_cpu=True, report_to="none", **flags)
+    return net, EffTrainingArguments(str(folder), use_cpu=True, report_to="none", **flags)
 
 
 def test_a_technique_may_reach_little_where_the_flag_says_so(tmp_path):
-    net, args = small(prune_sparsity=0.5)
+    net, args = small(tmp_path, prune_sparsity=0.5)
     with pytest.raises(MatchError, match=r"prune: at least 50% .* got 11\.1 %"):
         EffTrainer(net, args)
     (parsed,) = HfArgumentParser(EffFlags).parse_args_into_dataclasses(
@@ -388,9 +388,9 @@ def test_a_technique_may_reach_little_where_the_flag_says_so(tmp_path):
     )
     assert parsed.recipe.allow_partial
     assert take_flags(["--eff-allow-partial", "--lr", "1"]) == ({"eff_allow_partial": "true"}, ["--lr", "1"])
-    net, args = small(prune_sparsity=0.5, eff_allow_partial=True)
+    net, args = small(tmp_path, prune_sparsity=0.5, eff_allow_partial=True)
     assert EffTrainer(net, args).session.coverage["prune"].within == 128
-    net, args = small()
+    net, args = small(tmp_path)
     callbacks = [Pruning(sparsity=0.5), EffCallback({"allow_partial": True})]
     trainer = Trainer(net, args, callbacks=callbacks)
     assert callbacks[0].session.is_attached

@@ -223,8 +223,9 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
     """Return batches of what a user's function gave: in order, always the same.
 
     Args:
-        data: An iterable of batches, which is returned as it is; a data set (``torch.utils.data`` or ``datasets``),
-            whose examples are padded by `pad_examples`; or a pair of a data set and its own collator.
+        data: An iterable of batches, which is returned as it is; a data set (``torch.utils.data`` or ``datasets``), or
+            a list of examples as `is_example` knows them, which are padded by `pad_examples`; or a pair of one of
+            these two and its own collator.
         batch_size: Examples a batch of a data set.
 
     Raises:
@@ -279,7 +280,32 @@ def pad_examples(examples: Sequence[Any]) -> Any:
 
 def _is_data_set(data: Any) -> bool:
     # those of `datasets` are no subclass of torch's
+    if isinstance(data, list):
+        return bool(data) and all(map(is_example, data))
     return isinstance(data, Dataset) or (hasattr(data, "column_names") and hasattr(data, "__getitem__"))
+
+
+def is_example(value: Any) -> bool:
+    """Return whether a value of a list is one example and not a batch.
+
+    It is a mapping with a number, text or flat list of numbers for every name; or whose token ids have one dimension.
+
+    Example:
+        >>> is_example({"input_ids": [5, 6], "label": 1}), is_example({"input_ids": torch.tensor([5, 6])})
+        (True, True)
+        >>> is_example({"input_ids": [[5, 6]]}), is_example(torch.ones(4, 3))
+        (False, False)
+    """
+    if not isinstance(value, Mapping) or not value:
+        return False
+    named = [value[name] for name in _IDS if name in value]
+    if any(isinstance(ids, Tensor) for ids in named):
+        return all(torch.as_tensor(ids).ndim == 1 for ids in named)
+    return all(
+        isinstance(one, int | float | str)
+        or (isinstance(one, list) and all(isinstance(item, int | float) for item in one))
+        for one in value.values()
+    )
 
 
 def _tensor(value: Any) -> Tensor | None:

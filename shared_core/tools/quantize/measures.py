@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,11 @@ Judge = Callable[["nn.Module"], float]
 
 
 def sensitivities(
-    network: nn.Module, report: QuantizationReport, batches: list[Any], metric: str
+    network: nn.Module,
+    report: QuantizationReport,
+    batches: list[Any],
+    metric: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[int, float]]:
     """Return layer → bits → cost of quantising this layer's weight alone, in the scheme and width that `report` has.
 
@@ -41,7 +46,10 @@ def sensitivities(
     names = [name for name in widths if not isinstance(network.get_submodule(name), nn.RNNBase)]
     schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], WHERE) for name in names}
 
+    number = itertools.count(1)
+
     def in_its_scheme(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
+        progress(next(number), len(names))
         return quantize_weight(module, weight, schemes[module])
 
     # the width asked for is not used: a layer's scheme has its own

@@ -212,8 +212,8 @@ class QuantizationStudy:
     def _costs(self, report: Any) -> dict[str, dict[int, float]] | None:
         if self.data is None or (self.sensitivity is None and self.largest_loss is None):
             return None
-        with self.progress("sensitivity of layers"):
-            return measures.sensitivities(self.network, report, self.data, self.sensitivity or "rmse")
+        with self.progress("sensitivity of layers") as advance:
+            return measures.sensitivities(self.network, report, self.data, self.sensitivity or "rmse", advance)
 
     def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""

@@ -118,6 +118,13 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
             assert (difference.max(1) > 1e-5).sum() <= 1
         else:
             assert difference.max() <= 1e-6
+    images = transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    images.save_pretrained(tmp_path / "images")
+    refused = ["export", str(tmp_path / "images"), "--out", str(tmp_path / "images.onnx"), "--length", "8"]
+    with pytest.raises(ConfigError, match=r"--length must come with a model that reads tokens, got ViT.*pixel_values"):
+        CliRunner().invoke(app, refused, catch_exceptions=False)
     half = make.classifier().eval().bfloat16()
     with pytest.raises(CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model"):
         export_onnx(half, batch, tmp_path / "half.onnx")

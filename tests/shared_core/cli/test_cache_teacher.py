@@ -48,6 +48,9 @@ class Texts(Dataset):
 def texts():
     return Texts()
 
+def listed():
+    return [Texts()[number] for number in range(6)]
+
 def collated():
     return Texts(), lambda rows: {"input_ids": torch.tensor([row["input_ids"][:2] for row in rows])}
 
@@ -166,6 +169,28 @@ def test_a_classifier_from_a_function_over_pairs_and_over_batches(room):
     assert torch.allclose(one.log_probs, torch.log_softmax(cache_task.classifier()(inputs) / 2, -1), atol=1e-3)
     assert torch.equal(one.log_probs, other.log_probs)
     assert eff("cache_task:classifier", "--data", "cache_task:pairs", "--out", "x").stdout.count("outside") == 0
+
+
+def test_a_list_of_examples_and_a_file_of_them_are_what_a_data_set_is(teacher, room):
+    eff(teacher, "--data", "cache_task:texts", "--out", "texts")
+    import cache_task
+
+    (room / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in cache_task.listed()))
+    for data, out in (("cache_task:listed", "listed"), ("lines.jsonl", "lines")):
+        eff(teacher, "--data", data, "--out", out)
+        shards = {file.name: file.read_bytes() for file in (room / out).glob("*.safetensors")}
+        assert shards
+        assert shards == {name: (room / "texts" / name).read_bytes() for name in shards}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "got no line"), ('{"input_ids": [1]}\n{"input_ids": [[1]]}\n', "got line 2 without"), ("{", "JSON object a")],
+)
+def test_a_file_of_something_else_is_refused(room, text, told):
+    (room / "lines.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        eff("cache_task:classifier", "--data", "lines.jsonl", "--out", "c")
 
 
 def test_a_collator_fields_and_a_tokenizer_of_the_users_own(teacher):

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -98,6 +99,35 @@ def test_a_page_of_a_run(tmp_path):
     assert "prefers-color-scheme: dark" in page
     assert "Memory" not in text  # this run holds nothing of it
     assert "Greedy" not in text
+
+
+def test_a_run_is_watched_until_its_end(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    pages = []
+
+    def later(seconds):
+        """What the run does meanwhile: nothing yet, a validation, a log that is half written, the end."""
+        assert seconds == 7
+        page = run / "eff_report.html"
+        pages.append(page.read_text() if page.exists() else "")
+        if len(pages) == 1:
+            log = {"log_history": [{"step": 20, "loss": 2.0}]}
+            write(run / "checkpoint-20", None, trainer_state=log)
+        elif len(pages) == 2:
+            (run / "checkpoint-20" / "trainer_state.json").write_text("{")
+        else:
+            write(run / "checkpoint-42", None, trainer_state={"log_history": [{"step": 42, "loss": 1.0}]})
+            write(run)
+
+    monkeypatch.setattr(sys.modules["shared_core.cli.report"].time, "sleep", later)
+    told = eff(run, "--watch", "--seconds", "7").output
+    assert told.index("nothing is logged yet") < told.index("step 20:") < told.index("40 steps applied")
+    assert [page.count('http-equiv="refresh" content="7"') for page in pages] == [0, 1, 1]
+    last = (run / "eff_report.html").read_text()
+    assert "refresh" not in last
+    assert "finished after" in last
+    with pytest.raises(ConfigError, match="--watch must come without --json"):
+        eff(run, "--watch", "--json")
 
 
 def test_of_lightnings_folder_the_newest_version_counts(tmp_path):

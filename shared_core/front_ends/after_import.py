@@ -1,0 +1,57 @@
+"""Changes to a module of somebody else's, made when the user's script imports it and not before."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call a function with a module: now if it is imported already, else when somebody imports it.
+
+    Args:
+        name: Of the module.
+        then: Equal functions of one module are called once.
+    """
+    if name in sys.modules:
+        then(sys.modules[name])
+    elif not any(isinstance(one, _Finder) and (one.name, one.then) == (name, then) for one in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's own spec with a loader that reports; leave every other module alone."""
+        if fullname != self.name:
+            return None
+        # Before the search goes on, or this finder would find itself.
+        sys.meta_path.remove(self)
+        # The others of this module are asked too: each wraps the loader of the next.
+        spec = next(
+            filter(None, (one.find_spec(fullname, path) for one in sys.meta_path if isinstance(one, _Finder))), None
+        )
+        spec = spec or importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Reporting(spec.loader, self.then)
+        return spec
+
+
+class _Reporting(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    # Executed by the real loader first: its classes exist then.
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then(module)

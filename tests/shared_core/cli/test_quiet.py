@@ -1,0 +1,101 @@
+"""Progress on a terminal alone, ``--quiet``, and receipts in a line."""
+
+import os
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from shared_core import Session
+from shared_core.cli import _WORKING, app
+from shared_core.cli.arguments import bar
+from shared_core.engine.receipt import QUIET
+from shared_core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(QUIET, "")
+    monkeypatch.delenv(QUIET)
+
+
+def shown(monkeypatch, capsys):
+    """What a bar writes to stderr where that is a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take it for one
+    monkeypatch.setenv("TERM", "xterm")
+    with bar("counting") as advance:
+        advance(1, 4)
+    return capsys.readouterr()
+
+
+def test_a_bar_is_shown_on_a_terminal_and_with_the_time_left(monkeypatch, capsys):
+    out, err = shown(monkeypatch, capsys)
+    assert not out
+    assert "counting" in err
+    assert "25%" in err
+
+
+def test_no_bar_in_a_pipe_and_none_where_quiet_is_asked_for(monkeypatch, capsys):
+    with bar("counting") as advance:
+        advance(1, 4)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv(QUIET, "1")
+    assert shown(monkeypatch, capsys) == ("", "")
+
+
+def test_quiet_holds_while_a_command_runs(monkeypatch):
+    seen = []
+
+    def note(*_):
+        seen.append(os.environ.get(QUIET))
+        raise ConfigError("noted")
+
+    monkeypatch.setattr(sys.modules["shared_core.cli.prune"], "check_new", note)
+    for given, expected in ((["--quiet"], "1"), ([], None)):
+        CliRunner().invoke(app, ["prune", "m:build", "--sparsity", "0.5", "--out", "o", *given])
+        assert seen.pop() == expected
+        assert QUIET not in os.environ
+
+
+@pytest.mark.parametrize("command", sorted(_WORKING))
+def test_every_command_that_works_for_long_has_it(command):
+    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    assert told.count("--quiet") == 1
+
+
+def receipt():
+    model = torch.nn.Linear(8, 8)
+    session = Session({"prune": {"sparsity": 0.5, "begin": 0, "end": 1}})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session.attach(model)
+    session.begin([optimizer], total_steps=1)
+    model(torch.ones(1, 8)).sum().backward()
+    session.before_optimizer_step()
+    optimizer.step()
+    session.after_optimizer_step()
+    session.finish()
+    return session.receipt()
+
+
+def test_a_quiet_run_tells_its_receipt_in_a_line(monkeypatch, tmp_path):
+    made = receipt()
+    assert made.told() == made.text()
+    made.write(tmp_path)
+    monkeypatch.setenv(QUIET, "1")
+    assert made.told().startswith("efftrain: 1 step, prune (")
+    assert made.told().endswith(f"all of it: {tmp_path}/eff_receipt.json; as a page: eff report {tmp_path}")
+    assert "\n" not in made.told()
+
+
+def test_averaging_counts_the_files_it_reads(tmp_path):
+    from shared_core.soup.uniform import average_of
+
+    for number in range(3):
+        save_file({"w": torch.full((2,), float(number))}, tmp_path / f"{number}.safetensors")
+    seen = []
+    average_of([tmp_path / f"{number}.safetensors" for number in range(3)], progress=lambda *at: seen.append(at))
+    assert seen == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6)]

@@ -1,0 +1,49 @@
+"""What a command line gets wrong is told in a line, with the nearest option."""
+
+import sys
+
+import pytest
+
+from shared_core.cli import main
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["prune", "m", "--sparsitty", "1"], "eff prune: --sparsitty is not an option; did you mean '--sparsity'?"),
+        (["quantize", "m", "--outt", "x"], "eff quantize: --outt is not an option; did you mean '--out'?"),
+        (["compress", "m", "--zzzzzz"], "eff compress: --zzzzzz is not an option; eff compress --help tells more"),
+        (["prun"], "eff: prun is not a command; did you mean 'prune'?"),
+        (["prune", "--sparsity", "1", "--out", "x"], "eff prune: missing argument 'model'"),
+        (["cache-teacher", "m", "--batch-size", "x"], "eff cache-teacher: invalid value for '--batch-size'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eff", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert not out
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize("given", [["--version"], ["compat"], ["prune", "--help"]])
+def test_what_goes_well_ends_well(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eff", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out
+
+
+def test_interrupted_is_told(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["shared_core.cli.prune"], "check_new", interrupt)
+    monkeypatch.setattr(sys, "argv", ["eff", "prune", "m:build", "--sparsity", "0.5", "--out", "out"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
