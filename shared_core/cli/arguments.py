@@ -151,13 +151,14 @@ def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Cal
 
 
 @contextlib.contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | None], None]]:
     """Show a bar while the block runs, on a terminal alone; what is yielded takes (done, total, None if unknown)."""
     from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    hides = not (is_shown and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hides) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
