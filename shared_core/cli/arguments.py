@@ -34,6 +34,19 @@ Loss = Annotated[
 Evaluate = Annotated[
     str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
 ]
+ExecutorName = Annotated[
+    str,
+    typer.Option(
+        "--executor", help="Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
+    ),
+]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--executor-set",
+        help="Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
