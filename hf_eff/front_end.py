@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shared_core.engine.recipe import Recipe
+from shared_core.front_ends.after_import import after_import
 from shared_core.front_ends.flags import asked_steps
 
 _MODULE, _LOOPS_MODULE = "transformers.trainer", "accelerate.accelerator"
@@ -26,6 +24,7 @@ class HuggingFace:
 
     name = "hf"
     libraries = ("transformers",)
+    modules = (_MODULE, _LOOPS_MODULE)
 
     def __init__(self) -> None:
         self._recipe = Recipe({})
@@ -37,10 +36,7 @@ class HuggingFace:
         self._recipe, self._used = recipe, False
         for name, patch in ((_MODULE, self.patch), (_LOOPS_MODULE, self.patch_loops)):
             # Not imported here: `eff run` must not load transformers for a script that trains with Lightning.
-            if name in sys.modules:
-                patch(sys.modules[name])
-            elif not any(isinstance(finder, _AfterImport) and finder.name == name for finder in sys.meta_path):
-                sys.meta_path.insert(0, _AfterImport(name, patch))
+            after_import(name, patch)
 
     def used(self) -> bool:
         """Return whether a trainer took the recipe."""
@@ -126,39 +122,6 @@ class HuggingFace:
 
         prepare.eff_stock = stock  # type: ignore[attr-defined]
         module.Accelerator.prepare = prepare  # type: ignore[attr-defined]
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when somebody has imported it."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self._then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec with a loader that reports; leave every other module alone."""
-        if fullname != self.name:
-            return None
-        # Before the search goes on, or this finder would find itself.
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Reporting(spec.loader, self._then)
-        return spec
-
-
-class _Reporting(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    # Executed by the real loader first: its classes exist then.
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then(module)
 
 
 FRONT_END = HuggingFace()
