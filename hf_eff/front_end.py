@@ -28,6 +28,7 @@ class HuggingFace:
 
     name = "hf"
     libraries = ("transformers",)
+    modules = (_MODULE, _LOOPS_MODULE)
 
     def __init__(self) -> None:
         self._recipe = Recipe({})

@@ -24,6 +24,7 @@ class LightningFrontEnd:
 
     name = "lightning"
     libraries = ("pytorch_lightning", "lightning")
+    modules = ()  # a child process has the recipe by the environment
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""

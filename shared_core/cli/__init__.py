@@ -89,12 +89,21 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_OF_SEVERAL_PROCESSES = ("cache-teacher", "quantize", "run", "soup")
+
+
 @app.callback()
 def _eff(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    # only launchers set it, and without one nothing here needs torch
+    if "LOCAL_RANK" in os.environ and context.invoked_subcommand not in _OF_SEVERAL_PROCESSES:
+        from shared_core.distributed.job import check_alone
+
+        check_alone(f"eff {context.invoked_subcommand}")
 
 
 app.command()(cache_teacher)

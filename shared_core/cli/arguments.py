@@ -34,6 +34,19 @@ Loss = Annotated[
 Evaluate = Annotated[
     str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
 ]
+ExecutorName = Annotated[
+    str,
+    typer.Option(
+        "--executor", help="Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
+    ),
+]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--executor-set",
+        help="Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -151,7 +164,7 @@ def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Cal
 
 
 @contextlib.contextmanager
-def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | None], None]]:
     """Show a bar with the time left while the block runs, on a terminal alone and not with ``--quiet``.
 
     What is yielded takes (done, total, None if unknown).
@@ -163,7 +176,7 @@ def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    is_off = is_quiet() or not console.is_terminal
+    is_off = is_quiet() or not (is_shown and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=is_off) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

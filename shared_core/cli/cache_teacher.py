@@ -65,6 +65,8 @@ def cache_teacher(
 
     Training finds them by what the example is, whatever the order, padding and size of batches: no index column, no
     teacher in memory. Another temperature, vocabulary, tokenizer, template or data set is refused there.
+
+    Under torchrun each process runs the teacher for some of the shards; the files are those of one process.
     """
     import torch
 
@@ -75,40 +77,45 @@ def cache_teacher(
         write_teacher_cache,
     )
     from shared_core.distillation.teacher_cache.keys import batches_of
+    from shared_core.distributed.job import Job
 
     if data is None or out is None:
         lacking = "--data" if data is None else "--out"
         raise ConfigError(_WHERE, f"--data and --out must be given, got no {lacking}", "add it")
-    is_file = data.endswith(".jsonl")
-    examples = _lines(Path(data)) if is_file else function(data, f"{_WHERE}: --data")()
-    batches = batches_of(examples, batch_size)
-    names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
-    place = device_name(device, _WHERE)
-    folder = Path(teacher) if Path(teacher).is_dir() else None
-    words = _tokenizer(tokenizer) if tokenizer is not None else folder
-    fingerprints = {
-        "teacher_files": None if folder is None else folder_fingerprint(folder),
-        "tokenizer": None if words is None else tokenizer_fingerprint(words),
-        "template": None if words is None else template_fingerprint(words),
-    }
-    network = _load(teacher, folder, trust_remote_code).to(torch.device(place))
-    with bar("batches") as advance:
-        made = write_teacher_cache(
-            network,
-            batches,
-            out,
-            temperature=temperature,
-            top_k=top_k,
-            dtype=dtype,
-            fields=names,
-            vocabulary=vocabulary,
-            labelled=labelled,
-            logits=logits,
-            fingerprints=fingerprints,
-            shard_bytes=shard_mb * 2**20,
-            progress=advance,
-            resume=resume,
-        )
+    with Job.joined() as job:
+        is_file = data.endswith(".jsonl")
+        examples = _lines(Path(data)) if is_file else function(data, f"{_WHERE}: --data")()
+        batches = batches_of(examples, batch_size)
+        names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
+        place = device_name(device, _WHERE)
+        folder = Path(teacher) if Path(teacher).is_dir() else None
+        words = _tokenizer(tokenizer) if tokenizer is not None else folder
+        fingerprints = {
+            "teacher_files": None if folder is None else folder_fingerprint(folder),
+            "tokenizer": None if words is None else tokenizer_fingerprint(words),
+            "template": None if words is None else template_fingerprint(words),
+        }
+        network = _load(teacher, folder, trust_remote_code).to(torch.device(place))
+        with bar("batches", is_shown=job.is_main) as advance:
+            made = write_teacher_cache(
+                network,
+                batches,
+                out,
+                temperature=temperature,
+                top_k=top_k,
+                dtype=dtype,
+                fields=names,
+                vocabulary=vocabulary,
+                labelled=labelled,
+                logits=logits,
+                fingerprints=fingerprints,
+                shard_bytes=shard_mb * 2**20,
+                progress=advance,
+                resume=resume,
+                job=job,
+            )
+    if not job.is_main:
+        return
     size = sum(file.stat().st_size for file in out.iterdir())
     values = {"out": str(out), "bytes": size, **made.to_dict()}
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shared_core.cli.arguments import ExecutorName, ExecutorOptions
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def chain(
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave a half-run stage's folder to the script, which resumes by itself.")
     ] = False,
+    executor: ExecutorName = "local",
+    executor_set: ExecutorOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and the training's output to stderr.")] = False,
 ) -> None:
     """Train students one after the other, each taught by the model of the one before, with your own script.
@@ -74,6 +77,7 @@ def chain(
 
     from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
+    from shared_core.front_ends.executors import executor_of
     from shared_core.tools.distillation_chain import StageError, TeacherChain
 
     if out is None:
@@ -86,7 +90,7 @@ def chain(
     options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
     work = TeacherChain(
         command or [], out, teacher=teacher, students=names, generations=generations, options=options, model=model,
-        metric=metric,
+        metric=metric, executor=executor_of(executor, executor_set or [], out, "eff chain"),
     )  # fmt: skip
     errors = Console(stderr=True, quiet=is_quiet())
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.arguments import ExecutorName, ExecutorOptions
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def lottery(
     quality: Annotated[str, typer.Option(help="Of a run: its last validation, or its best.")] = "last",
     seed: Annotated[int, typer.Option(help="Seed of the controls' draws.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file as well (.png, .svg, .pdf).")] = None,
+    executor: ExecutorName = "local",
+    executor_set: ExecutorOptions = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and the training's output to stderr.")] = False,
 ) -> None:
     """Search winning lottery tickets: your training, run again and again, each time with fewer of its weights.
@@ -73,6 +76,7 @@ def lottery(
     from rich.console import Console
 
     from shared_core.engine.receipt import is_quiet
+    from shared_core.front_ends.executors import executor_of
     from shared_core.lottery_ticket import LotterySearch
     from shared_core.lottery_ticket.curve import check_matplotlib
 
@@ -94,7 +98,10 @@ def lottery(
         reached = "" if row.quality is None else f", {curve.metric} {row.quality:.6g}"
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
-    curve = search.run_command(command or [], out, stdout=sys.stderr.fileno() if as_json else None, progress=progress)
+    curve = search.run_command(
+        command or [], out, stdout=sys.stderr.fileno() if as_json else None, progress=progress,
+        executor=executor_of(executor, executor_set or [], out, "eff lottery"),
+    )  # fmt: skip
     if plot is not None:
         curve.plot(plot)
     if as_json:

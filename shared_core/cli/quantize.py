@@ -128,11 +128,13 @@ def quantize(
     with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
     from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
     exact values, become float32. With --method awq or smoothquant the weights are plain too, no deployment file is
-    written, and quality is that of torchao's kernels.
+    written, and quality is that of torchao's kernels. Under torchrun the processes share the calibration batches.
     """
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
+    from shared_core.distributed.job import Job
     from shared_core.tools.quantize.study import QuantizationStudy, model_bytes, static_input
 
+    job = Job.joined()
     check_new(out, "eff quantize")
     if report is not None:
         check_page(report, "eff quantize: --report", made=out)
@@ -172,7 +174,8 @@ def quantize(
     study = QuantizationStudy(
         network=network, config=config, method=by_torchao, gptq=gptq, num_batches=batches, equalize=equalize,
         correct_bias=correct_bias, kv_cache=kv_cache, mode=mode, accept=accept, sensitivity=sensitivity,
-        largest_loss=largest_loss, all_layers=all_layers, attack=settings, progress=bar,
+        largest_loss=largest_loss, all_layers=all_layers, attack=settings, job=job,
+        progress=functools.partial(bar, is_shown=job.is_main),
     )  # fmt: skip
     try:
         study.check()
@@ -195,11 +198,15 @@ def quantize(
     if attack is not None:
         study.images = _attack_data(user_batches(attack, "eff quantize: --attack"))
     if calibration is not None:
-        study.data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches))
+        study.data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches, job.is_main))
     if latency:
         given = inputs if inputs is not None else study.data[0] if study.data else None
         study.latency_inputs = made_up_inputs(network, "eff quantize") if given is None else given
-    result = study.run()
+    with job:
+        if not job.is_main:
+            study.share()
+            return
+        result = study.run()
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
     values = {"asked": shown, **result.values, "notes": [*notes, *result.values["notes"]]}
     values["bytes"]["float"] = float_bytes
@@ -341,8 +348,8 @@ def _options(pairs: list[str]) -> dict[str, str]:
     return options
 
 
-def _loaded(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    with bar("loading batches") as advance:
+def _loaded(batches: Iterable[Any], count: int, is_shown: bool) -> Iterator[Any]:
+    with bar("loading batches", is_shown=is_shown) as advance:
         for number, batch in enumerate(itertools.islice(batches, max(count, 0)), 1):
             yield batch
             advance(number, None)

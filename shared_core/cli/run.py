@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, EffError
-from shared_core.front_ends.finding import FrontEnd, front_ends
+from shared_core.errors import ConfigError, EffError
+from shared_core.front_ends.child_processes import HandedOn, refuse_unseen_steps, unseen
+from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 def run(
@@ -32,16 +30,17 @@ def run(
     Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
     --eff_allow_partial, and --eff_total_steps N for a loop whose scheduler does not tell them; `eff flags` lists the
     techniques') may stand anywhere after the script, which never sees them. All others are the script's, --help too,
-    and so is what follows `--`.
+    and so is what follows `--`. A script that starts others, as $(which trl) and accelerate.commands.launch do, hands
+    the techniques on to them.
     """
     from shared_core.front_ends.training_command import is_launcher
 
     if script.startswith("-"):
         raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
-    if is_launcher(script):
+    if is_launcher(script) and "." not in script and not Path(script).is_file():
         raise ConfigError(
             "eff run",
-            f"script must be the training script, got {script!r}, which starts it where `eff run` is not",
+            f"script must be a file or a module, got {script!r}",
             "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ...",
         )
     ours, rest = take_flags(context.args)
@@ -56,7 +55,8 @@ def run(
             "at least one technique must be switched on",
             f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
         )
-    is_file = script.endswith(".py")
+    # a console script such as bin/trl is one of Python too
+    is_file = script.endswith(".py") or Path(script).is_file()
     if is_file and not Path(script).is_file():
         raise ConfigError("eff run", f"script must be a file, got {script!r}", "check the path")
     installed = front_ends()
@@ -68,7 +68,22 @@ def run(
         typer.echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
 
     sys.argv = [script, *rest]
-    guard = _refuse_unseen_steps(installed, script) if recipe else None
+    with HandedOn(recipe, script, installed) if recipe else contextlib.nullcontext() as handed:
+        guard = refuse_unseen_steps(lambda: installed, script) if recipe else None
+        try:
+            ended = _run(script, is_file)
+        finally:
+            if guard is not None:
+                guard.remove()
+        taken = any(front_end.used() for front_end in installed) or (handed is not None and handed.was_taken)
+        if not taken and not asks_for_help:
+            raise unseen(script, "no training by any of them was seen")
+    if ended is not None:
+        raise ended
+
+
+def _run(script: str, is_file: bool) -> SystemExit | None:
+    """Run a script or module, and return what it ended with if it called ``sys.exit`` without an error."""
     try:
         if is_file:
             sys.path.insert(0, str(Path(script).resolve().parent))
@@ -78,39 +93,15 @@ def run(
             runpy.run_module(script, run_name="__main__", alter_sys=True)
     except EffError:
         raise
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return end
+        raise
     except Exception as error:
         traceback = _from_script(error)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from error
-    finally:
-        if guard is not None:
-            guard.remove()
-    if not any(front_end.used() for front_end in installed):
-        raise _unseen(script, "no training by any of them was seen")
-
-
-def _unseen(script: str, why: str) -> CompatibilityError:
-    return CompatibilityError(
-        "eff run",
-        f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
-        f"model and optimizer, but {why}",
-        "nothing was switched on; in a loop of your own use shared_core.Session",
-    )
-
-
-def _refuse_unseen_steps(installed: Sequence[FrontEnd], script: str) -> RemovableHandle:
-    """Stop at the first optimizer step before any front end took the recipe: all training would be for nothing."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    seen = False
-
-    def check(*_: Any) -> None:
-        nonlocal seen
-        seen = seen or any(front_end.used() for front_end in installed)
-        if not seen:
-            raise _unseen(script, "an optimizer stepped before any of them took the recipe")
-
-    return register_optimizer_step_pre_hook(check)
+    return None
 
 
 def _from_script(error: BaseException) -> TracebackType | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -21,6 +21,9 @@ from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
+
+if TYPE_CHECKING:
+    from shared_core.distributed.job import Job
 
 _DARE = ("dare_linear", "dare_ties")
 _TASK_VECTORS = ("ties", *_DARE)
@@ -243,8 +246,8 @@ class Checkpoints:
     """The checkpoint that all were fine-tuned from, where that is given."""
 
     @classmethod
-    def opened(cls, options: SoupOptions) -> Checkpoints:
-        """Return those that the options name.
+    def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
+        """Return those that the options name; the main process tells what is left out.
 
         Raises:
             CheckpointError: If there are fewer than two, or one cannot be read.
@@ -281,7 +284,7 @@ class Checkpoints:
         if shares is not None:
             shares = [share for share, item in zip(shares, opened, strict=True) if item in usable]
             check_weights(shares, len(usable))
-        for note in notes:
+        for note in notes if is_main else ():
             _aside(note)
         return cls(opened[0], usable, remask, shares, base)
 
@@ -296,7 +299,20 @@ class Checkpoints:
 
 @takes(SoupOptions)
 def soup(options: SoupOptions) -> None:
-    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
+    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall.
+
+    Under torchrun the processes share the evaluations of single checkpoints.
+    """
+    from shared_core.distributed.job import Job
+
+    with Job.joined() as job:
+        _soup(options, job)
+
+
+def _soup(options: SoupOptions, job: Job) -> None:
+    from shared_core.distributed.job import check_alone
+    from shared_core.soup.scoring import score_share
+
     if options.kind not in (None, *_KINDS):
         raise ConfigError("eff soup", f"--kind must be {', '.join(_KINDS[:-1])} or slerp, got {options.kind!r}")
     _check(options.asked(), options.kind)
@@ -308,15 +324,22 @@ def soup(options: SoupOptions) -> None:
         raise ConfigError(
             "eff soup", f"--seed must come with --order random, got it with --order {options.order}", "add it"
         )
-    checkpoints = Checkpoints.opened(options)
-    if options.kind not in (None, "greedy"):
+    averages = options.kind not in (None, "greedy")
+    if averages or options.order != "metric" or options.rank_by or options.jobs > 1:
+        # only one checkpoint, or none, is evaluated alone
+        check_alone("eff soup", " with --order, --rank-by, --jobs or a --kind that searches nothing", job.size)
+    checkpoints = Checkpoints.opened(options, is_main=job.is_main)
+    if averages:
         _average(checkpoints, options, cast(Path, options.out))
         return
     judge = options.judge(checkpoints.first)
-    if options.out is None:
-        _diagnose(checkpoints, judge, options)
+    job.meet("checkpoints opened")  # before one writes what another would find there
+    if not job.is_main:
+        score_share(checkpoints.usable, judge.evaluate, job, checkpoints.remask)
+    elif options.out is None:
+        _diagnose(checkpoints, judge, options, job)
     else:
-        _search(checkpoints, judge, options, options.out)
+        _search(checkpoints, judge, options, options.out, job)
 
 
 @contextlib.contextmanager
@@ -326,7 +349,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: advance(next(number), total)
 
 
-def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path) -> None:
+def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
     """Make a greedy soup, write it and tell its path."""
     from rich.console import Console
 
@@ -345,7 +368,7 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
             usable, judge.evaluate, mode=judge.mode, about=judge.about, progress=advance, strict=options.strict,
             min_delta=options.min_delta, order=cast(Any, order), seed=options.seed, repeat=options.repeat,
             jobs=options.jobs, journal=options.journal, max_ingredients=options.max_ingredients, rank=options.rank,
-            after_average=checkpoints.remask,
+            after_average=checkpoints.remask, job=job,
         )  # fmt: skip
     for row in result.history if logged else ():
         row["logged"] = logged[row["name"]]
@@ -440,7 +463,7 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
     return Average(state_dict, [item.name for item in usable], checkpoints.shares or [], {}), about
 
 
-def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions) -> None:
+def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
     from rich.console import Console
 
@@ -450,7 +473,7 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions) -> N
     with _progress(4 * len(checkpoints.usable) - 2) as advance:
         found = diagnose(
             checkpoints.usable, judge.evaluate, mode=judge.mode, jobs=options.jobs, progress=advance,
-            journal=options.journal, about=judge.about, after_average=checkpoints.remask,
+            journal=options.journal, about=judge.about, after_average=checkpoints.remask, job=job,
         )  # fmt: skip
     if options.plot is not None:
         diagnosis_plot(found, options.plot)

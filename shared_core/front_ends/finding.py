@@ -23,6 +23,8 @@ class FrontEnd(Protocol):
     name: str
     libraries: tuple[str, ...]
     """Modules of which one is its trainer's."""
+    modules: tuple[str, ...]
+    """Those whose import `install` waits for; in processes that a script starts it is called with the first of them."""
 
     def install(self, recipe: Recipe) -> None:
         """Make every trainer that the script builds carry the recipe. Imports no trainer by itself."""

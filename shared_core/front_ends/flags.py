@@ -86,9 +86,17 @@ def asked_steps() -> int | None:
     Raises:
         ConfigError: If they are no number of steps.
     """
-    steps = os.environ.get(STEPS_VARIABLE)
+    return check_steps(os.environ.get(STEPS_VARIABLE), "eff run")
+
+
+def check_steps(steps: str | None, where: str) -> int | None:
+    """Return the number of steps that a text names, None of none.
+
+    Raises:
+        ConfigError: If it names none.
+    """
     if steps is not None and (not steps.isdecimal() or int(steps) < 1):
-        raise ConfigError("eff run", f"--{STEPS_FLAG} must be a number of optimizer steps, got {steps!r}")
+        raise ConfigError(where, f"--{STEPS_FLAG} must be a number of optimizer steps, got {steps!r}")
     return None if steps is None else int(steps)
 
 

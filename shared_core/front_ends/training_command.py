@@ -15,12 +15,13 @@ from typing import Any
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
+from shared_core.front_ends.executors import Executor, Run
+from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, check_steps, take_flags
 
 VARIABLE = "EFF_RECIPE"
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "srun", *_LAUNCHING_MODULES)
 _CHILD = "from shared_core.front_ends.training_command import train_script; train_script()"
-
 
 _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
 
@@ -67,6 +68,8 @@ class TrainingCommand:
     """The script (or ``-m``, module) and what it is given; or the whole command."""
     flags: Mapping[str, Any]
     """Flags of ours that were among the script's, as `take_flags` returns them."""
+    steps: str | None = None
+    """Of ``--eff_total_steps`` among them: optimizer steps of a loop whose scheduler does not tell them."""
 
     @classmethod
     def parse(cls, command: Sequence[str], where: str) -> TrainingCommand:
@@ -80,8 +83,6 @@ class TrainingCommand:
             >>> parsed.interpreter, parsed.arguments
             ((), ('torchrun', 'train.py', '--lr', '0.1'))
         """
-        from shared_core.front_ends.flags import take_flags
-
         parts = list(command)
         if not parts:
             raise ConfigError(where, "command must be given, got none", "write it after --: python my_train.py")
@@ -100,7 +101,9 @@ class TrainingCommand:
         if len(script) < size:
             raise ConfigError(where, "-m must be followed by a module, got none")
         flags, rest = take_flags(parts[start + size :])
-        return cls(where, tuple(parts[:start]), (*script, *rest), flags)
+        steps = flags.pop(STEPS_FLAG, None)
+        check_steps(steps, where)
+        return cls(where, tuple(parts[:start]), (*script, *rest), flags, steps)
 
     def uses(self, sign: str) -> bool:
         """Return whether an argument contains `sign`."""
@@ -115,8 +118,10 @@ class TrainingCommand:
         *,
         environment: Mapping[str, str] | None = None,
         child: str = _CHILD,
+        executor: Executor | None = None,
+        log: Path | None = None,
         **streams: Any,
-    ) -> subprocess.Popen[bytes]:
+    ) -> Run:
         """Return a fresh process that trains once.
 
         Args:
@@ -126,6 +131,8 @@ class TrainingCommand:
             lock: A file descriptor to pass on.
             environment: Further variables.
             child: Python code that runs the script in the process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
+            executor: Starts it elsewhere; None: here.
+            log: What takes the output of one that is started elsewhere.
             streams: Of `subprocess.Popen`.
 
         Raises:
@@ -140,11 +147,15 @@ class TrainingCommand:
         if self.interpreter:
             # -P: the script's folder is put on the path, as Python would, and not the working one
             arguments = [*self.interpreter, "-P", "-c", child, str(file), *arguments]
-        variables = {**os.environ, **(environment or {}), VARIABLE: str(file)}
+        variables = {**(environment or {}), VARIABLE: str(file)}
+        if self.steps is not None:
+            variables[STEPS_VARIABLE] = self.steps
+        if executor is not None and log is not None:
+            return executor.start(arguments, variables, log)
         # The child holds the lock too: a training that outlives a killed search keeps others out.
         descriptors = (lock,) if os.name == "posix" else ()
         try:
-            return subprocess.Popen(arguments, env=variables, pass_fds=descriptors, **streams)
+            return subprocess.Popen(arguments, env={**os.environ, **variables}, pass_fds=descriptors, **streams)
         except OSError as error:
             raise ConfigError(self.where, f"command must be one that can be started, got {error}") from error
 

@@ -11,6 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.files.atomic import atomic_write, clean_strays, make_folder
 from shared_core.files.journal import check_same, locked, read_object, write_object
+from shared_core.front_ends.executors import Executor, Run
 from shared_core.front_ends.training_command import TrainingCommand, without_secrets
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.lottery_ticket.curve import TicketCurve, curve_of
@@ -49,36 +51,59 @@ class RoundCommand:
         if "lottery" in self.recipe:
             raise ConfigError("lottery", "command must not have flags of ticket, which are chosen for every round")
 
-    def run(self, recipe: Recipe, out: Path, lock: int, stdout: int | None = None) -> None:
-        """Train once, in a fresh process.
+    def start(
+        self, recipe: Recipe, out: Path, lock: int, stdout: int | None = None, executor: Executor | None = None
+    ) -> StartedRun:
+        """Start a training in a fresh process.
 
         Args:
             recipe: What to train with; our flags of the command are added.
             out: The folder of the run, where the recipe is written to as well.
             lock: A file descriptor to pass on.
             stdout: Where the command prints; None: where this process does.
-
-        Raises:
-            TrainingError: If the command fails.
+            executor: Starts it elsewhere; its output goes into `LOG_FILE` then.
         """
         make_folder(out)
         stands_for = {"{round}": out.name, "{out}": str(out.resolve())}
-        recipe = recipe.merged(self.recipe)
-        with self.command.start(recipe, out / "recipe.yaml", stands_for, lock, stdout=stdout) as process:
+        recipe, log = recipe.merged(self.recipe), out / LOG_FILE
+        run = self.command.start(
+            recipe, out / "recipe.yaml", stands_for, lock, executor=executor, log=log, stdout=stdout
+        )
+        command = shlex.join(self.command.arguments)
+        return StartedRun(out.name, command, run, "its output above" if executor is None else str(log))
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A training that was started: the run's name, its command, and where its output is."""
+
+    name: str
+    command: str
+    run: Run
+    output: str
+
+    def finish(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            TrainingError: If it failed.
+        """
+        with self.run as run:
             try:
-                code = process.wait()
+                code = run.wait()
             except BaseException:
-                process.kill()
+                run.kill()
                 raise
         if code:
             raise TrainingError(
                 "lottery",
-                f"{out.name} must end well, but `{shlex.join(self.command.arguments)}` ended with exit code {code}",
-                "see its output above. Started again, the search goes on from here",
+                f"{self.name} must end well, but `{self.command}` ended with exit code {code}",
+                f"see {self.output}. Started again, the search goes on from here",
             )
 
 
 TICKET_FILE, REWIND_FILE, RESULT_FILE = "ticket.safetensors", "rewind.safetensors", "round.json"
+LOG_FILE = "output.log"
 
 
 class RunFolder:
@@ -337,6 +362,7 @@ class LotterySearch:
         *,
         stdout: int | None = None,
         progress: Callable[[TicketCurve], None] | None = None,
+        executor: Executor | None = None,
     ) -> TicketCurve:
         """Search with a command that trains once, in a fresh process every time, and return the curve.
 
@@ -349,6 +375,7 @@ class LotterySearch:
                 are not run again.
             stdout: Where the command prints; None: where this process does.
             progress: Called with the curve so far after every run.
+            executor: Starts the runs elsewhere, controls beside the rounds after theirs; None: here, one by one.
 
         Raises:
             CheckpointError: If the folder is of another search.
@@ -359,8 +386,12 @@ class LotterySearch:
         training = RoundCommand(command)
         check(Recipe({"lottery": self.config}).merged(training.recipe))
 
-        def launch(recipe: Recipe, out: Path, lock: int) -> None:
-            training.run(recipe, out, lock, stdout)
+        def launch(recipe: Recipe, out: Path, lock: int) -> StartedRun | None:
+            started = training.start(recipe, out, lock, stdout, executor)
+            if executor is not None:
+                return started
+            started.finish()
+            return None
 
         return self._search(folder, without_secrets(command), launch, progress)
 
@@ -383,27 +414,42 @@ class LotterySearch:
         position = parse_position(self.config.rewind_to)  # 500 and "500" are one step
         journal = Journal(folder, {**plan, "rewind_to": [position.value, position.unit], "command": command})
         results: list[tuple[int, str, Path, dict[str, Any]]] = []
-        with journal.locked() as lock:
+        waiting: list[tuple[int, str, StartedRun]] = []
+
+        def add(number: int, control: str) -> None:
+            out = journal.run_folder(number, control)
+            result = journal.result(number, control)
+            if result is None:
+                raise TrainingError(
+                    "lottery",
+                    f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}",
+                    "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that "
+                    "EFF_RECIPE names) that is finished",
+                )
+            # The curve is written after every run, so that a search that is stopped has its points.
+            results.append((number, control, out, result))
+            curve = self._write(journal.folder, results)
+            if progress is not None:
+                progress(curve)
+
+        with journal.locked() as lock, _stopping(waiting):
             for number, control in self._runs():
-                out = journal.run_folder(number, control)
-                result = journal.result(number, control)
-                if result is None:
-                    launch(self._recipe(journal, number, control), out, lock)
-                    result = journal.result(number, control)
-                    if result is None:
-                        raise TrainingError(
-                            "lottery",
-                            f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}",
-                            "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that "
-                            "EFF_RECIPE names) that is finished",
-                        )
-                # The curve is written after every run, so that a search that is stopped has its points.
-                results.append((number, control, out, result))
-                curve = curve_of(results, metric=self.metric, mode=self.mode, quality=self.quality)
-                self._write(journal.folder, curve)
-                if progress is not None:
-                    progress(curve)
-        return curve
+                if journal.result(number, control) is None:
+                    recipe = self._recipe(journal, number, control)
+                    started = launch(recipe, journal.run_folder(number, control), lock)
+                    # nothing else needs what a control finds, and the next round needs this one's ticket
+                    if isinstance(started, StartedRun) and control != "none":
+                        waiting.append((number, control, started))
+                        continue
+                    if isinstance(started, StartedRun):
+                        started.finish()
+                add(number, control)
+            while waiting:
+                number, control, started = waiting.pop(0)
+                started.finish()
+                add(number, control)
+        order = list(self._runs())
+        return self._write(journal.folder, sorted(results, key=lambda row: order.index(row[:2])))
 
     def _recipe(self, journal: Journal, number: int, control: str) -> Recipe:
         options = {
@@ -415,9 +461,22 @@ class LotterySearch:
             options["ticket"] = str(journal.ticket(number).resolve())
         return Recipe.from_dict({"lottery": options})
 
-    def _write(self, folder: Path, curve: TicketCurve) -> None:
+    def _write(self, folder: Path, results: Sequence[tuple[int, str, Path, dict[str, Any]]]) -> TicketCurve:
+        curve = curve_of(results, metric=self.metric, mode=self.mode, quality=self.quality)
         for name, text in (("curve.json", curve.json()), ("curve.csv", curve.csv())):
             with atomic_write(folder / name) as temporary:
                 temporary.write_text(text, encoding="utf-8")
         with contextlib.suppress(ImportError):
             curve.plot(folder / "curve.png")
+        return curve
+
+
+@contextlib.contextmanager
+def _stopping(waiting: list[tuple[int, str, StartedRun]]) -> Iterator[None]:
+    """Stop what was started and not waited for, if the block is left by an error."""
+    try:
+        yield
+    except BaseException:
+        for *_, started in waiting:
+            started.run.kill()
+        raise

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
+from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import CHUNK, Candidate
 from shared_core.soup.greedy import Mode
@@ -66,6 +67,7 @@ def diagnose(
     journal: str | Path | None = None,
     about: Mapping[str, Any] | None = None,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    job: Job | None = None,
 ) -> Diagnosis:
     r"""Return metric, distances and interpolation barriers of checkpoints, and whether a uniform soup would collapse.
 
@@ -83,6 +85,7 @@ def diagnose(
         journal: A JSON file that takes every score at once, for a diagnosis that is killed and started again.
         about: What else tells this diagnosis from another to the journal.
         after_average: Called with every candidate before it is evaluated; changes it in place (masks).
+        job: Other processes, which evaluate ingredients alone with this one; they call `score_share`.
 
     Raises:
         CheckpointError: If ingredients cannot be read or do not belong together, fewer than two are finite, or the
@@ -114,6 +117,7 @@ def diagnose(
     sign = 1.0 if mode == "max" else -1.0
 
     scoring.in_processes(list(enumerate(opened)), jobs, after_average)
+    scoring.in_job(list(enumerate(opened)), job or Job())
     able, left_out = _alone(opened, scoring)
     items, metrics = [item for _, item, _ in able], [single for *_, single in able]
     names = [item.name for item in items]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
+from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import Candidate, non_finite_tensor
 from shared_core.soup.candidates import AdapterCandidate, candidate_for
@@ -75,6 +76,7 @@ def greedy_soup(
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
     rank: int | None = None,
+    job: Job | None = None,
 ) -> SoupResult:
     r"""Return the greedy soup of checkpoints of one architecture.
 
@@ -106,6 +108,7 @@ def greedy_soup(
             changes it in place (masks, BatchNorm).
         into: Tensors to write candidates into, for example ``model.state_dict()``; by default new ones.
         rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
+        job: Other processes, which evaluate ingredients alone with this one; they call `score_share`.
 
     Returns:
         `SoupResult`. An ingredient with a non-finite metric or weight is left out; its history row says so.
@@ -146,6 +149,7 @@ def greedy_soup(
     # Single scores are independent, so they may run in processes. Averages are not: each depends on what was
     # accepted.
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
+    scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
     # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.

@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_checkpoint, open_ingredient, read_json
+from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.soup.averaging import Candidate, non_finite_tensor
@@ -192,6 +194,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+_POLL_SECONDS = 0.05
 _job: tuple[Any, Any] = (None, None)
 
 
@@ -321,6 +324,29 @@ class Scoring:
             for position, score in scores_in_processes(left, self._evaluate, after_average, jobs):
                 self._keep(str(position), number(score))
 
+    def in_job(self, items: Sequence[tuple[int, Ingredient]], job: Job) -> None:
+        """Evaluate numbered ingredients alone, those that have no score yet, together with who calls `score_share`."""
+        if job.size == 1:
+            return
+        left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
+        job.tell("left", json.dumps([position for position, _ in left]).encode())
+        waiting = dict(enumerate(left))
+        for ticket in job.tickets("scores", len(left)):
+            position, item = waiting.pop(ticket)
+            if not self._candidate.write_single(item):
+                self.score(str(position), lambda: None)
+            self._take_in(waiting, job)
+        while waiting:
+            time.sleep(_POLL_SECONDS)
+            self._take_in(waiting, job)
+
+    def _take_in(self, waiting: dict[int, tuple[int, Ingredient]], job: Job) -> None:
+        """Keep the scores that have come, on disk at once."""
+        for ticket in [ticket for ticket in waiting if job.has(f"score {ticket}")]:
+            position, _ = waiting.pop(ticket)
+            if told := job.told(f"score {ticket}"):
+                self._keep(str(position), float(told))
+
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
         """Return the score of one ingredient and ``""``, or None and why it is left out.
 
@@ -338,6 +364,29 @@ class Scoring:
         # `write_single` has written it: only the evaluation is left.
         known = self.score(key, lambda: None) if known is None else known
         return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
+
+
+def score_share(
+    ingredients: Sequence[Source],
+    evaluate: Evaluate,
+    job: Job,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+) -> None:
+    """Evaluate ingredients alone for the main process of a job, which calls `greedy_soup` or `diagnose` with it.
+
+    Args:
+        ingredients: The same as there, in the same order.
+        evaluate: Returns the metric of a state dict.
+        job: Of which this process is not the main one.
+        after_average: Called before `evaluate`.
+    """
+    opened = open_ingredients(ingredients)
+    candidate = candidate_for(opened, None, after_average, None)
+    left = json.loads(job.told("left"))
+    for ticket in job.tickets("scores", len(left)):
+        # one with a NaN or an infinity has no score: the main process says which
+        bad = candidate.write_single(opened[left[ticket]])
+        job.tell(f"score {ticket}", b"" if bad else repr(number(evaluate(candidate.state_dict))).encode())
 
 
 def not_finite(tensor: str) -> str:

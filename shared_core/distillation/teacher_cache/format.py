@@ -76,6 +76,12 @@ class Manifest:
         """The dtype of the stored log-probabilities."""
         return DTYPES[self.dtype]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one stored row: log-probabilities, their classes unless all are kept, and the tail."""
+        classes = indices_dtype(self.vocabulary).itemsize if self.top_k < self.vocabulary else 0
+        return self.top_k * (self.torch_dtype.itemsize + classes) + 4
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as they are written."""
         return {"format": FORMAT, **dataclasses.asdict(self), "examples": self.examples}
@@ -211,7 +217,6 @@ class PendingShard:
     lengths: list[int] = field(default_factory=list)
     where: list[Array] = field(default_factory=list)
     rows: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    size: int = 0
 
     def add(self, keys: list[bytes], lengths: list[int], where: list[Array], rows: Mapping[str, torch.Tensor]) -> None:
         """Take in the new examples of a batch; their rows follow each other in the order of the keys."""
@@ -220,7 +225,6 @@ class PendingShard:
         self.where += where
         for name, value in rows.items():
             self.rows.setdefault(name, []).append(value)
-            self.size += value.numel() * value.element_size()
 
     def write(self, path: Path) -> None:
         """Write them as a shard: whole, on disk, or not at all."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
@@ -45,7 +46,8 @@ from shared_core.distillation.teacher_cache.keys import (
     teacher_fingerprint,
 )
 from shared_core.distillation.unlabelled import IGNORED
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.distributed.job import Job
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.files.atomic import clean_strays
 from shared_core.files.journal import exclusive
 from shared_core.modules.calls import naming
@@ -224,40 +226,115 @@ class StoreWriter:
         folder: Where to write; a store that is there is gone on with.
         settings: What was asked.
         shard_bytes: Size from which a shard is written.
+        job: Other processes that write the same store. Each goes through all batches, so that it knows which examples
+            each shard will hold, and runs the teacher for those shards alone that are its own.
 
     Raises:
         CheckpointError: If the folder holds something else, or a store with other settings.
     """
 
-    def __init__(self, teacher: nn.Module, folder: Path, settings: Settings, shard_bytes: int) -> None:
+    def __init__(
+        self, teacher: nn.Module, folder: Path, settings: Settings, shard_bytes: int, job: Job | None = None
+    ) -> None:
         self._teacher, self._folder, self._settings, self._shard_bytes = teacher, folder, settings, shard_bytes
+        self._job = job or Job()
         self._accepted = _keywords(teacher)
         self._pending = PendingShard()
+        self._order = hashlib.blake2b(digest_size=16)
+        """Of all new examples so far, which must be the same for every process."""
         self._known: dict[bytes, int] = {}
         """Every example's key with a hash of which of its positions count."""
         self._manifest: Manifest | None = None
         self._shards = 0
         # Files that a killed writer left under temporary names.
-        clean_strays(folder)
+        if self._job.is_main:
+            clean_strays(folder)
+        self._job.meet("folder made")
         if (folder / MANIFEST_FILE).exists():
             self._go_on(Manifest.read(folder))
         elif any(folder.iterdir()):
             raise CheckpointError("cached teacher", f"{folder} must hold a cache or nothing, got something else")
+        # Nobody writes a shard before all have seen which are there.
+        self._job.meet("shards found")
+        self._first = self._shards
+        self._begin_shard(is_next_mine=True)
+
+    def _begin_shard(self, *, is_next_mine: bool) -> None:
+        """Begin the next shard; it is this process's if it has the shard's ticket."""
+        if is_next_mine:
+            self._mine = self._first + self._job.ticket("shards")
+        self._examples, self._size = 0, 0  # of this shard, whoever runs the teacher for it; in bytes
+        self._pending, self._there = PendingShard(), None
+        path = self._folder / shard_name(self._shards)
+        made = self._manifest
+        # beyond one that lacks: another process was faster when all were stopped
+        if made is not None and self._mine == self._shards and not _is_free(made) and path.exists():
+            self._there = self._open(made, self._shards)
 
     def add(self, batch: Any, number: int) -> None:
-        """Run the teacher on a batch with an example that is new, and keep what is new."""
+        """Run the teacher on a batch with an example that is new and this process's, and keep what is new."""
         fields = self._fields(batch)
         rows = example_rows(batch, fields)
         counted = self._labelled_positions(batch) if self._settings.labelled else None
         fresh = self._fresh(rows, counted, number)
         if not fresh:
             return
-        output = self._ask(batch, number)
-        logits = find_logits(output, self._settings.logits, "teacher")
-        made = self._settle(rows, fields, logits, number)
-        self._keep(made, rows, fresh, logits, counted)
-        if self._pending.size >= self._shard_bytes:
+        made, logits = self._manifest, None
+        if made is None:
+            # All processes run the first batch: its output tells what a row is, and so how many make a shard.
+            logits = self._logits(batch, number)
+            made = self._settle(rows, fields, logits, number)
+            self._begin_together(made)
+        if self._mine == self._shards and not self._is_there(rows, fresh):
+            logits = self._logits(batch, number) if logits is None else logits
+            self._settle(rows, fields, logits, number)
+            self._keep(made, rows, fresh, logits, counted)
+        length = None if logits is None or made.per_example else logits.shape[1]
+        places = _all_places(made, rows, fresh, counted, length)
+        self._size += made.row_bytes * sum(map(len, places))
+        self._examples += len(fresh)
+        if self._size >= self._shard_bytes:
             self._flush()
+
+    def _logits(self, batch: Any, number: int) -> Tensor:
+        return find_logits(self._ask(batch, number), self._settings.logits, "teacher")
+
+    def _begin_together(self, made: Manifest) -> None:
+        """Write the manifest before any shard, and see that all processes have the same teacher and first batch."""
+        if self._job.size > 1 and _is_free(made):
+            raise CompatibilityError(
+                "cached teacher",
+                "the teacher's outputs must be one an example, or follow the positions of an input, for several "
+                "processes to know their number, got others",
+                "write the cache in one process",
+            )
+        if self._job.is_main:
+            made.write(self._folder)
+        self._compare("first batch", json.dumps(made.to_dict()).encode() + self._order.digest())
+
+    def _compare(self, name: str, mine: bytes) -> None:
+        if any(other != mine for other in self._job.exchange(name, mine)):
+            raise TrainingError(
+                "cached teacher",
+                f"teacher and data must be the same in every process, got others by the {name}",
+                "seed what is random in the functions that return them",
+            )
+
+    def _is_there(self, rows: ExampleRows, fresh: list[int]) -> bool:
+        """Return whether these examples lie in a shard that was written before this start."""
+        if self._there is None:
+            return False
+        keys = as_keys(self._there.keys[self._examples : self._examples + len(fresh)])
+        if keys != [rows.keys[row] for row in fresh]:
+            raise self._odd_shard()
+        return True
+
+    def _odd_shard(self) -> CheckpointError:
+        return CheckpointError(
+            "cached teacher",
+            f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others",
+            "remove it, or give the data that the writer had that was stopped",
+        )
 
     def finish(self) -> Manifest:
         """Write the last shard, the index, and the manifest that says that all is there."""
@@ -265,6 +342,13 @@ class StoreWriter:
         made = self._manifest
         if made is None or not self._shards:
             raise ConfigError("cached teacher", "batches must hold at least one example, got none", "check the data")
+        self._compare("end", self._order.digest())
+        if self._job.is_main:
+            made = self._completed(made)
+        self._job.meet("written")
+        return made if self._job.is_main else Manifest.read(self._folder)
+
+    def _completed(self, made: Manifest) -> Manifest:
         if made.complete and len(made.shards) == self._shards:
             return made
         shards = [self._open(made, number) for number in range(self._shards)]
@@ -372,6 +456,7 @@ class StoreWriter:
                 mark = _digest(_places(rows.paddings.get(str(field), whole), counted, row))
             if key not in self._known:
                 self._known[key] = mark
+                self._order.update(key + mark.to_bytes(8, "big"))
                 fresh.append(row)
             elif self._known[key] != mark:
                 raise ConfigError(
@@ -410,7 +495,6 @@ class StoreWriter:
                 labelled=asked.labelled,
                 fingerprints=asked.fingerprints,
             )
-            made.write(self._folder)
         if (made.vocabulary, made.per_example) != (vocabulary, per_example):
             raise ConfigError(
                 "cached teacher",
@@ -428,18 +512,12 @@ class StoreWriter:
 
     def _keep(self, made: Manifest, rows: ExampleRows, fresh: list[int], logits: Tensor, counted: Array | None) -> None:
         logits = logits[..., : made.vocabulary]
+        where = _all_places(made, rows, fresh, counted, None if made.per_example else logits.shape[1])
         if made.per_example:
-            where, lengths = [np.zeros(1, np.int64)] * len(fresh), [1] * len(fresh)
+            lengths = [1] * len(fresh)
             chosen = [logits[torch.tensor(fresh, device=logits.device)]]
         else:
-            whole = Padding.whole(len(rows.keys), logits.shape[1])
-            padding = rows.paddings.get(str(made.positions), whole)
-            if counted is not None and counted.shape != padding.real.shape:
-                raise ConfigError(
-                    "cached teacher",
-                    f"labels must have the shape of the teacher's positions, {padding.real.shape}, got {counted.shape}",
-                )
-            where = [_places(padding, counted, row) for row in fresh]
+            padding = _padding(made, rows, logits.shape[1])
             lengths = [int(padding.stops[row] - padding.starts[row]) for row in fresh]
             # an example at a time: all rows together would be the logits once more
             chosen = [
@@ -456,10 +534,15 @@ class StoreWriter:
         self._pending.add([rows.keys[row] for row in fresh], lengths, where, kept)
 
     def _flush(self) -> None:
+        if not self._examples:
+            return
+        if self._there is not None and self._examples != len(self._there):
+            raise self._odd_shard()
         if self._pending.keys:
             self._pending.write(self._folder / shard_name(self._shards))
-            self._shards += 1
-            self._pending = PendingShard()
+        self._job.check()
+        self._shards += 1
+        self._begin_shard(is_next_mine=self._mine < self._shards)
 
     def _open(self, made: Manifest, number: int) -> Shard:
         return Shard(
@@ -477,6 +560,32 @@ def _position_field(rows: ExampleRows, length: int) -> str | None:
     """Return the field whose positions outputs of this length follow; a decoder's come before an encoder's."""
     names = sorted(rows.paddings, key=lambda name: not name.startswith("decoder_"))
     return next((name for name in names if rows.paddings[name].length == length), None)
+
+
+def _is_free(made: Manifest) -> bool:
+    """Return whether only the teacher's outputs tell how many rows an example has."""
+    return not made.per_example and made.positions is None
+
+
+def _padding(made: Manifest, rows: ExampleRows, length: int | None) -> Padding:
+    """Return where the teacher's outputs of a batch lie; `length` is for those that follow no field's positions."""
+    known = rows.paddings.get(str(made.positions))
+    return Padding.whole(len(rows.keys), length or 0) if known is None else known
+
+
+def _all_places(
+    made: Manifest, rows: ExampleRows, fresh: list[int], counted: Array | None, length: int | None
+) -> list[Array]:
+    """Return for each new example the positions that get a row, counted from its first."""
+    if made.per_example:
+        return [np.zeros(1, np.int64)] * len(fresh)
+    padding = _padding(made, rows, length)
+    if counted is not None and counted.shape != padding.real.shape:
+        raise ConfigError(
+            "cached teacher",
+            f"labels must have the shape of the teacher's positions, {padding.real.shape}, got {counted.shape}",
+        )
+    return [_places(padding, counted, row) for row in fresh]
 
 
 def _places(padding: Padding, counted: Array | None, row: int) -> Array:
@@ -517,6 +626,7 @@ def write_teacher_cache(
     shard_bytes: int = 2**27,
     progress: Callable[[int, int | None], None] | None = None,
     resume: bool = False,
+    job: Job | None = None,
 ) -> Manifest:
     """Run a teacher over a data set, keep its top-k log-probabilities and tail mass, and return what was written.
 
@@ -541,6 +651,8 @@ def write_teacher_cache(
         shard_bytes: Size from which a shard is written; about three times that is held in memory.
         progress: Called with the number of batches done and of all, None if unknown.
         resume: Go on in a folder that was written with the same settings, or add examples to it.
+        job: Other processes that call this with the same arguments; each runs the teacher for some of the shards, and
+            the files are those of one process. A shard is the smallest share: with few of them processes wait.
 
     Raises:
         ConfigError: If an argument is not as above, or there is no example.
@@ -567,12 +679,14 @@ def write_teacher_cache(
         logits,
         {**told, "teacher": told["teacher"] or teacher_fingerprint(teacher), "data": None},
     )
-    _make_folder(folder, resume=resume)
+    job = job or Job()
+    if job.is_main:
+        _make_folder(folder, resume=resume)
     total = len(batches) if isinstance(batches, Sized) else None
     was_training = teacher.training
     try:
-        with _alone(folder):
-            writer = StoreWriter(teacher, folder, settings, shard_bytes)
+        with _alone(folder) if job.is_main else contextlib.nullcontext():
+            writer = StoreWriter(teacher, folder, settings, shard_bytes, job)
             for number, batch in enumerate(batches, 1):
                 writer.add(batch, number)
                 if progress is not None:

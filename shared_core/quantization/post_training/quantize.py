@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +18,12 @@ from typing import Any
 
 import torch
 from eff_kernels.quantization import affine as kernels
+from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
+from shared_core.distributed.collectives import digest
+from shared_core.distributed.job import Job
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
@@ -32,6 +38,7 @@ from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training import equalization as bias_correction
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
 from shared_core.quantization.post_training.output_noise import output_noise
+from shared_core.quantization.ranges.histogram import Histogram
 from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv_cache, check_kv_cache
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
@@ -117,6 +124,7 @@ def quantize_with_report(
     gptq: GptqConfig | Mapping[str, Any] | None = None,
     kv_cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    job: Job | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
     """Return (quantised copy, report); see `quantize`.
 
@@ -136,6 +144,8 @@ def quantize_with_report(
             to nearest.
         kv_cache: ``fp8``: measure scales of a cache in FP8 of the quantised model (`calibrate_kv_cache`).
         progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
+        job: Other processes that call this with the same arguments; each observes some of the batches, and all get
+            the ranges of one process: extrema and counts join exactly, averages are taken in the batches' order.
 
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
@@ -144,6 +154,7 @@ def quantize_with_report(
         TrainingError: If a layer saw no finite input.
     """
     check_model(model, WHERE)
+    job = job or Job()
     # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
     config = dataclasses.replace(as_config(config), keep=False)
     if config.learns_ranges:
@@ -175,7 +186,7 @@ def quantize_with_report(
     technique.attach(quantized, context)
     notes += coverage.lines(coverage.of_run(counted, {"qat": technique}, quantized, allow_partial=True))
     _check_finite(technique)
-    used = _calibrate(quantized, technique, batches, notes, progress)
+    used = _calibrate(quantized, technique, batches, notes, progress, job)
     if config.range == "mse":
         _search_weights(technique)
     solved = dict[str, dict[str, float]]()
@@ -248,6 +259,7 @@ def _calibrate(
     batches: list[Any] | None,
     notes: list[str],
     progress: Callable[[int, int], None] | None,
+    job: Job,
 ) -> int:
     bank = technique.bank
     if not technique.policy.static:
@@ -261,17 +273,28 @@ def _calibrate(
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
+    windows, mine = dict[int, Tensor](), list[int]()
     with _observing(technique), evaluated(model):
-        for done, batch in enumerate(batches, 1):
+        for done, number in enumerate(job.tickets("calibration", len(batches)), 1):
             with technique.policy.calibrating(model):
-                call_model(model, batch, f"{WHERE}: calibration")
+                call_model(model, batches[number], f"{WHERE}: calibration")
             technique.policy.settle()
+            mine.append(number)
             if not at_once:
-                bank.commit(bank.take_window())
+                windows[number] = bank.take_window()
             if progress is not None:
                 progress(done, len(batches))
     if at_once:
-        bank.commit(bank.take_window())
+        windows = {job.rank: bank.take_window()}
+    if job.size > 1:
+        windows = _everyones(windows, model, batches, mine, job)
+    if at_once:
+        first, *others = map(Histogram.of, windows.values())
+        for other in others:
+            first.merge(other)
+        windows = {0: first.data}
+    for number in sorted(windows):  # an average depends on the order of the batches
+        bank.commit(windows[number])
     technique.policy.read_known()
     missing = [name for name, known in zip(technique.policy.static, bank.known.tolist(), strict=True) if not known]
     if missing:
@@ -284,6 +307,36 @@ def _calibrate(
     if odd:
         notes.append(f"calibration held NaN or infinity, left out of the ranges of {', '.join(odd[:5])}")
     return len(batches)
+
+
+def _everyones(
+    windows: dict[int, Tensor], model: nn.Module, batches: list[Any], mine: list[int], job: Job
+) -> dict[int, Tensor]:
+    """Return the windows of all processes, once they are known to have the same model and batches.
+
+    Raises:
+        TrainingError: If they have not.
+    """
+    weights = _digest(model.state_dict())
+    facts = {"model": weights, "count": len(batches), "batches": {str(n): _digest(batches[n]) for n in mine}}
+    for content in job.exchange("calibrated", json.dumps(facts).encode()):
+        theirs = json.loads(content)
+        if (theirs["model"], theirs["count"]) != (weights, len(batches)) or any(
+            _digest(batches[int(n)]) != one for n, one in theirs["batches"].items()
+        ):
+            raise TrainingError(
+                WHERE,
+                "model and calibration must be the same in every process, got others",
+                "seed what is random in the functions that return them",
+            )
+    told = job.exchange("windows", save({str(n): one.cpu() for n, one in windows.items()}))
+    device = next(model.parameters()).device
+    return {int(n): one.to(device) for content in told for n, one in load(content).items()}
+
+
+def _digest(value: Any) -> str:
+    leaves = tree_flatten(dict(value) if isinstance(value, Mapping) else value)[0]
+    return hashlib.sha256("\n".join(map(digest, leaves)).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.files.atomic import clean_strays, make_folder
 from shared_core.files.journal import check_same, locked, read_object, write_object
+from shared_core.front_ends.executors import Executor, Run
 from shared_core.front_ends.training_command import TrainingCommand, without_secrets
 from shared_core.tools.distillation_chain.plan import Stage, count_parameters, find_model, model_metrics, plan_stages
 
@@ -134,6 +135,7 @@ class TeacherChain:
         options: Options of distillation by name, each with one value or one for each stage that has a teacher.
         model: Where under ``{out}`` the script writes its model, as a glob; by default it is looked for.
         metric: What the table shows; by default the validation loss.
+        executor: Starts the stages elsewhere; None: here.
 
     Raises:
         ConfigError: If an option or the command is wrong.
@@ -153,8 +155,9 @@ class TeacherChain:
         options: Mapping[str, Sequence[Any]] | None = None,
         model: str | None = None,
         metric: str | None = None,
+        executor: Executor | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self._executor = Path(folder), executor
         self._command = TrainingCommand.parse(command, "chain")
         first = None if teacher is None else str(teacher)
         self.stages = plan_stages(
@@ -259,6 +262,8 @@ class TeacherChain:
                 stands_for,
                 lock,
                 environment={RECEIPT_VARIABLE: str(receipt.resolve())},
+                executor=self._executor,
+                log=log,
                 stdin=subprocess.DEVNULL,
                 stdout=written,
                 stderr=subprocess.STDOUT,
@@ -359,7 +364,7 @@ class TeacherChain:
         write_object(self.folder / JOURNAL_FILE, {**self._plan, "stages": rows, "trained": self._trained}, private=True)
 
 
-def _follow(process: subprocess.Popen[bytes], log: Path, start: int, output: Callable[[bytes], object] | None) -> int:
+def _follow(process: Run, log: Path, start: int, output: Callable[[bytes], object] | None) -> int:
     """Return the exit code of a process, after showing what it wrote into its log from `start` on.
 
     The process writes into the file and not into a pipe of ours, so its log is whole if this process is killed.

@@ -7,11 +7,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from shared_core.distributed.job import Job, check_alone
 from shared_core.errors import ConfigError
 from shared_core.quantization import QatConfig, SelectivePlan, quantize_with_report
 from shared_core.quantization.batch_norm import run
@@ -83,6 +84,7 @@ class QuantizationStudy:
         attack: ``eps``, ``low``, ``high`` and ``steps`` of the attacks.
         latency_inputs: Inputs of the forward that is timed; None: none is.
         progress: Shows what runs.
+        job: Other processes, which calibrate with this one; they call `share`.
 
     Example:
         >>> import torch
@@ -111,6 +113,7 @@ class QuantizationStudy:
     attack: dict[str, Any] | None = None
     latency_inputs: Any = None
     progress: Progress = no_progress
+    job: Job = field(default_factory=Job)
 
     def check(self) -> None:
         """Refuse options that break their rule, before batches are loaded and quality is measured.
@@ -122,6 +125,8 @@ class QuantizationStudy:
         if self.mode not in ("max", "min"):
             raise ConfigError("quantize", f"mode must be max or min, got {self.mode!r}")
         thresholds(self.accept)
+        if self.method or self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
+            check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
         if self.sensitivity not in (None, "kl", "rmse"):
             raise ConfigError("quantize", f"sensitivity must be kl or rmse, got {self.sensitivity!r}")
         if self.kv_cache is not None:
@@ -132,6 +137,10 @@ class QuantizationStudy:
             floats = (value for value in self.network.parameters() if value.is_floating_point())
             some = next(floats, Tensor())
             check_runs(self.method, some.device, some.dtype)
+
+    def share(self) -> None:
+        """Calibrate this process's share for the main one, which does all the rest."""
+        self._quantized(self.config, candidate=True, job=self.job)
 
     def run(self) -> StudyResult:
         """Quantise and measure.
@@ -148,7 +157,7 @@ class QuantizationStudy:
             run(self.network, self.latency_inputs, "quantize: latency: the inputs of the model")
         measured = {"float": self._measured("float", self.network)}
         with self.progress("calibration") as advance:
-            model, report = self._quantized(self.config, advance)
+            model, report = self._quantized(self.config, advance, job=self.job)
         costs = self._costs(report)
         config, plan, keep = self.config, None, dict[str, str]()
         if costs is not None and self.largest_loss is not None:
@@ -174,7 +183,12 @@ class QuantizationStudy:
         return StudyResult(model, values, config, plan)
 
     def _quantized(
-        self, config: QatConfig, show: Callable[[int, int], None] | None = None, *, candidate: bool = False
+        self,
+        config: QatConfig,
+        show: Callable[[int, int], None] | None = None,
+        *,
+        candidate: bool = False,
+        job: Job | None = None,
     ) -> tuple[nn.Module, Any]:
         if self.method is not None and self.data is not None:
             options = self.method.to_dict()
@@ -193,6 +207,7 @@ class QuantizationStudy:
             gptq=self.gptq,
             kv_cache=None if candidate else self.kv_cache,
             progress=show,
+            job=job,
         )
 
     def _measured(self, name: str, model: nn.Module) -> tuple[float | None, list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.errors import ConfigError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.front_ends.flags import _nearest_flag, take_flags
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -42,7 +42,8 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [(), ("--prune_sparsity", "0.5")])
-def test_help_is_that_of_the_script(run, flags):
+def test_help_is_that_of_the_script(run, flags, monkeypatch):
+    monkeypatch.setattr(Taken, "used", lambda self: False)  # as nothing trains
     result, front_end = run(HELP, *flags, "--help")
     assert result.exit_code == 0
     assert "--lr" in result.output
@@ -56,6 +57,13 @@ def test_an_error_of_the_script_is_told_as_without_eff_run(run):
     lines = [line for line in result.stderr.splitlines() if line.startswith(("Traceback", "  File"))]
     assert [line.rpartition(", ")[2] for line in lines[1:]] == ["in <module>", "in main"]
     assert "FileNotFoundError" in result.stderr
+
+
+def test_a_script_that_ends_by_itself_and_trained_nothing_is_told_so(run, monkeypatch):
+    assert run("import sys\nsys.exit(0)", "--prune_sparsity", "0.5")[0].exit_code == 0
+    monkeypatch.setattr(Taken, "used", lambda self: False)
+    with pytest.raises(CompatibilityError, match="no training by any of them was seen"):
+        run("import sys\nsys.exit()", "--prune_sparsity", "0.5")
 
 
 def test_errors_of_ours_stay_errors_of_ours(run):

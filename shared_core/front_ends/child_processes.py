@@ -1,0 +1,146 @@
+"""What `eff run` hands on to the Python processes that a script starts: a launcher trains in others than its own.
+
+They find a ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
+trainers and imports nothing else, so that processes that do not train cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from shared_core.errors import CompatibilityError
+from shared_core.front_ends.after_import import after_import
+from shared_core.front_ends.finding import FrontEnd, front_ends
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from shared_core.engine.recipe import Recipe
+
+_PATH = "PYTHONPATH"
+_SITE = """try:
+    from shared_core.front_ends.child_processes import begin
+except ImportError:  # another Python, without efftrain: the process that started it tells that nothing was switched on
+    pass
+else:
+    begin(__file__)
+"""
+
+
+class HandedOn:
+    """Makes Python processes that are started in the block carry a recipe.
+
+    Args:
+        recipe: What to switch on.
+        script: What the user runs, for errors.
+        installed: The front ends.
+    """
+
+    def __init__(self, recipe: Recipe, script: str, installed: Sequence[FrontEnd]) -> None:
+        self._folder, self._before = Path(tempfile.mkdtemp(prefix="eff-run-")), os.environ.get(_PATH)
+        facts = {"script": script, "modules": [name for one in installed for name in getattr(one, "modules", ())]}
+        for name, text in (
+            ("facts.json", json.dumps(facts)), ("recipe.yaml", recipe.to_yaml()), ("sitecustomize.py", _SITE),
+        ):  # fmt: skip
+            (self._folder / name).write_text(text, encoding="utf-8")
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether one of them trained with the recipe."""
+        return _taken(self._folder).exists()
+
+    def __enter__(self) -> HandedOn:
+        os.environ[_PATH] = os.pathsep.join(filter(None, (str(self._folder), self._before)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        os.environ.pop(_PATH)
+        if self._before is not None:
+            os.environ[_PATH] = self._before
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def begin(file: str) -> None:
+    """Wait for the trainers that this process imports, and give them the recipe beside a ``sitecustomize``."""
+    folder = Path(file).parent
+    _run_own_sitecustomize(folder)
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    installed: list[FrontEnd] = []
+
+    def install(_: Any) -> None:
+        from shared_core.engine.recipe import Recipe
+
+        if not installed:
+            installed.extend(front_end for front_end in front_ends() if getattr(front_end, "modules", ()))
+            for front_end in installed:
+                front_end.install(Recipe.from_yaml(folder / "recipe.yaml"))
+
+    for name in facts["modules"]:
+        after_import(name, install)
+
+    def guard(_: Any) -> None:
+        refuse_unseen_steps(front_ends, facts["script"], _taken(folder).touch)
+
+    after_import("torch.optim.optimizer", guard)
+
+
+def _run_own_sitecustomize(folder: Path) -> None:
+    """Import the environment's own, which ours stands before."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry) != folder]
+    ours = sys.modules.pop("sitecustomize")
+    try:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module("sitecustomize")
+    finally:
+        sys.modules.setdefault("sitecustomize", ours)
+
+
+def _taken(folder: Path) -> Path:
+    return folder / "taken"
+
+
+def unseen(script: str, why: str) -> CompatibilityError:
+    """Return the error of a script that no front end reached."""
+    return CompatibilityError(
+        "eff run",
+        f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
+        f"model and optimizer, but {why}",
+        "nothing was switched on; in a loop of your own use shared_core.Session",
+    )
+
+
+def refuse_unseen_steps(
+    installed: Callable[[], Sequence[FrontEnd]], script: str, taken: Callable[[], object] | None = None
+) -> RemovableHandle:
+    """Stop at the first optimizer step before any front end took the recipe: all training would be for nothing.
+
+    Args:
+        installed: Returns the front ends.
+        script: What the user runs.
+        taken: Called at the first step of an optimizer after one of them took it.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    seen = False
+
+    def check(*_: Any) -> None:
+        nonlocal seen
+        if seen:
+            return
+        seen = any(front_end.used() for front_end in installed())
+        if not seen:
+            raise unseen(script, "an optimizer stepped before any of them took the recipe")
+        if taken is not None:
+            taken()
+
+    return register_optimizer_step_pre_hook(check)
