@@ -123,8 +123,6 @@ def export(
 
         with bar("calibration of the cache") as advance:
             cache = calibrate_kv_cache(network, batches or (), kv_cache, progress=advance)
-    from shared_core.quantization.ranges.kv_cache import cache_scales
-
     report: Any
     with bar("exporting"):
         if kind == "onnx":
@@ -150,9 +148,6 @@ def export(
     values = dataclasses.asdict(report)
     if kv_cache is not None:
         values["calibrated_kv_cache"] = dataclasses.asdict(cache)
-    left_out = [] if kind == "compressed-tensors" else list(cache_scales(network))
-    if left_out:
-        values["cache_scales_left_out"] = left_out
     keep_report(target if _SUFFIX[kind] else target / "model.safetensors", values)
     if as_json:
         typer.echo(json_text(values))
@@ -161,8 +156,6 @@ def export(
         typer.echo(line)
     if kv_cache is not None:
         typer.echo(cache_line(values["calibrated_kv_cache"]))
-    if left_out:
-        typer.echo(f"left out: {len(left_out)} layers' scales of the cache, which only compressed-tensors holds")
 
 
 def _checked_out(out: Path | None, kind: str) -> Path:

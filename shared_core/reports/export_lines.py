@@ -17,6 +17,9 @@ def export_lines(kind: str, report: Any) -> Iterator[str]:
     yield f"wrote {report.path}: {report.bytes} bytes, {how}"
     if report.quantized and report.float_layers:
         yield f"left in float: {', '.join(report.float_layers)}"
+    if report.cache_scales_left_out:
+        count = len(report.cache_scales_left_out)
+        yield f"left out: scales of the cache of {count} attention layers, which only compressed-tensors holds"
     yield from {
         "onnx": _onnx,
         "executorch": _program,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,19 +16,18 @@ from shared_core.files.atomic import atomic_folder
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import weights_of
 from shared_core.numerics.block_formats import mx_encode
-from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
-from shared_core.quantization.ranges.kv_cache import cache_scales, rounding_kv_cache
+from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.expert_layers import split_experts_
 from shared_core.tools.export.served import (
+    ServedModel,
     ServedReport,
-    codes_of,
     compare_outputs,
-    saved_type,
-    served_reference,
+    served_model,
     zero_points,
 )
-from shared_core.tools.export.source import baked_copy, float_layers, quiet
+from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
 _WHERE = "export_compressed_tensors"
@@ -64,41 +64,40 @@ def export_compressed_tensors(
     Example:
         ``export_compressed_tensors(apply_ranges(model, ranges), "served").format``
     """
-    reference, names = served_reference(model, _WHERE, "vLLM", "compressed-tensors", check_servable, experts=True)
-    _check_fused(reference, names)
-    exported, layers, schemes, qparams = baked_copy(reference, names)
+    served = served_model(model, _WHERE, "vLLM", "compressed-tensors", check_servable, experts=True)
+    reference, exported, layers, schemes = served.reference, served.exported, served.layers, served.schemes
+    _check_fused(reference, served.names)
     embedded = {id(layer.weight) for layer in layers.values() if isinstance(layer, nn.Embedding)}
     values = tuple(name for name, layer in layers.items() if not embedded.isdisjoint(map(id, layer.parameters())))
-    coded = tuple(name for name in names if name not in values)
+    coded = tuple(name for name in layers if name not in values)
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
-    dtype, loaded_in = saved_type(model), torch.float32
+    loaded_in = torch.float32
     if any(schemes[name].weight == "mxfp4" for name in coded):
-        dtype = loaded_in = torch.bfloat16  # the format's package dequantises MXFP4 to it, whatever the model's type
-        exported = exported.to(dtype)
+        loaded_in = torch.bfloat16  # the format's package dequantises MXFP4 to it, whatever the model's type
+        served = dataclasses.replace(served, dtype=loaded_in)
+        exported.to(loaded_in)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
     float_experts = _has_experts(exported, mixture)
     loads = _transformers_loads(
         float_experts, {schemes[name] for name in coded if name not in mixture}, {schemes[name] for name in mixture}
     )
     compares = verify and example_inputs is not None and loads
-    cache = cache_scales(reference)
     with rounding_kv_cache(reference):
         expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
-    _set_cache(exported, cache)
-    left = tuple(name for name in float_layers(exported) if name not in names)
+    _set_cache(exported, served.cache)
     experts = split_experts_(exported, mixture, _WHERE)
     coded = tuple(name for name in coded if name not in mixture)
     for name, parts in zip(mixture, experts.values(), strict=True):
         layers |= parts
         schemes |= dict.fromkeys(parts, schemes[name])
         coded += tuple(parts)
+    dtype = served.dtype
     weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
     for name in coded:
-        entry = layer_entry(reference.get_submodule(name)) if name in names else None
-        _set_codes(name, layers[name], schemes[name], entry or {}, dtype)
+        _set_codes(served, name)
         if schemes[name].input == "static":
-            _set_input(layers[name], qparams[name])
+            _set_input(layers[name], served.qparams[name])
     with atomic_folder(folder) as temporary:
         kind = _write(exported, {name: layers[name] for name in coded}, experts, dtype, temporary)
         if loads if experts else [scheme.affine for scheme in {schemes[name] for name in coded}] == [True]:
@@ -111,12 +110,11 @@ def export_compressed_tensors(
             else _check_outputs(temporary, model, expected, example_inputs, dtype, loaded_in)
         )
         size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
-    return ServedReport(
-        path=Path(folder), bytes=size, format=kind, quantized=coded, values=values,
+    return served.report(
+        folder, size, kind, quantized=coded, values=values,
         unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
-        float_layers=left,
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
-        kv_cache=tuple(cache),
+        kv_cache=tuple(served.cache),
     )  # fmt: skip
 
 
@@ -228,17 +226,18 @@ def _as_served(layer: Any) -> str:
     return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
 
 
-def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
+def _set_codes(served: ServedModel, name: str) -> None:
     """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
+    layer, scheme = served.layers[name], served.schemes[name]
     rows = layer.weight.detach().float()
     layer.quantization_scheme = _format_scheme(scheme)
     initialize_module_for_quantization(layer, force_zero_point=False)
     if scheme.weight == "mxfp4":  # a power of two for each block, which the largest code keeps
         layer.weight_scale.data = torch.exp2(mx_encode(rows).scale.float() - 127)
         return
-    codes, scale = codes_of(_WHERE, name, rows, scheme, entry, dtype)
+    codes, scale = served.codes(name, rows)
     layer.weight_scale.data = scale.view(len(rows), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
