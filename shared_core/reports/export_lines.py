@@ -59,7 +59,7 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"format: {report.format}"
-    if report.format == "mxfp4-pack-quantized":
+    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
         yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
     if report.kv_cache:
         yield f"keys and values of {len(report.kv_cache)} attention layers have scales: vLLM keeps its cache in FP8"

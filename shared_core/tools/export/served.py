@@ -259,13 +259,18 @@ def codes_of(
     else:
         found = exact_grid(groups, [qmax], levels, dtype)
     if found is None:
-        raise CompatibilityError(
-            where,
-            f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
-            "are not",
-            "export what qat or eff quantize saved, unchanged",
-        )
+        raise off_grid(where, name, scheme)
     return found
+
+
+def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
+    """Return the error of a layer whose weight is not on the grid of its codes."""
+    return CompatibilityError(
+        where,
+        f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
+        "are not",
+        "export what qat or eff quantize saved, unchanged",
+    )
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:
