@@ -402,6 +402,9 @@ def make_unsigned(file: Path) -> bool:
         # Where the weight's codes stand in these operators' inputs.
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
         value = None if place is None else node.inputs[place]
+        maker: Any = None if value is None else value.producer()
+        turned = maker is not None and maker.op_type == "Transpose"  # a large weight of MatMulInteger, until it is run
+        value = maker.inputs[0] if turned else value
         if place is None or value is None or value.const_value is None:
             continue
         codes = value.const_value.numpy()
@@ -409,6 +412,7 @@ def make_unsigned(file: Path) -> bool:
         if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
             continue
         name = f"{value.name}_unsigned"
+        codes = codes.T if turned else codes
         # of a product the second zero point is that of the weights
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
