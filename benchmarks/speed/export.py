@@ -167,7 +167,7 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
-        files = {name: Path(folder) / f"{name}.onnx" for name in ("float", "int8", "static", "dynamic")}
+        files = {name: Path(folder) / f"{name}.onnx" for name in ("float", "int8", "tokens", "static", "dynamic")}
         program: Any = torch.onnx.export(
             model,
             kwargs=texts(2),
@@ -185,6 +185,7 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
         quantize_dynamic(files["float"], files["dynamic"], **options)
         options |= {"activation_type": QuantType.QUInt8, "op_types_to_quantize": ["MatMul"]}
         quantize_static(files["float"], files["static"], calibration, quant_format=QuantFormat.QDQ, **options)
+        export_onnx(quantize(copy.deepcopy(model), "int8_dynamic"), texts(2), files["tokens"])
         report = export_onnx(quantize(model, "int8", [texts(2)]), texts(2), files["int8"])
         sessions = {name: session_of(file) for name, file in files.items()}
         rows = []
@@ -198,7 +199,8 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
                 Row(
                     f"int8 BERT{sizes or '-base'}, {batch} of 128 tokens, in onnxruntime "
                     f"(float: {milliseconds(times, 'float')})",
-                    f"{milliseconds(times, 'int8')}; {report.integer_nodes}",
+                    f"{milliseconds(times, 'int8')}; {report.integer_nodes}; int8_dynamic "
+                    f"{milliseconds(times, 'tokens')} ({ratio(times, 'tokens', 'float').text()})",
                     f"onnxruntime's quantize_static {milliseconds(times, 'static')} ({peers[0].text()}), "
                     f"quantize_dynamic {milliseconds(times, 'dynamic')} ({peers[1].text()})",
                     gain.text(),

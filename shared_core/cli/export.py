@@ -22,7 +22,7 @@ _SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "tor
 # of options that not onnx alone has
 _FORMATS = {
     "--static-batch": ("onnx", "executorch"),
-    "--calibration": ("onnx", "executorch"),
+    "--calibration": ("onnx", "executorch", "compressed-tensors"),
     "--kv-cache": ("compressed-tensors",),
 }
 _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
@@ -62,8 +62,9 @@ def export(
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="module:function that returns batches of inputs: codes between convolutions too, or of --kv-cache. By "
-            "default, of onnx, those that eff quantize kept."
+            help="module:function that returns batches of inputs: codes between convolutions too, or, of "
+            "compressed-tensors, of --kv-cache and of inputs in NVFP4. By default, of onnx, those "
+            "that eff quantize kept."
         ),
     ] = None,
     kv_cache: Annotated[
@@ -99,8 +100,6 @@ def export(
     }  # fmt: skip
     for name, is_given in given.items():
         formats = _FORMATS.get(name, ("onnx",))
-        if name == "--calibration" and kv_cache is not None:
-            formats = (*formats, "compressed-tensors")
         if is_given and kind not in formats:
             raise ConfigError(
                 "eff export", f"{name} must come with --format {' or '.join(formats)}, got {kind}", "leave it out"
@@ -123,8 +122,6 @@ def export(
 
         with bar("calibration of the cache") as advance:
             cache = calibrate_kv_cache(network, batches or (), kv_cache, progress=advance)
-    from shared_core.quantization.ranges.kv_cache import cache_scales
-
     report: Any
     with bar("exporting"):
         if kind == "onnx":
@@ -143,16 +140,17 @@ def export(
             name = kind.replace("-", "_")
             write = getattr(importlib.import_module(f"shared_core.tools.export.{name}"), f"export_{name}")
             folder = Path(model)
-            extra = {"tokenizer": folder} if kind == "gguf" and (folder / "tokenizer.json").exists() else {}
+            extra: dict[str, Any] = {}
+            if kind == "gguf" and (folder / "tokenizer.json").exists():
+                extra["tokenizer"] = folder
+            if kind == "compressed-tensors":
+                extra["calibration"] = batches
             report = write(network, target, example_inputs=example, verify=not no_verify, **extra)
             if folder.is_dir() and target.is_dir():
                 copy_beside(folder, target)
     values = dataclasses.asdict(report)
     if kv_cache is not None:
         values["calibrated_kv_cache"] = dataclasses.asdict(cache)
-    left_out = [] if kind == "compressed-tensors" else list(cache_scales(network))
-    if left_out:
-        values["cache_scales_left_out"] = left_out
     keep_report(target if _SUFFIX[kind] else target / "model.safetensors", values)
     if as_json:
         typer.echo(json_text(values))
@@ -161,8 +159,6 @@ def export(
         typer.echo(line)
     if kv_cache is not None:
         typer.echo(cache_line(values["calibrated_kv_cache"]))
-    if left_out:
-        typer.echo(f"left out: {len(left_out)} layers' scales of the cache, which only compressed-tensors holds")
 
 
 def _checked_out(out: Path | None, kind: str) -> Path:

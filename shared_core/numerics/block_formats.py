@@ -143,6 +143,28 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     return _usable(amax.detach().float() / (_E4M3.largest * _FP4.largest))
 
 
+def nvfp4_binary_scale(amax: Tensor) -> Tensor:
+    """Return the smallest power of two at or above `nvfp4_tensor_scale`.
+
+    Block scales keep their relative precision, of floats, under any power of two: a tensor rounded with this scale has
+    the same values under a larger one that is a power of two too, as long as no block falls below e4m3's normal
+    values. So engines may give several matrices one tensor scale, or inputs a fixed one.
+
+    Args:
+        amax: Largest magnitude of the tensor.
+
+    Returns:
+        float32, in the shape of `amax`.
+
+    Example:
+        >>> nvfp4_binary_scale(torch.tensor([2688.0, 2689.0])).tolist()
+        [1.0, 2.0]
+    """
+    scale = nvfp4_tensor_scale(amax)
+    below = binade(scale, FORMATS["fp32"])
+    return torch.where(scale.isfinite() & (below < scale), 2 * below, scale)
+
+
 def nvfp4_round_to(
     x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1, dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -17,6 +17,9 @@ def export_lines(kind: str, report: Any) -> Iterator[str]:
     yield f"wrote {report.path}: {report.bytes} bytes, {how}"
     if report.quantized and report.float_layers:
         yield f"left in float: {', '.join(report.float_layers)}"
+    if report.cache_scales_left_out:
+        count = len(report.cache_scales_left_out)
+        yield f"left out: scales of the cache of {count} attention layers, which only compressed-tensors holds"
     yield from {
         "onnx": _onnx,
         "executorch": _program,
@@ -56,7 +59,7 @@ def _program(report: Any) -> Iterator[str]:
 
 def _served(report: Any) -> Iterator[str]:
     yield f"format: {report.format}"
-    if report.format == "mxfp4-pack-quantized":
+    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
         yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
     if report.kv_cache:
         yield f"keys and values of {len(report.kv_cache)} attention layers have scales: vLLM keeps its cache in FP8"

@@ -10,14 +10,17 @@ from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
-from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
+from shared_core.numerics.block_formats import mx_round_to, nvfp4_binary_scale, nvfp4_round_to
 from shared_core.quantization.functional.affine import check_axis, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, nvfp4: bool) -> Tensor:
-        return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype) if nvfp4 else mx_round_to(x)
+        if not nvfp4:
+            return mx_round_to(x)
+        scale = nvfp4_binary_scale(x.abs().amax()) if x.numel() else None
+        return nvfp4_round_to(x, per_tensor_scale=scale, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -41,6 +44,9 @@ def mxfp4_fake_quantize(x: Tensor) -> Tensor:
 
 def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     """Return `x` rounded to NVFP4 in blocks of 16 along the last axis, scaled by its own amax; gradient 1.
+
+    The tensor scale is a power of two, see `nvfp4_binary_scale`: engines that have one for several matrices, or a fixed
+    one for inputs, then compute with the same values.
 
     Args:
         x: At least one axis, floating point.

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_folder
+from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import weights_of
-from shared_core.numerics.block_formats import mx_encode
-from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
-from shared_core.quantization.ranges.kv_cache import cache_scales, rounding_kv_cache
+from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
+from shared_core.numerics.encoding import decode
+from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.expert_layers import split_experts_
 from shared_core.tools.export.served import (
+    ServedModel,
     ServedReport,
-    codes_of,
     compare_outputs,
-    saved_type,
-    served_reference,
+    off_grid,
+    served_model,
     zero_points,
 )
-from shared_core.tools.export.source import baked_copy, float_layers, quiet
+from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
 _OUTPUTS = 32
-_MX_BLOCK = 32
+_FP4_BLOCKS = {"mxfp4": 32, "nvfp4": 16}
 # What vLLM multiplies as one matrix: its parts have one scheme and one range of their input.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def export_compressed_tensors(
-    model: nn.Module, folder: Path | str, *, example_inputs: Any = None, verify: bool = True
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    example_inputs: Any = None,
+    calibration: Iterable[Any] | None = None,
+    verify: bool = True,
 ) -> ServedReport:
     """Write a quantised model to a folder that vLLM and `from_pretrained` load; return what was written.
 
@@ -51,6 +60,9 @@ def export_compressed_tensors(
             changed.
         folder: New or empty.
         example_inputs: What the model and the folder, loaded by transformers, are compared on.
+        calibration: Batches of inputs for the fixed tensor scales that NVFP4 (W4A4) has for inputs of layers: those of
+            the largest seen, and powers of two, by which inputs have the values of training; larger ones saturate.
+            None: W4A16, inputs stay in float.
         verify: Compare the weights of the file with the model's and, with `example_inputs`, the outputs.
 
     Raises:
@@ -64,41 +76,47 @@ def export_compressed_tensors(
     Example:
         ``export_compressed_tensors(apply_ranges(model, ranges), "served").format``
     """
-    reference, names = served_reference(model, _WHERE, "vLLM", "compressed-tensors", check_servable, experts=True)
-    _check_fused(reference, names)
-    exported, layers, schemes, qparams = baked_copy(reference, names)
+    served = served_model(model, _WHERE, "vLLM", "compressed-tensors", check_servable, experts=True)
+    reference, exported, layers, schemes = served.reference, served.exported, served.layers, served.schemes
+    _check_fused(reference, served.names)
     embedded = {id(layer.weight) for layer in layers.values() if isinstance(layer, nn.Embedding)}
     values = tuple(name for name, layer in layers.items() if not embedded.isdisjoint(map(id, layer.parameters())))
-    coded = tuple(name for name in names if name not in values)
+    coded = tuple(name for name in layers if name not in values)
     if not coded:
         raise CompatibilityError(_WHERE, "model must have a linear layer with codes, got embeddings alone", "quantise")
-    dtype, loaded_in = saved_type(model), torch.float32
-    if any(schemes[name].weight == "mxfp4" for name in coded):
-        dtype = loaded_in = torch.bfloat16  # the format's package dequantises MXFP4 to it, whatever the model's type
-        exported = exported.to(dtype)
+    fp4 = tuple(name for name in coded if schemes[name].weight == "nvfp4")
+    if calibration is not None and not (fp4 or served.cache):
+        raise ConfigError(_WHERE, "calibration must come with layers in NVFP4, got none", "leave it out")
+    inputs = {} if calibration is None else _input_scales(reference, fp4, calibration)
+    for name in fp4 if calibration is None else ():
+        reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
+    loaded_in = torch.float32
+    if any(schemes[name].weight in _FP4_BLOCKS for name in coded):
+        loaded_in = torch.bfloat16  # the format's package dequantises FP4 to it, whatever the model's type
+        served = dataclasses.replace(served, dtype=loaded_in)
+        exported.to(loaded_in)
     mixture = [name for name in coded if isinstance(layers[name], StackedExperts)]
     float_experts = _has_experts(exported, mixture)
     loads = _transformers_loads(
         float_experts, {schemes[name] for name in coded if name not in mixture}, {schemes[name] for name in mixture}
     )
     compares = verify and example_inputs is not None and loads
-    cache = cache_scales(reference)
     with rounding_kv_cache(reference):
         expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
-    _set_cache(exported, cache)
-    left = tuple(name for name in float_layers(exported) if name not in names)
+    _set_cache(exported, served.cache)
     experts = split_experts_(exported, mixture, _WHERE)
     coded = tuple(name for name in coded if name not in mixture)
     for name, parts in zip(mixture, experts.values(), strict=True):
         layers |= parts
         schemes |= dict.fromkeys(parts, schemes[name])
         coded += tuple(parts)
+    dtype = served.dtype
     weights = {name: layers[name].weight.detach().to(dtype) for name in coded}
+    tensor_scales = _tensor_scales(exported, fp4)
     for name in coded:
-        entry = layer_entry(reference.get_submodule(name)) if name in names else None
-        _set_codes(name, layers[name], schemes[name], entry or {}, dtype)
+        _set_codes(served, name, tensor_scales.get(name), inputs.get(name))
         if schemes[name].input == "static":
-            _set_input(layers[name], qparams[name])
+            _set_input(layers[name], served.qparams[name])
     with atomic_folder(folder) as temporary:
         kind = _write(exported, {name: layers[name] for name in coded}, experts, dtype, temporary)
         if loads if experts else [scheme.affine for scheme in {schemes[name] for name in coded}] == [True]:
@@ -111,12 +129,13 @@ def export_compressed_tensors(
             else _check_outputs(temporary, model, expected, example_inputs, dtype, loaded_in)
         )
         size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
-    return ServedReport(
-        path=Path(folder), bytes=size, format=kind, quantized=coded, values=values,
-        unrounded_inputs=tuple(name for name in values if schemes[name].input != "none"),
-        float_layers=left,
+    return served.report(
+        folder, size, kind, quantized=coded, values=values,
+        unrounded_inputs=tuple(
+            name for name in (*values, *(fp4 if calibration is None else ())) if schemes[name].input != "none"
+        ),
         equal_layers=len(coded) if verify else None, largest_difference=change[0], relative_change=change[1],
-        kv_cache=tuple(cache),
+        kv_cache=tuple(served.cache),
     )  # fmt: skip
 
 
@@ -155,6 +174,7 @@ def check_servable(name: str, module: Any, where: str) -> None:
         ("group", "none"),
         ("fp8", "fp8"),
         ("mxfp4", "mxfp4"),
+        ("nvfp4", "nvfp4"),
     }
     experts = isinstance(module, StackedExperts)
     if kind is nn.Embedding:
@@ -166,18 +186,19 @@ def check_servable(name: str, module: Any, where: str) -> None:
             where,
             f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
             f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
-            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8 or mxfp4",
+            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8, mxfp4 or nvfp4",
         )
-    if scheme.weight == "mxfp4" and experts:
+    block, kind_of_fp4 = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
+    if block and experts:
         raise CompatibilityError(
             where,
-            f"{name} must have codes of integers or FP8, got experts in MXFP4, not tried in vLLM",
+            f"{name} must have codes of integers or FP8, got experts in {kind_of_fp4}, not tried in vLLM",
             "skip it in qat",
         )
-    if scheme.weight == "mxfp4" and module.in_features % _MX_BLOCK:
+    if block and module.in_features % block:
         raise CompatibilityError(
             where,
-            f"{name} must have a multiple of {_MX_BLOCK} inputs for MXFP4, got {module.in_features}",
+            f"{name} must have a multiple of {block} inputs for {kind_of_fp4}, got {module.in_features}",
             "skip it in qat",
         )
     # an expert's second matrix has the inputs that its first one's halves give
@@ -202,21 +223,68 @@ def check_servable(name: str, module: Any, where: str) -> None:
 def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
     """Refuse layers that vLLM fuses and that do not fit together."""
     known = set(names)
-    for parent, module in reference.named_modules():
+    for layers in _fused(reference):
+        if not known & layers.keys():
+            continue
+        found = {name: _as_served(layer) if name in known else "float" for name, layer in layers.items()}
+        first, *others = found
+        other = next((name for name in others if found[name] != found[first]), None)
+        if other is not None:
+            raise CompatibilityError(
+                _WHERE,
+                f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got "
+                f"{found[first]} and {found[other]}",
+                "override or skip both; with learned ranges take an observed one",
+            )
+
+
+def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the layers, by name, that vLLM multiplies as one matrix."""
+    for parent, module in model.named_modules():
         for parts in _FUSED:
-            layers = {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}
-            if not known & layers.keys():
-                continue
-            found = {name: _as_served(layer) if name in known else "float" for name, layer in layers.items()}
-            first, *others = found
-            other = next((name for name in others if found[name] != found[first]), None)
-            if other is not None:
-                raise CompatibilityError(
-                    _WHERE,
-                    f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got "
-                    f"{found[first]} and {found[other]}",
-                    "override or skip both; with learned ranges take an observed one",
-                )
+            if layers := {f"{parent}.{part}": getattr(module, part) for part in parts if hasattr(module, part)}:
+                yield layers
+
+
+def _tensor_scales(exported: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return NVFP4's tensor scale of each layer; layers that vLLM fuses have the largest one of theirs."""
+    found = {
+        name: nvfp4_binary_scale(exported.get_parameter(f"{name}.weight").detach().float().abs().amax())
+        for name in names
+    }
+    for layers in _fused(exported):
+        shared = [found[name] for name in layers if name in found]
+        found |= {name: max(shared) for name in layers if name in found}
+    return found
+
+
+def _input_scales(reference: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dict[str, Tensor]:
+    """Return NVFP4's tensor scale of the largest input of each layer over batches.
+
+    Raises:
+        ConfigError: If there is no batch.
+        CompatibilityError: If an input is not finite.
+    """
+    largest: dict[str, Tensor] = {}
+
+    def observe(name: str, module: Any, args: Any) -> None:
+        found = args[0].detach().abs().amax()
+        largest[name] = torch.maximum(found, largest.get(name, found))  # NaN stays
+
+    handles = [
+        reference.get_submodule(name).register_forward_pre_hook(functools.partial(observe, name)) for name in names
+    ]
+    for batch in batches:
+        with evaluated(reference):
+            call_model(reference, batch, f"{_WHERE}: calibration")
+    for handle in handles:
+        handle.remove()
+    for name in names:
+        if name not in largest:
+            raise ConfigError(_WHERE, f"calibration must hold batches that reach {name}, got none")
+        if not bool(largest[name].isfinite()):
+            raise CompatibilityError(_WHERE, f"inputs of {name} must be finite, got {float(largest[name])}", "see NaN")
+    return {name: nvfp4_binary_scale(found) for name, found in largest.items()}
 
 
 def _as_served(layer: Any) -> str:
@@ -228,17 +296,36 @@ def _as_served(layer: Any) -> str:
     return words if qparams is None else f"{words} of scale {float(qparams[0])!r}, zero point {int(qparams[1])}"
 
 
-def _set_codes(name: str, layer: Any, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype) -> None:
-    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
+def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, input_scale: Tensor | None) -> None:
+    """Give a stock layer whose weight holds the values of its codes their scales and zero points.
+
+    Args:
+        served: The model.
+        name: The layer.
+        tensor_scale: NVFP4's of the weight.
+        input_scale: NVFP4's of inputs; None: they stay in float.
+
+    Raises:
+        CompatibilityError: If the weight lies on no grid.
+    """
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
+    layer, scheme = served.layers[name], served.schemes[name]
     rows = layer.weight.detach().float()
-    layer.quantization_scheme = _format_scheme(scheme)
+    layer.quantization_scheme = _format_scheme(scheme, input_scale is not None)
     initialize_module_for_quantization(layer, force_zero_point=False)
     if scheme.weight == "mxfp4":  # a power of two for each block, which the largest code keeps
         layer.weight_scale.data = torch.exp2(mx_encode(rows).scale.float() - 127)
         return
-    codes, scale = codes_of(_WHERE, name, rows, scheme, entry, dtype)
+    if tensor_scale is not None:
+        if not torch.equal(nvfp4_round_to(rows, per_tensor_scale=tensor_scale), rows):
+            raise off_grid(_WHERE, name, scheme)
+        layer.weight_scale.data = decode(nvfp4_encode(rows, per_tensor_scale=tensor_scale).scale, "fp8_e4m3")
+        layer.weight_global_scale.data = tensor_scale.reciprocal().view(1)
+        if input_scale is not None:
+            layer.input_global_scale.data = input_scale.reciprocal().view(1)
+        return
+    codes, scale = served.codes(name, rows)
     layer.weight_scale.data = scale.view(len(rows), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
@@ -279,13 +366,15 @@ def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None
             module.register_parameter(scale, nn.Parameter(torch.tensor([value]), requires_grad=False))
 
 
-def _format_scheme(scheme: LayerScheme) -> Any:
-    """Return a scheme in the format's words, without targets."""
+def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
+    """Return a scheme in the format's words, without targets; NVFP4 rounds inputs if they have a scale."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP4
+    from compressed_tensors.quantization.quant_scheme import MXFP4, NVFP4, NVFP4A16
 
     if scheme.weight == "mxfp4":
         return QuantizationScheme(targets=["Linear"], **MXFP4)
+    if scheme.weight == "nvfp4":
+        return QuantizationScheme(targets=["Linear"], **(NVFP4 if rounds_inputs else NVFP4A16))
     kind = "float" if scheme.weight == "fp8" else "int"
     # engines have kernels for 4 and 8 bits, and beside codes of inputs for 8 alone; fewer are the same codes
     bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8

@@ -21,6 +21,7 @@ from shared_core.errors import CompatibilityError, MissingExtraError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.modules.weight_views import TRANSPOSED
+from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.onnx_layers import EXPORTED, Quantized, of_tokens, shared_grid
 from shared_core.tools.export.source import (
@@ -194,6 +195,7 @@ class ProgramReport:
         other_operators: Operator → how many run on ExecuTorch's portable kernels, because XNNPACK does not take them.
         relative_change: Largest difference to the model on the example inputs, relative to the largest output; None if
             it was not compared.
+        cache_scales_left_out: Attention layers with scales of their cache (`calibrate_kv_cache`), which the file lacks.
     """
 
     path: Path
@@ -203,6 +205,7 @@ class ProgramReport:
     float_layers: tuple[str, ...]
     other_operators: dict[str, int]
     relative_change: float | None
+    cache_scales_left_out: tuple[str, ...]
 
 
 def export_executorch(
@@ -272,7 +275,7 @@ def export_executorch(
     path = Path(path)
     return ProgramReport(
         path=path, bytes=path.stat().st_size, quantized=names, integer=integer, float_layers=float_layers(exported),
-        other_operators=_portable(edge), relative_change=change,
+        other_operators=_portable(edge), relative_change=change, cache_scales_left_out=tuple(cache_scales(reference)),
     )  # fmt: skip
 
 

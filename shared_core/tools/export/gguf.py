@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.modules.weight_views import weights_of
-from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.gguf_architectures import (
     ARCHITECTURES,
@@ -23,8 +22,8 @@ from shared_core.tools.export.gguf_architectures import (
     float_tensor,
 )
 from shared_core.tools.export.gguf_tokenizer import add_tokenizer
-from shared_core.tools.export.served import ServedReport, codes_of, saved_type, served_reference
-from shared_core.tools.export.source import baked_copy, float_layers, quiet
+from shared_core.tools.export.served import ServedReport, served_model
+from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import difference, outputs
 
 _WHERE = "export_gguf"
@@ -69,15 +68,13 @@ def export_gguf(
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in ARCHITECTURES:
         raise ConfigError(_WHERE, f"model must be one of {', '.join(ARCHITECTURES)} for llama.cpp, got {kind}")
-    reference, names = served_reference(model, _WHERE, "llama.cpp", "gguf", _check_layer, experts=True, conv1d=True)
-    exported, layers, schemes, _ = baked_copy(reference, names)
-    dtype = saved_type(model)
+    served = served_model(model, _WHERE, "llama.cpp", "gguf", _check_layer, experts=True, conv1d=True)
+    exported, dtype = served.exported, served.dtype
     made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    for name, layer in layers.items():
-        entry = layer_entry(reference.get_submodule(name)) or {}
+    for name, layer in served.layers.items():
         for weight in weights_of(layer).values():
-            codes, scale = codes_of(_WHERE, name, weight.detach().flatten(0, -2), schemes[name], entry, dtype)
-            made[id(weight)] = _blocks(name, codes, scale, weight, schemes[name])
+            codes, scale = served.codes(name, weight.detach().flatten(0, -2))
+            made[id(weight)] = _blocks(name, codes, scale, weight, served.schemes[name])
     compares = verify and example_inputs is not None and ARCHITECTURES[kind].loads
     expected = outputs(exported, example_inputs) if compares else None
     with atomic_write(path) as temporary:
@@ -89,11 +86,9 @@ def export_gguf(
         )
         error = _check_codes(temporary, exported, made) if verify else None
         size = temporary.stat().st_size
-    left = float_layers(exported)
-    return ServedReport(
-        path=Path(path), bytes=size, format=", ".join(types), quantized=names, values=(), unrounded_inputs=(),
-        float_layers=tuple(name for name in left if name not in names), equal_layers=len(names) if verify else None,
-        largest_difference=change, relative_change=None, scale_error=error,
+    return served.report(
+        path, size, ", ".join(types), equal_layers=len(served.layers) if verify else None,
+        largest_difference=change, scale_error=error,
     )  # fmt: skip
 
 

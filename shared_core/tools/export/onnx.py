@@ -31,6 +31,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Miss
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
+from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
 from shared_core.tools.export.onnx_layers import to_export, translations
@@ -401,6 +402,9 @@ def make_unsigned(file: Path) -> bool:
         # Where the weight's codes stand in these operators' inputs.
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
         value = None if place is None else node.inputs[place]
+        maker: Any = None if value is None else value.producer()
+        turned = maker is not None and maker.op_type == "Transpose"  # a large weight of MatMulInteger, until it is run
+        value = maker.inputs[0] if turned else value
         if place is None or value is None or value.const_value is None:
             continue
         codes = value.const_value.numpy()
@@ -408,6 +412,7 @@ def make_unsigned(file: Path) -> bool:
         if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
             continue
         name = f"{value.name}_unsigned"
+        codes = codes.T if turned else codes
         # of a product the second zero point is that of the weights
         zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
         node.resize_inputs(3 + place)
@@ -444,6 +449,7 @@ class ExportReport:
             inputs, relative to the largest output; None without `calibration`.
         inputs: Name → shape of what the file takes; an open axis has a name.
         unsigned_weights: Whether weights were written as unsigned codes.
+        cache_scales_left_out: Attention layers with scales of their cache (`calibrate_kv_cache`), which the file lacks.
     """
 
     path: Path
@@ -458,6 +464,7 @@ class ExportReport:
     relative_change: float | None = None
     inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
     unsigned_weights: bool = False
+    cache_scales_left_out: tuple[str, ...] = ()
 
 
 def export_onnx(
@@ -576,8 +583,9 @@ def export_onnx(
     path = Path(path)
     size = path.stat().st_size
     return ExportReport(
-        path, size, names, left, nodes, difference, moved, activations, waiting, change, shapes, unsigned
-    )
+        path, size, names, left, nodes, difference, moved, activations, waiting, change, shapes, unsigned,
+        tuple(cache_scales(reference)),
+    )  # fmt: skip
 
 
 def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:

@@ -234,6 +234,17 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@torch.library.custom_op("efftrain::quantize_rows", mutates_args=())
+def quantize_rows(x: Tensor, scale: Tensor) -> Tensor:
+    """Return the codes of a matrix in uint8, 128 more than signed ones, with a scale for each row, (rows, 1)."""
+    return ((x / scale).round() + 128).clamp(0, 255).to(torch.uint8)
+
+
+@quantize_rows.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8)
+
+
 @torch.library.custom_op("efftrain::integer_linear", mutates_args=())
 def integer_linear(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
     """Return ``(q_x − z) q_wᵀ`` in int32; MatMulInteger."""
@@ -270,6 +281,10 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
     def to_linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return opset.Gemm(*((x, weight) if bias is None else (x, weight, bias)), transB=1)
 
+    def to_quantize_rows(x: Any, scale: Any) -> Any:
+        # rounds, moves and converts in one pass; scales for each row in it OpenVINO (2026.4) would take for columns'
+        return opset.QuantizeLinear(opset.Div(x, scale), opset.Constant(value_float=1.0), byte(128))
+
     def to_integer_linear(codes: Any, weight_codes: Any, zero_point: int) -> Any:
         # ONNX's product has the weight as (in, out); the constant is transposed when the file is optimised.
         return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
@@ -285,6 +300,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         ops.dequantize.default: to_dequantize,
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
+        ops.quantize_rows.default: to_quantize_rows,
     }
 
 
@@ -381,19 +397,25 @@ def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
     """Return values as codes with a range for each token, the last axis, can hold them."""
     # Symmetric: the zero point is a constant, which MatMulInteger takes for all rows.
     if not scheme.affine_input:
-        codes, scale = _token_codes(x, scheme.activation_bits)
-        return codes * scale
+        scale = token_scale(x, scheme.activation_bits)
+        return (x / scale).round() * scale
     size = x.shape[-1]
     scale, zero_point = group_qparams(x, size, scheme.activation_bits, False)
     codes = group_codes(x, scale, zero_point, size, scheme.activation_bits).squeeze(-2)
     return (codes - zero_point) * scale
 
 
-def _token_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    scale = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    # A token of zeros: any scale gives codes of 0.
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (x / scale).round(), scale
+def token_scale(x: Tensor, bits: int) -> Tensor:
+    """Return the scale of each token, the last axis: ``max|x| / (2^(bits - 1) - 1)``, or the least normal number."""
+    # two reductions are faster in onnxruntime than the magnitudes of all values; a token of zeros has codes of 0
+    scale: Tensor = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) / (2 ** (bits - 1) - 1)
+    return torch.clamp(scale, min=torch.finfo(torch.float32).tiny)
+
+
+def multiplies_token_codes(module: nn.Module, scheme: LayerScheme) -> bool:
+    """Return whether the file has codes of a layer's tokens, which MatMulInteger takes."""
+    symmetric = not scheme.affine_input and scheme.weight != "group"
+    return isinstance(module, nn.Linear) and scheme.input == "token" and symmetric
 
 
 class ExportLinear(_Exported, nn.Linear):
@@ -401,17 +423,25 @@ class ExportLinear(_Exported, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``x̂ ŵᵀ + b``."""
-        if self.scheme.input == "token" and not self.scheme.affine_input and not self.block:
-            codes, scale = _token_codes(input, self.scheme.activation_bits)
-            # onnxruntime's kernels for unsigned inputs are the faster ones
-            total = integer_linear((codes + 128).to(torch.uint8), self.weight_codes, 128)
-            # The scales of token and channel come after the integer sum: (q_x - z) q_w^T s_x s_w.
-            y: Tensor = total.to(input.dtype) * scale * self.weight_scale
-            return y if self.bias is None else y + self.bias
         # Gemm takes matrices: the other axes become rows and come back.
         rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
-        y = linear(self.quantized_input(rows), self.quantized_weight(), self.quantized_bias())
+        of_tokens = multiplies_token_codes(self, self.scheme)
+        if of_tokens:
+            y = self._of_token_codes(rows)
+        else:
+            y = linear(self.quantized_input(rows), self.quantized_weight(), self.quantized_bias())
+        y = y + self.bias if of_tokens and self.bias is not None else y
         return y if input.dim() == 2 else y.reshape(*input.shape[:-1], self.out_features)
+
+    def _of_token_codes(self, rows: Tensor) -> Tensor:
+        scale = token_scale(rows, self.scheme.activation_bits)
+        # onnxruntime's kernels for unsigned inputs are the faster ones
+        total = integer_linear(quantize_rows(rows, scale), self.weight_codes, 128)  # type: ignore[arg-type]
+        # The scales come after the integer sum: (q_x - z) q_w^T s_x s_w. onnxruntime's product takes in a product of
+        # two scales of which the first is one number, here the largest token's; what the tokens' differ by comes after.
+        largest = scale.amax(0)
+        y: Tensor = total.to(rows.dtype) * (largest * self.weight_scale) * (scale / largest)  # type: ignore[operator]
+        return y
 
 
 class _ExportConv(_Exported):

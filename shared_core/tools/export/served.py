@@ -15,8 +15,9 @@ from shared_core.errors import CompatibilityError, ConfigError, MissingExtraErro
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
+from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import quantized_reference, quiet
+from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
 from shared_core.tools.measuring import difference, outputs
 
 
@@ -39,6 +40,7 @@ class ServedReport:
         relative_change: The same with inputs rounded as transformers does; its ranges of tokens are others than the
             model's and vLLM's.
         kv_cache: Attention layers whose cache of keys and values has scales: engines keep it in FP8.
+        cache_scales_left_out: Attention layers of the model with such scales, for which the format has no place.
         scale_error: What scales of float16 (GGUF), and weights saved in 16 bits, change, of the largest weight of a
             layer; None elsewhere.
     """
@@ -47,17 +49,61 @@ class ServedReport:
     bytes: int
     format: str
     quantized: tuple[str, ...]
-    values: tuple[str, ...]
-    unrounded_inputs: tuple[str, ...]
-    float_layers: tuple[str, ...]
-    equal_layers: int | None
-    largest_difference: float | None
-    relative_change: float | None
+    values: tuple[str, ...] = ()
+    unrounded_inputs: tuple[str, ...] = ()
+    float_layers: tuple[str, ...] = ()
+    equal_layers: int | None = None
+    largest_difference: float | None = None
+    relative_change: float | None = None
     scale_error: float | None = None
     kv_cache: tuple[str, ...] = ()
+    cache_scales_left_out: tuple[str, ...] = ()
 
 
-def served_reference(
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A quantised model on its way to an engine.
+
+    Attributes:
+        where: The exporting function, for errors.
+        reference: A copy whose quantised layers fake-quantise, see `quantized_reference`.
+        names: These layers.
+        exported: A copy with stock layers that hold the values of their codes, see `baked_copy`.
+        layers: Name → stock layer of `exported`.
+        schemes: Name → how it is quantised.
+        qparams: Name → scale and zero point of its input.
+        float_layers: Layers of the same types that stay in float.
+        dtype: The type that the model saves its weights in.
+        cache: Attention layer → scales of its cache of keys and values.
+    """
+
+    where: str
+    reference: nn.Module
+    names: tuple[str, ...]
+    exported: Any
+    layers: dict[str, Any]
+    schemes: dict[str, LayerScheme]
+    qparams: dict[str, tuple[Tensor, Tensor] | None]
+    float_layers: tuple[str, ...]
+    dtype: torch.dtype
+    cache: dict[str, dict[str, float]]
+
+    def codes(self, name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `codes_of` does of a layer's weight, or of one of its stacked experts'."""
+        entry = layer_entry(self.reference.get_submodule(name)) if name in self.names else None
+        return codes_of(self.where, name, rows, self.schemes[name], entry or {}, self.dtype)
+
+    def report(self, path: Path | str, bytes: int, format: str, **found: Any) -> ServedReport:
+        """Return the report of what was written; `found` are fields of it that are not those of every export."""
+        written = found.get("kv_cache", ())
+        return ServedReport(
+            path=Path(path), bytes=bytes, format=format, float_layers=self.float_layers,
+            cache_scales_left_out=tuple(name for name in self.cache if name not in written),
+            **{"quantized": self.names, **found},
+        )  # fmt: skip
+
+
+def served_model(
     model: Any,
     where: str,
     engine: str,
@@ -66,8 +112,8 @@ def served_reference(
     *,
     experts: bool = False,
     conv1d: bool = False,
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return what `quantized_reference` does of a model that an engine is to run.
+) -> ServedModel:
+    """Return the copies of a quantised model that an exporting function for an engine works on.
 
     Args:
         model: As the exporting function takes it.
@@ -105,7 +151,11 @@ def served_reference(
     reference, names = quantized_reference(model, where, check_layer)
     if not names:
         raise ConfigError(where, "model must have quantised layers, got none", "train with qat, or eff quantize first")
-    return reference, names
+    exported, layers, schemes, qparams = baked_copy(reference, names)
+    left = tuple(name for name in float_layers(exported) if name not in names)
+    return ServedModel(
+        where, reference, names, exported, layers, schemes, qparams, left, saved_type(model), cache_scales(reference)
+    )
 
 
 def saved_type(model: Any) -> torch.dtype:
@@ -209,13 +259,18 @@ def codes_of(
     else:
         found = exact_grid(groups, [qmax], levels, dtype)
     if found is None:
-        raise CompatibilityError(
-            where,
-            f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
-            "are not",
-            "export what qat or eff quantize saved, unchanged",
-        )
+        raise off_grid(where, name, scheme)
     return found
+
+
+def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
+    """Return the error of a layer whose weight is not on the grid of its codes."""
+    return CompatibilityError(
+        where,
+        f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
+        "are not",
+        "export what qat or eff quantize saved, unchanged",
+    )
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:

@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
-from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.served import (
     ServedReport,
-    codes_of,
     compare_outputs,
-    saved_type,
-    served_reference,
+    served_model,
     zero_points,
 )
-from shared_core.tools.export.source import baked_copy, float_layers, quiet
+from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
 _WHERE = "export_torchao"
@@ -53,10 +50,9 @@ def export_torchao(
     Example:
         ``export_torchao(apply_ranges(model, ranges), "served").equal_layers``
     """
-    reference, names = served_reference(model, _WHERE, "torchao", "torchao", _check_layer)
-    exported, layers, schemes, _ = baked_copy(reference, names)
-    dtype = saved_type(model)
-    unrounded = tuple(name for name in names if schemes[name].input == "fp8")
+    served = served_model(model, _WHERE, "torchao", "torchao", _check_layer)
+    reference, exported, layers, dtype = served.reference, served.exported, served.layers, served.dtype
+    unrounded = tuple(name for name in layers if served.schemes[name].input == "fp8")
     for name in unrounded:
         reference.get_submodule(name).quantizer.input = lambda module, x: x  # type: ignore[union-attr]
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
@@ -65,23 +61,20 @@ def export_torchao(
     compares = verify and example_inputs is not None
     expected = (outputs(exported, example_inputs), outputs(reference, example_inputs)) if compares else None
     for name, layer in layers.items():
-        entry = layer_entry(reference.get_submodule(name)) or {}
-        made = _tensor(schemes[name], *codes_of(_WHERE, name, weights[name], schemes[name], entry, dtype), layer, dtype)
+        made = _tensor(served.schemes[name], *served.codes(name, weights[name]), layer, dtype)
         layer.weight = nn.Parameter(made, requires_grad=False)
-    left = tuple(name for name in float_layers(exported) if name not in layers)
-    head = exported.get_output_embeddings()  # type: ignore[operator]
+    head = exported.get_output_embeddings()
     if head is not None and head in layers.values():
         # transformers cannot load a tied weight that is one of these tensors (5.23)
-        exported.config.tie_word_embeddings = exported.config.get_text_config().tie_word_embeddings = False  # type: ignore[union-attr, operator]
+        exported.config.tie_word_embeddings = exported.config.get_text_config().tie_word_embeddings = False
     with atomic_folder(folder) as temporary:
-        _write(exported, left, dtype, temporary)
+        _write(exported, served.float_layers, dtype, temporary)
         check = (temporary, model, weights, expected, example_inputs, dtype)
         change = _check_folder(*check) if verify else (None, None)
         size = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
     kinds = sorted({type(layer.weight).__name__ for layer in layers.values()})
-    return ServedReport(
-        path=Path(folder), bytes=size, format=", ".join(kinds), quantized=names, values=(), unrounded_inputs=unrounded,
-        float_layers=left, equal_layers=len(names) if verify else None,
+    return served.report(
+        folder, size, ", ".join(kinds), unrounded_inputs=unrounded, equal_layers=len(layers) if verify else None,
         largest_difference=change[0], relative_change=change[1],
     )  # fmt: skip
 

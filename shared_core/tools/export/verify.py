@@ -18,9 +18,10 @@ from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
 TOLERANCE = 1e-5
-_TOKEN_TOLERANCE = 1e-2  # codes of tokens are not compared one by one, so that one may have moved
+_TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so that one may have moved
 _SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
 
 
@@ -38,11 +39,15 @@ def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, fl
 
     Raises:
         CompatibilityError: If an output differs by more than 1e-5 of the largest output (of 1, if that is less); where
-            inputs have a range for each token, 1e-2 of it (of 1e-3).
+            inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
     """
-    # A static range lets codes be compared one by one; for tokens only outputs can be.
-    of_tokens = any(module.quantizer.scheme.input == "token" for module in reference.modules() if type(module) in STOCK)  # type: ignore[union-attr]
-    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if of_tokens else (TOLERANCE, 1.0)
+    # Codes that are in the file are compared one by one; of other tokens only outputs can be.
+    layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
+    unseen = any(
+        layer.quantizer.scheme.input == "token" and not multiplies_token_codes(layer, layer.quantizer.scheme)
+        for layer in layers
+    )
+    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (TOLERANCE, 1.0)
     # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
     outputs, codes = _run(file, inputs)
     reference = copy.deepcopy(reference)
@@ -107,7 +112,8 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
     wanted = dict.fromkeys(
         node.input[0]
         for node in model.graph.node
-        if node.op_type == "DequantizeLinear" and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
+        if node.op_type in ("DequantizeLinear", "MatMulInteger")
+        and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
     )
     num_outputs = len(model.graph.output)
     with probing(file, wanted, "UINT8") as session:
@@ -171,7 +177,9 @@ def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
     for module in reference.modules():
         quantizer: Any = module.quantizer if type(module) in STOCK else None
         qparams = None if quantizer is None else quantizer.qparams(module)
-        if qparams is not None:
+        if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
+            quantizer.input = _forced_tokens(quantizer.scheme.activation_bits, forced)
+        elif qparams is not None:
             # The file's codes are unsigned; `lowest` moves the model's to them.
             (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
             quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
@@ -184,6 +192,15 @@ def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int,
     def forward(module: nn.Module, x: Tensor) -> Tensor:
         mine = (quantize(module, x) / scale).round().to(torch.int16) + shift
         return (forced.take(mine) - shift).to(x.dtype) * scale
+
+    return forward
+
+
+def _forced_tokens(bits: int, forced: _Forced) -> Any:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        scale = token_scale(x, bits)
+        mine = (x / scale).round().to(torch.int16) + 128
+        return (forced.take(mine) - 128).to(x.dtype) * scale
 
     return forward
 

@@ -28,7 +28,7 @@ from shared_core.quantization import (
     quantize_with_report,
     rounding_kv_cache,
 )
-from shared_core.tools.export import export_compressed_tensors
+from shared_core.tools.export import export_compressed_tensors, export_gguf, export_onnx, export_torchao
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "vocab_size": 32}
 GRID = torch.tensor([
@@ -120,7 +120,7 @@ def test_the_folder_has_them_where_vllm_and_transformers_read_them(scheme, kind,
     model, report = quantize_with_report(network, scheme, batches(), kv_cache="fp8")
     written = export_compressed_tensors(model, tmp_path / "out", example_inputs=batches()[0])
     names = tuple(report.kv_cache.scales)
-    assert written.kv_cache == names
+    assert (written.kv_cache, written.cache_scales_left_out) == (names, ())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     asked = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     assert config["kv_cache_scheme"].items() >= asked.items()
@@ -140,6 +140,16 @@ def test_the_folder_has_them_where_vllm_and_transformers_read_them(scheme, kind,
             with rounding_kv_cache(model):
                 torch.testing.assert_close(found, model(**batches()[1]).logits, rtol=1e-5, atol=1e-5)
             assert (found - model(**batches()[1]).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("write", [export_torchao, export_gguf, export_onnx], ids=lambda write: write.__name__)
+def test_formats_without_a_place_for_them_say_so(write, make, tmp_path):
+    example = [batches()[0]] if write is export_onnx else []
+    for kv_cache in ("fp8", None):
+        model, report = quantize_with_report(make.language_model(**SHAPE), "int8_weight", batches(), kv_cache=kv_cache)
+        model.config.use_cache = False  # an ONNX file has no place for a cache itself
+        written = write(model, *example, tmp_path / f"{kv_cache}", verify=False)
+        assert written.cache_scales_left_out == (tuple(report.kv_cache.scales) if kv_cache else ())
 
 
 def eff(*arguments):
@@ -169,7 +179,7 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     assert "keys and values of 2 attention layers have scales" in told
     assert "model.layers.1.self_attn.v_scale" in load_file("served/model.safetensors")
     told = eff("export", "small", "--format", "torchao", "--out", "ao").stdout
-    assert "left out: 2 layers' scales of the cache" in told
+    assert "left out: scales of the cache of 2 attention layers, which only compressed-tensors holds" in told
     network = AutoModelForCausalLM.from_pretrained("small")
     assert convert(network, ranges)(**batches()[0]).logits.isfinite().all()
     # what qat saved has none
@@ -181,7 +191,7 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
     assert len(report["kv_cache"]) == len(report["calibrated_kv_cache"]["scales"]) == 2
     for arguments, rule in (
         (["export", "run", "--kv-cache", "fp8", *export, "x"], "--kv-cache must come with --calibration"),
-        (["export", "run", *calibration, *export, "x"], "--calibration must come with --format onnx or executorch"),
+        (["export", "run", *calibration, *export, "x"], "calibration must come with layers in NVFP4"),
         (["export", "run", "--kv-cache", "fp8", "--format", "gguf", "--out", "x.gguf"], "must come with --format com"),
         (["quantize", "float", "--kv-cache", "fp8", "--scheme", "int8_weight", "--out", "x"], "must come with --calib"),
         (["quantize", "float", "--kv-cache", "int8", *calibration, "--out", "x"], "kv_cache must be fp8, got 'int8'"),

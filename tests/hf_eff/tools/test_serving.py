@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 
 import gguf
@@ -32,6 +33,7 @@ FORMATS = {
     "int4_weight": ("pack-quantized", {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}),
     "fp8": ("float-quantized", {"weight", "weight_scale"}),
     "mxfp4": ("mxfp4-pack-quantized", {"weight_packed", "weight_scale"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"weight_packed", "weight_scale", "weight_global_scale"}),
 }
 
 
@@ -59,8 +61,8 @@ def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, fold
     model, ranges = folder(scheme, **({"group_size": 32} if scheme == "int4_weight" else {}))
     baked = {name: value.clone() for name, value in model.state_dict().items()}
     report = json.loads(eff(tmp_path, "--json").stdout)
-    assert report["largest_difference"] <= (5e-2 if scheme == "mxfp4" else 1e-6)
-    assert report["relative_change"] <= {"int8_dynamic": 0.2, "mxfp4": 1.0}.get(scheme, 1e-3)
+    assert report["largest_difference"] <= (5e-2 if "fp4" in scheme else 1e-6)
+    assert report["relative_change"] <= {"int8_dynamic": 0.2, "mxfp4": 1.0, "nvfp4": 0.1}.get(scheme, 1e-3)
     assert (report["equal_layers"], report["values"]) == (15, ["model.embed_tokens"])
     assert (tmp_path / "out" / "tokenizer.json").exists()
     kind, parts = FORMATS[scheme]
@@ -79,6 +81,45 @@ def test_the_folder_loads_in_transformers_as_training_saw_the_model(scheme, fold
         scale, zero_point = names[layer + "input_scale"], names[layer + "input_zero_point"]
         quantizer = apply_ranges(model, ranges).get_submodule(layer[:-1]).quantizer
         assert quantizer.qparams(None) == (scale.item(), zero_point.item())
+
+
+def test_nvfp4_with_scales_of_inputs_computes_what_training_saw(folder, tmp_path, monkeypatch):
+    model, ranges = folder("nvfp4")
+    with torch.no_grad():  # values of another tensor scale, on the grid too
+        model.model.layers[0].self_attn.k_proj.weight *= 8
+    model.save_pretrained(tmp_path / "run")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fp4_task.py").write_text(
+        "import torch\n\ndef batches():\n    return [torch.arange(1, 17).view(2, 8)]\n"
+    )
+    report = json.loads(eff(tmp_path, "--calibration", "fp4_task:batches", "--json").stdout)
+    assert (report["format"], report["unrounded_inputs"]) == ("nvfp4-pack-quantized", [])
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    for kind in ("weight", "input"):  # vLLM multiplies them as one matrix
+        found = {saved[f"model.layers.0.self_attn.{part}_proj.{kind}_global_scale"].item() for part in "qkv"}
+        assert len(found) == 1
+        assert math.frexp(found.pop())[0] == 0.5  # a power of two
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reference = apply_ranges(model, ranges)
+    with torch.no_grad():
+        loaded(**INPUTS)  # which dequantises
+        torch.nn.Module.float(loaded)
+        mine, theirs = reference(**INPUTS).logits, loaded(**INPUTS).logits
+    assert (mine - theirs).abs().max() <= 0.05 * mine.abs().max()  # equal, unless a code lies next to a tie
+
+
+def test_nvfp4_on_no_common_grid_and_needless_calibration_are_refused(folder, tmp_path):
+    model, ranges = folder("nvfp4")
+    k_proj = model.model.layers[0].self_attn.k_proj
+    with torch.no_grad():  # blocks too small for the tensor scale of the others
+        k_proj.weight *= 2.0**-20
+    with pytest.raises(CompatibilityError, match="k_proj must have weights on the grid of its codes, got nvfp4"):
+        export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out")
+    model, ranges = folder("int8_weight")
+    with pytest.raises(ConfigError, match="calibration must come with layers in NVFP4, got none"):
+        export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", calibration=[INPUTS])
 
 
 def test_a_tied_head_stays_in_float_beside_its_embedding(folder, tmp_path):
@@ -125,7 +166,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in FORMATS if scheme != "mxfp4"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in FORMATS if "fp4" not in scheme])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_path):
     group = {"group_size": 32} if scheme == "int4_weight" else {}
@@ -161,6 +202,7 @@ def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_si
             "experts must have a multiple of 32 outputs for vLLM's",
         ),
         ("mixtral", SIZES | {"scheme": "mxfp4"}, "experts must have codes of integers or FP8, got experts in MXFP4"),
+        ("mixtral", SIZES | {"scheme": "nvfp4"}, "experts must have codes of integers or FP8, got experts in NVFP4"),
     ):
         sizes = {name: options.pop(name) for name in SIZES if name in options}
         model, ranges = qat_result(mixture(kind, **sizes), INPUTS, **options)

@@ -11,6 +11,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_am
 
 from shared_core.errors import ConfigError
 from shared_core.numerics import decode, mx_encode, mx_round_to, nvfp4_encode, nvfp4_round_to, nvfp4_tensor_scale
+from shared_core.numerics.block_formats import nvfp4_binary_scale
 
 # element → exponent bits, mantissa bits, bias, largest value, torch's type
 ELEMENTS = {
@@ -262,3 +263,22 @@ def test_refusals():
         mx_round_to(x.long())
     with pytest.raises(ConfigError, match=r"per_tensor_scale must be one value, got shape \(2,\)"):
         nvfp4_round_to(x, per_tensor_scale=torch.ones(2))
+
+
+def test_a_binary_tensor_scale_gives_the_same_values_as_larger_ones():
+    torch.manual_seed(0)
+    x = torch.randn(64, 64) * torch.rand(64, 1)
+    exact = nvfp4_tensor_scale(x.abs().max())
+    scale = nvfp4_binary_scale(x.abs().max())
+    assert exact <= scale < 2 * exact
+    assert math.frexp(scale.item())[0] == 0.5
+    rounded = nvfp4_round_to(x, per_tensor_scale=scale)
+    for factor in (1, 2, 8):
+        assert torch.equal(nvfp4_round_to(x, per_tensor_scale=scale * factor), rounded)
+        # rounded again, and at the scale of what it is now, nothing moves
+        assert torch.equal(nvfp4_round_to(rounded, per_tensor_scale=scale * factor), rounded)
+    again = nvfp4_binary_scale(rounded.abs().max())
+    assert torch.equal(nvfp4_round_to(rounded, per_tensor_scale=again), rounded)
+    assert nvfp4_binary_scale(torch.tensor(float("inf"))).isnan()
+    powers = torch.tensor([1.0, 2.0**-100, 2.0**60]) * 2688
+    assert torch.equal(nvfp4_binary_scale(powers), powers / 2688)

@@ -143,4 +143,4 @@ def test_a_small_gpt2_is_quantised_saved_loaded_converted_and_exported(tmp_path)
     assert type(loaded.transformer.h[0].attn.c_attn) is Conv1D
     file = export_onnx(quantised, {"input_ids": tokens}, tmp_path / "model.onnx")
     assert set(layers) < set(file.quantized)
-    assert file.integer_nodes == {"MatMulInteger": 9}
+    assert file.integer_nodes == {"MatMulIntegerToFloat": 9}

@@ -137,14 +137,16 @@ def test_baked_weights_with_ranges_give_the_same_file(tmp_path):
     ("scheme", "kernels"),
     [
         ("int8_weight", {}), ("int4_weight", {}), ("ternary", {}), ("binary", {}), ("int8_dynamic_int4_weight", {}),
-        ("int8_dynamic", {"MatMulInteger": 3}),
+        ("int8_dynamic", {"MatMulIntegerToFloat": 3}),
     ],
 )  # fmt: skip
 def test_other_integer_schemes_are_exact(scheme, kernels, tmp_path):
     for build in (mlp, Tokens) if scheme == "int4_weight" else (conv2d, mlp) if scheme == "int8_dynamic" else (mlp,):
         model, _ = trained(build, scheme=scheme)
         report = export_onnx(model, examples(build), tmp_path / "model.onnx")
-        assert report.largest_difference <= (1e-2 if "dynamic" in scheme else 1e-5)
+        # codes of tokens that are not in the file are not compared one by one
+        seen = scheme != "int8_dynamic_int4_weight" and (scheme, build) != ("int8_dynamic", conv2d)
+        assert report.largest_difference <= (1e-5 if seen else 1e-2)
         if build is mlp:
             assert report.integer_nodes == kernels
         stored = [value for name, value in constants(tmp_path / "model.onnx").items() if name.endswith("weight_codes")]
