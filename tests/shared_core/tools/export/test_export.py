@@ -404,5 +404,7 @@ def test_one_tensor_as_two_inputs_is_two_inputs_of_the_file(tmp_path):
 
     zeros = torch.zeros(2, 3)  # such as the first states of a recurrent layer
     file = export_onnx(Difference(), (zeros, zeros), tmp_path / "model.onnx").path
-    (found,) = session_of(file, optimise=False).run(None, {"a": np.full((2, 3), 5, np.float32), "b": np.ones((2, 3), np.float32)})
+    (found,) = session_of(file, optimise=False).run(
+        None, {"a": np.full((2, 3), 5, np.float32), "b": np.ones((2, 3), np.float32)}
+    )
     assert (found == 3).all()
