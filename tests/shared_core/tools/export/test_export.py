@@ -397,3 +397,16 @@ def test_attention_and_norm_are_what_onnxruntime_runs_fast(options, mask, tmp_pa
     if options.keys() <= {"scale"}:
         assert "FusedMatMul" in found
         assert not {"IsNaN", "Mul"} & {*found}
+
+
+def test_one_tensor_as_two_inputs_is_two_inputs_of_the_file(tmp_path):
+    class Difference(nn.Module):
+        def forward(self, a, b):
+            return a - 2 * b
+
+    zeros = torch.zeros(2, 3)  # such as the first states of a recurrent layer
+    file = export_onnx(Difference(), (zeros, zeros), tmp_path / "model.onnx").path
+    (found,) = session_of(file, optimise=False).run(
+        None, {"a": np.full((2, 3), 5, np.float32), "b": np.ones((2, 3), np.float32)}
+    )
+    assert (found == 3).all()
