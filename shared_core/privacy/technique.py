@@ -292,7 +292,9 @@ class DifferentialPrivacy(Technique):
         for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm, check_sum):
             if is_sharded(parameters[name]):
                 total = sum_parts(total, parameters[name])
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            if name in self._sums:  # a checkpoint is read onto the CPU
+                total = self._sums[name].to(total.device) + total
+            self._sums[name] = total
         self._factor, self._ghosts = None, per_sample.ghosts
 
     def before_optimizer_step(self, context: Context) -> None:
