@@ -81,7 +81,10 @@ def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) 
         holds["fsdp2" if getattr(plugin, "fsdp_version", 1) == 2 else "fsdp1"] = True
         holds["efficient_loading"] = bool(getattr(plugin, "cpu_ram_efficient_loading", False))
     found = {key for key, value in holds.items() if value}
-    return found if model is None or plugin is not None else found | wrapped_by_user(model)
+    if model is None or plugin is not None:
+        return found
+    # transformers' own plan has cut what it loaded
+    return found | wrapped_by_user(model) - ({"sharded_by_user"} if holds["tensor_parallel"] else set())
 
 
 def check_sharding(trainer: Trainer) -> None:

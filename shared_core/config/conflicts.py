@@ -18,6 +18,7 @@ RUN_ENVIRONMENTS = {
     "data_parallel": "torch.nn.DataParallel",
     "unequal_ranks": "average_tokens_across_devices=False with several processes",
     "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
+    "sharded_by_user": "a model that was sharded before the trainer got it",
     "peft": "a model of PEFT",
     "tpu": "XLA",
     "averaging_callback": "another callback that averages weights",
@@ -32,6 +33,8 @@ EVERY_TECHNIQUE = {
     "start one process per device (torchrun)",
     "tensor_parallel": "layers hold parts of a weight in forward too, which it would take for whole ones; use DDP or "
     "FSDP version 2",
+    "sharded_by_user": "the trainer puts its parts into DDP, which takes whole weights; have the trainer shard it, or "
+    "train in a loop of your own",
     "tpu": "it has not been run on XLA devices",
     "deepspeed_fp16": "its gradients are multiples of themselves until the engine steps, by a scale of its own; train "
     "in bf16",

@@ -122,7 +122,7 @@ def wrapped_by_user(model: nn.Module) -> set[str]:
         if isinstance(module, FullyShardedDataParallel):
             found.add("fsdp1")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        found.add("tensor_parallel")
+        found.add("sharded_by_user")
     return found
 
 

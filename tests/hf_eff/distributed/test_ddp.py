@@ -47,7 +47,7 @@ def test_powersgd_by_flag_resumes_exactly(runs):
 def test_what_cannot_be_right_is_refused(runs):
     hook, sharded, flat, parallel, lost = runs["told"]["refused"]
     assert "DDP must have no other communication hook, got fp16_compress_hook" in hook
-    assert "prune cannot be combined with tensor parallelism, or a model that was sharded" in sharded
+    assert "prune cannot be combined with a model that was sharded before the trainer got it" in sharded
     assert "prune cannot be combined with FSDP version 1" in flat
     assert "average cannot be combined with torch.nn.DataParallel" in parallel
     assert "FSDP was asked for, but accelerate does not shard here" in lost
