@@ -39,6 +39,7 @@ NAMES = {
     "_data_connector": _ATTRIBUTE("__init__", "batches that are drawn by us are not cut once more", owner=_TRAINER),
     "_logger_connector": _ATTRIBUTE("__init__", "when the Trainer logs, and what callbacks are told", owner=_TRAINER),
     "_teardown": PrivateName("_run", "sharded weights are counted while they can be gathered", owner=_TRAINER),
+    "_default_root_dir": _ATTRIBUTE("default_root_dir", "eff try writes into a folder of its own", owner=_TRAINER),
     "_callback_metrics": _ATTRIBUTE("reset_metrics", "a resumed run knows the metrics of before", owner=_LOGGERS),
     "_loaded_checkpoint": _ATTRIBUTE("resume_start", "a callback that joins late loads its state", owner=_CHECKPOINTS),
     "_hpc_resume_path": _ATTRIBUTE("_parse_ckpt_path", "which files Lightning found by itself", owner=_CHECKPOINTS),

@@ -340,6 +340,10 @@ def in_type(values: Tensor, dtype: torch.dtype) -> Tensor:
 
     Under torch.compile one whose last operation gives back the tensor that it was given, in place or as `Tensor.to`
     does, has a gradient of zero (torch 2.11, not 2.13).
+
+    Args:
+        values: Any shape, floating.
+        dtype: Floating.
     """
     return values if values.dtype == dtype else values.to(dtype)
 
