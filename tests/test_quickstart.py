@@ -21,6 +21,14 @@ from shared_core.errors import ConfigError, EffError
 WORDS = {"fruit": "apple pear plum cherry", "tool": "hammer saw drill file", "bird": "robin crow owl finch"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    # the story sets it for its process, which here is that of other tests too
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFF_QUIET", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def fragments():
     return stdlib_fragments.load_fragments()
