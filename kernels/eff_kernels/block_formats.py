@@ -34,21 +34,22 @@ def _(x: Tensor, element: str, group_size: int) -> Tensor:
 
 
 @torch.library.custom_op("eff_kernels::nvfp4_round", mutates_args=())
-def nvfp4_round(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def nvfp4_round(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype, binary: bool = False) -> Tensor:
     """Return `x` rounded to NVFP4 along its last axis, in `dtype`, by Triton.
 
     Args:
         x: At least one axis, not empty; float32, bfloat16 or float16.
         per_tensor_scale: One value on x's device; None takes that of x's largest magnitude.
         dtype: float32, bfloat16 or float16.
+        binary: Whether x's own scale is rounded up to a power of two.
 
     Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
     """
     from eff_kernels._triton.block_formats import nvfp4_round_triton
 
-    return nvfp4_round_triton(x, per_tensor_scale, dtype)
+    return nvfp4_round_triton(x, per_tensor_scale, dtype, binary)
 
 
 @nvfp4_round.register_fake
-def _(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype, binary: bool = False) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)

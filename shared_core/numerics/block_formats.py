@@ -166,7 +166,12 @@ def nvfp4_binary_scale(amax: Tensor) -> Tensor:
 
 
 def nvfp4_round_to(
-    x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1, dtype: torch.dtype | None = None
+    x: Tensor,
+    *,
+    per_tensor_scale: Tensor | None,
+    axis: int = -1,
+    dtype: torch.dtype | None = None,
+    binary: bool = False,
 ) -> Tensor:
     """Return `x` rounded to NVFP4: ``s·fp4(x/s)`` with ``s = s_t·e4m3(amax_block/(6·s_t))`` for each 16 elements.
 
@@ -183,6 +188,7 @@ def nvfp4_round_to(
         axis: Where the blocks lie, in a matrix product the contracted axis.
         dtype: Of the result, which 16 bits round once more: a product of scales does not fit them. None is float32,
             or float64 for float64.
+        binary: Whether x's own s_t is a power of two, see `nvfp4_binary_scale`.
 
     Returns:
         The shape of `x`, detached.
@@ -201,10 +207,10 @@ def nvfp4_round_to(
     if dtype is None:
         dtype = torch.promote_types(x.dtype, torch.float32)
     if dtype != torch.float64 and _is_last(x, axis) and on_eager_cuda(x):
-        rounded: Tensor = nvfp4_round(x.detach(), per_tensor_scale, dtype)
+        rounded: Tensor = nvfp4_round(x.detach(), per_tensor_scale, dtype, binary)
         return rounded
     blocks = _blocks(x, NVFP4_GROUP, axis)
-    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
+    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale, binary)
     # Products with reciprocals, as the kernel and torchao do: a division would round otherwise.
     values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
     return in_type(_joined(values * (tensor_scale * scale), x, axis), dtype)
@@ -286,11 +292,11 @@ def _mx_scale(blocks: Tensor, element: str) -> Tensor:
     return torch.where(amax.isfinite(), scale, math.nan)
 
 
-def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None, binary: bool = False) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1, keepdim=True)
     if per_tensor_scale is None:
         whole = amax.amax() if amax.numel() else amax.new_zeros(())
-        tensor_scale = nvfp4_tensor_scale(whole)
+        tensor_scale = nvfp4_binary_scale(whole) if binary else nvfp4_tensor_scale(whole)
     else:
         tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
     tensor_scale = tensor_scale.to(blocks.dtype)

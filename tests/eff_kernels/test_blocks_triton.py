@@ -67,13 +67,17 @@ def test_nvfp4(in_triton):
         for scale, out in ((None, None), (None, dtype), (1 / 6, None), (1e-3, dtype)):
             options = {"per_tensor_scale": None if scale is None else torch.tensor(scale), "dtype": out}
             same_bits(in_triton(nvfp4_round_to, x, **options), nvfp4_round_to(x, **options))
+        for of in (x, x * 0, torch.full((1, 16), 2688.0, dtype=dtype)):  # nothing, and a power of two already
+            options = {"per_tensor_scale": None, "binary": True}
+            same_bits(in_triton(nvfp4_round_to, of, **options), nvfp4_round_to(of, **options))
     x = x[0, 1:4].t()
     for scale in (1e-38, 3e38, inf):
         options = {"per_tensor_scale": torch.tensor(scale)}
         same_bits(in_triton(nvfp4_round_to, x, **options), nvfp4_round_to(x, **options))
     x[40, 1], x[400, 0] = inf, nan
-    for scale in (None, torch.tensor(0.5)):
-        same_bits(in_triton(nvfp4_round_to, x, per_tensor_scale=scale), nvfp4_round_to(x, per_tensor_scale=scale))
+    for scale, binary in ((None, False), (None, True), (torch.tensor(0.5), False)):
+        options = {"per_tensor_scale": scale, "binary": binary}
+        same_bits(in_triton(nvfp4_round_to, x, **options), nvfp4_round_to(x, **options))
 
 
 def test_nvfp4_is_torchaos(in_triton):

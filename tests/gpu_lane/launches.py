@@ -132,7 +132,7 @@ def block_formats_sweep() -> Iterator[Call]:
         for element in ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2"):
             yield lambda x=x, e=element: mx_round_triton(x, e, 32)
         for scale, out in itertools.product((None, empty(1, dtype=F)), {dtype, F}):
-            yield lambda x=x, s=scale, out=out: nvfp4_round_triton(x, s, out)
+            yield lambda x=x, s=scale, out=out: nvfp4_round_triton(x, s, out, binary=s is None)
 
 
 def block_formats_measured(dtype: torch.dtype) -> Iterator[Measured]:
@@ -145,7 +145,7 @@ def block_formats_measured(dtype: torch.dtype) -> Iterator[Measured]:
     yield Measured("nvfp4", lambda: nvfp4_round_triton(x, scale, dtype), N * N, (2 * size,), size)
     if dtype == B:
         moved = size, 2 * size
-        yield Measured("nvfp4 own scale", lambda: nvfp4_round_triton(x, None, dtype), N * N, moved, size)
+        yield Measured("nvfp4 own scale", lambda: nvfp4_round_triton(x, None, dtype, binary=True), N * N, moved, size)
 
 
 _FORMATS = {"bf16": (7, 127, B), "fp16": (10, 15, H), "e4m3": (3, 7, E4M3), "e5m2": (2, 15, E5M2), "e2m1": (1, 1, F)}

@@ -58,6 +58,7 @@ def _nvfp4_values(
     rows: tl.tensor,
     columns: tl.tensor,
     of_amax: tl.constexpr,
+    binary: tl.constexpr,
     native: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -67,7 +68,12 @@ def _nvfp4_values(
         # amax / (448 · 6): the block scales, e4m3, then end at 448 and the elements, e2m1, at 6.
         tensor_scale = tl.div_rn(tensor_scale, tl.full((1, 1, 1), 2688.0, tl.float32))
     finite = magnitude(tensor_scale) < 0x7F800000
-    tensor_scale = tl.where(finite, tl.maximum(tensor_scale, 2.0**-121), float("nan"))
+    tensor_scale = tl.maximum(tensor_scale, 2.0**-121)
+    if of_amax and binary:
+        # a mantissa carries into the exponent, and is gone
+        bits = (tensor_scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        tensor_scale = bits.to(tl.float32, bitcast=True)
+    tensor_scale = tl.where(finite, tensor_scale, float("nan"))
     column = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     i = tl.program_id(0) * height + tl.arange(0, height)[:, None]
     j = column * width + tl.arange(0, width)[None, :]
@@ -106,7 +112,7 @@ def mx_round_triton(x: Tensor, element: str, group_size: int) -> Tensor:
     return y
 
 
-def nvfp4_round_triton(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def nvfp4_round_triton(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.dtype, binary: bool = False) -> Tensor:
     """Return what `eff_kernels.block_formats.nvfp4_round` does; the arguments are the same."""
     x = x.contiguous()
     y = torch.empty_like(x, dtype=dtype)
@@ -114,8 +120,8 @@ def nvfp4_round_triton(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.
     given = measure_amax(x.view(rows, columns)) if per_tensor_scale is None else per_tensor_scale.float()
     with device_of(x):
         nvfp4_values[grid](
-            x, y, given, rows, columns, of_amax=per_tensor_scale is None, native=has_native_fp8(x), height=height,
-            width=width, num_warps=_WARPS, enable_fp_fusion=False,
+            x, y, given, rows, columns, of_amax=per_tensor_scale is None, binary=binary, native=has_native_fp8(x),
+            height=height, width=width, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 

@@ -10,17 +10,14 @@ from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
-from shared_core.numerics.block_formats import mx_round_to, nvfp4_binary_scale, nvfp4_round_to
+from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
 from shared_core.quantization.functional.affine import check_axis, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, nvfp4: bool) -> Tensor:
-        if not nvfp4:
-            return mx_round_to(x)
-        scale = nvfp4_binary_scale(x.abs().amax()) if x.numel() else None
-        return nvfp4_round_to(x, per_tensor_scale=scale, dtype=x.dtype)
+        return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype, binary=True) if nvfp4 else mx_round_to(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
