@@ -373,6 +373,7 @@ class Session:
         # Marked once they are what training begins with.
         context.left_out.mark()
         self._started = time.perf_counter()
+        context.default_device = torch.get_default_device()
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
             reading = _reading(key) if key in self._restored else contextlib.nullcontext()

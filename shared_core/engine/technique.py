@@ -222,11 +222,18 @@ class Context:
     generator: torch.Generator = field(default_factory=torch.Generator)
     """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
 
+    default_device: torch.device = field(default_factory=torch.get_default_device)
+    """The script's own, which `attach` and `begin` of techniques are kept from."""
     left_out: LeftOutBuffers = field(init=False)
     """Buffers of the user's own that no state dict holds."""
 
     def __post_init__(self) -> None:
         self.left_out = LeftOutBuffers(self.model)
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run some training batches through the model, as `Services.calibrate` does, under the script's own device."""
+        with self.default_device:
+            self.services.calibrate(num_batches)
 
     def project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Make what must hold of weights hold of them, or of these other values for them."""

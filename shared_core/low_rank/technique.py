@@ -196,7 +196,7 @@ class LowRank(Technique):
             for layer in self.layers.values():
                 layer.observer = observe
             with torch.compiler.set_stance("force_eager"):
-                context.services.calibrate(self.config.calibration_batches)
+                context.calibrate(self.config.calibration_batches)
         finally:
             for layer in self.layers.values():
                 layer.observer = None

@@ -224,7 +224,7 @@ class QuantizationAwareTraining(Technique):
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
-        if self.policy.reestimate(lambda: context.services.calibrate(self.config.calibration_batches)):
+        if self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches)):
             context.unvalidated = True
 
     def finish(self, model: nn.Module, context: Context) -> None:

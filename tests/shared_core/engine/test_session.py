@@ -21,7 +21,7 @@ from shared_core.engine import compatibility
 from shared_core.engine.hooks import Hooks
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import BareServices, Context, Technique
 from shared_core.errors import (
     CheckpointError,
     CompatibilityError,
@@ -428,3 +428,16 @@ def test_a_default_device_is_the_scripts_own_affair(recipe, tmp_path, monkeypatc
     for technique in session.techniques.values():
         leaves = tree_leaves(technique.state_dict())
         assert not [value for value in leaves if isinstance(value, torch.Tensor) and value.is_meta]
+
+
+def test_calibration_runs_the_model_under_the_scripts_default_device():
+    class Asks(BareServices):
+        def calibrate(self, num_batches):
+            found.append(torch.get_default_device())
+
+    found, model = [], nn.Linear(4, 4)
+    context = Context(model, services=Asks())
+    context.default_device = torch.device("meta")
+    with torch.device("cpu"):
+        context.calibrate(1)
+    assert found == [torch.device("meta")]
