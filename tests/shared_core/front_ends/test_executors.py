@@ -150,7 +150,7 @@ def test_a_training_that_fails_elsewhere_ends_the_search_with_its_log(tmp_path):
 def test_a_search_that_is_interrupted_stops_what_it_started(tmp_path):
     pytest.importorskip("submitit")
     run = executor_of("submitit", LOCAL, tmp_path, "x").start(
-        ["sh", "-c", "echo $$; exec sleep 60"], {}, tmp_path / "log"
+        ["sh", "-c", "echo $$; exec sleep 600"], {}, tmp_path / "log"
     )
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(0.1)
@@ -160,7 +160,7 @@ def test_a_search_that_is_interrupted_stops_what_it_started(tmp_path):
     with pytest.raises(TrainingError, match=r"job .* must come to its end"):
         run.wait()
     with pytest.raises(ProcessLookupError):
-        for _ in range(200):
+        for _ in range(1200):
             os.kill(int((tmp_path / "log").read_text()), 0)
             time.sleep(0.05)
 
