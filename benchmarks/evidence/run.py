@@ -1,4 +1,4 @@
-"""What ``eff`` does to three pretrained networks, beside a peer: ``python benchmarks/evidence/run.py``.
+"""Compress three pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py``.
 
 Every command is printed and run as a user runs it; a run that was cut off goes on. Writes the tables into
 ``benchmarks/results/``. Needs ``torchcrepe``, ``resemblyzer``, ``silero-vad`` and ``espeakng-loader``.

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def ticket(self, what: str) -> int:

@@ -167,7 +167,7 @@ def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
             optimizer.state.clear()
 
 
-def _sharded_by_user(model: nn.Module) -> set[str]:
+def _layers_in_parts(model: nn.Module) -> set[str]:
     return {"tensor_parallel"} if is_tensor_parallel(model) else set()
 
 
@@ -289,7 +289,7 @@ class Session:
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
-        compatibility.check(self.recipe, {*run_environment, *_sharded_by_user(model)})
+        compatibility.check(self.recipe, {*run_environment, *_layers_in_parts(model)})
         if self._finished:
             self._reset()
         if self.context is not None:
@@ -364,7 +364,7 @@ class Session:
             raise TrainingError(
                 "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
-        environment = _sharded_by_user(context.model)  # since `attach`, perhaps
+        environment = _layers_in_parts(context.model)  # since `attach`, perhaps
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients

@@ -1,4 +1,4 @@
-"""What `eff run` hands on to the Python processes that a script starts: a launcher trains in others than its own.
+"""Hand a recipe on to the Python processes that a script starts: a launcher trains in others than its own.
 
 They find a ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
 trainers and imports nothing else, so that processes that do not train cost nothing.
@@ -56,7 +56,7 @@ class HandedOn:
 
     @property
     def was_taken(self) -> bool:
-        """Whether one of them trained with the recipe."""
+        """True once one of them has trained with the recipe."""
         return _taken(self._folder).exists()
 
     def __enter__(self) -> HandedOn:

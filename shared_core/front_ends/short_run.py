@@ -43,7 +43,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclasses.dataclass(frozen=True)
 class ShortPlan:
-    """What a short run is told.
+    """The plan of a short run.
 
     Args:
         steps: Optimizer steps.
@@ -64,7 +64,7 @@ class ShortPlan:
 
 
 class ShortRun:
-    """What the process of a short run measures; a front end drives it.
+    """Measures a short run in its own process; a front end drives it.
 
     Args:
         plan: What was asked.

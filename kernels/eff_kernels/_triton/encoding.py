@@ -63,14 +63,10 @@ def _code_apart(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> t
     Codes that one store packs four to a register and another takes apart again, ptxas reads before they are converted:
     on an H100 every fourth row of the transpose of a float32 matrix was zero (Triton 3.6 with ptxas 12.8).
     """
-    if native and mantissa == 3:
+    if native:
+        kind: tl.constexpr = "e4m3x2" if mantissa == 3 else "e5m2x2"
         code = tl.inline_asm_elementwise(
-            "{ .reg .b16 code; cvt.rn.satfinite.e4m3x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }",
-            "=r,f", [x], tl.int32, is_pure=True, pack=1,
-        ).to(tl.uint8)  # fmt: skip
-    elif native:
-        code = tl.inline_asm_elementwise(
-            "{ .reg .b16 code; cvt.rn.satfinite.e5m2x2.f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }",
+            "{ .reg .b16 code; cvt.rn.satfinite." + kind + ".f32 code, 0f00000000, $1; cvt.u32.u16 $0, code; }",
             "=r,f", [x], tl.int32, is_pure=True, pack=1,
         ).to(tl.uint8)  # fmt: skip
     else:

@@ -56,7 +56,7 @@ def _names_folder(flag: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one run measured.
+    """The measurements of one run.
 
     Args:
         variant: A technique's key, `PLAIN` or `ALL`.

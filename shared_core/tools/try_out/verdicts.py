@@ -1,4 +1,4 @@
-"""What short runs show, and what of a difference is noise."""
+"""Compare short runs, and tell differences from noise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def advice(self) -> str:
-        """What to do with it, and why."""
+        """The advice, and its reason."""
         if self.error is not None:
             return f"failed: {self.error}"
         found = {kind: [_WORDS[name] for name, one in self.figures.items() if one.verdict == kind] for kind in _KINDS}
@@ -90,7 +90,7 @@ def _and(words: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What all runs together show.
+    """The comparison of all runs.
 
     Args:
         metric: By whose name quality is compared, None where nothing was logged.

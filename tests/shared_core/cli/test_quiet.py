@@ -24,7 +24,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def shown(monkeypatch, capsys):
-    """What a bar writes to stderr where that is a terminal."""
+    """Return the text that a bar writes to stderr where that is a terminal."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take it for one
     monkeypatch.setenv("TERM", "xterm")
     with bar("counting") as advance:

@@ -7,37 +7,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from cached_teacher import SETTINGS, Teacher, batches, contents
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shared_core.distillation.teacher_cache import Manifest, TeacherCache, top_k_targets, write_teacher_cache
 from shared_core.distillation.teacher_cache.format import MANIFEST_FILE, Index, write_index
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-
-SETTINGS = {"top_k": 3, "shard_bytes": 300}
-
-
-class Teacher(nn.Module):
-    def __init__(self, seed=0):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.table = nn.Parameter(torch.randn(40, 20, generator=generator))
-        self.mix = nn.Parameter(torch.randn(20, 20, generator=generator))
-        self.calls = 0
-
-    def forward(self, input_ids, attention_mask=None):
-        self.calls += 1
-        return {"logits": self.table[input_ids] @ self.mix}
-
-
-def batches(count=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    # few tokens, so that examples come again
-    return [{"input_ids": torch.randint(0, 5, (4, 3), generator=generator)} for _ in range(count)]
-
-
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture
