@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the README as an index shows it, where links into the repository lead nowhere."""
+"""Make the README as an index shows it, where links into the repository lead nowhere: pyproject.toml cannot say it."""
 
 import re
 from pathlib import Path

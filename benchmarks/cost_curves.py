@@ -1,4 +1,4 @@
-"""What `cost.py` measures: how time and memory of each technique grow with one size, the others kept."""
+"""The measurements of `cost.py`: how time and memory of each technique grow with one size, the others kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Curve:
     measure: Callable[[int], float]
     law: Literal["power", "line"]
     why: str
-    """What is to be expected, and from what."""
+    """The expected growth, and its reason."""
 
 
 def milliseconds(call: Callable[[], Any], base: Callable[[], Any] | None = None) -> float:

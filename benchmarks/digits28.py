@@ -1,4 +1,4 @@
-"""What the replicas on images train: scikit-learn's digits at 28x28, newly augmented every time, and LeNet-300-100."""
+"""Data and model of the replicas on images: scikit-learn's digits at 28x28, augmented anew, and LeNet-300-100."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: variants interleaved in one process, CPU time of one thread, paired ratios."""
+"""Measure variants interleaved in one process: CPU time of one thread, paired ratios."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MIB = float(1 << 20)
 QUIET_HF: dict[str, Any] = {
     "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
 }  # fmt: skip
-"""What a step does not need of Hugging Face's TrainingArguments and, below, of Lightning's Trainer."""
+"""Options of Hugging Face's TrainingArguments and, below, of Lightning's Trainer that switch off all but the steps."""
 QUIET_LIGHTNING: dict[str, Any] = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,

@@ -1,4 +1,4 @@
-"""How one operation is measured beside its peers on any device: agreement first, then time, bandwidth and memory."""
+"""Measure one operation beside its peers on any device: agreement first, then time, bandwidth and memory."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def peak_of(call: Call, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best: bytes a second of a copy, operations a second of a bfloat16 product."""
+    """The limits of the device: bytes a second of a copy, operations a second of a bfloat16 product."""
 
     bytes: float
     flops: float

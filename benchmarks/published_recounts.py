@@ -1,4 +1,4 @@
-"""What the saved files of a training script hold, counted without this library."""
+"""Count the contents of the files that a training script saved, without this library."""
 
 from __future__ import annotations
 

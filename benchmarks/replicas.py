@@ -27,7 +27,7 @@ digits will differ."""
 
 
 class Measure(Protocol):
-    """What a replica offers."""
+    """The interface of a replica."""
 
     def __call__(self, quick: bool, runs: Runs) -> list[Row]:
         """Return its rows."""

@@ -77,7 +77,7 @@ DEFAULTS = {
 
 @dataclass
 class ScriptArguments:
-    """What to train on which data; all other flags are those of `TrainingArguments` and of the techniques."""
+    """Model and data; all other flags are those of `TrainingArguments` and of the techniques."""
 
     model_size: Literal["student", "teacher"] | None = field(
         default=None, metadata={"help": "Size of the encoder that is trained from scratch; student if not given."}

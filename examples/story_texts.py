@@ -1,4 +1,4 @@
-"""What the stories share: labelled texts, a tokenizer and a classifier, of this machine or of the Hub."""
+"""The stories' labelled texts, tokenizer and classifier, of this machine or of the Hub."""
 
 import argparse
 import math

@@ -51,7 +51,7 @@ class TrackedCollator:
         self.given: Sequence[Any] = ()
         """The states that workers start from, none where they are seeded by the loader."""
         self.counts = [0] * workers
-        """How many batches each worker had made in the run that is resumed."""
+        """Number of batches that each worker had made in the run that is resumed."""
         # one is being written, one is asked for, and one more may have been received
         # These are reused in a ring: workers run up to `ahead` batches ahead of what the trainer has taken.
         self._board = torch.zeros(workers, ahead + 3, _BYTES, dtype=torch.uint8)
@@ -136,14 +136,14 @@ class WatchedLoader:
     def __init__(self, loader: Any, own: OwnGenerators | None = None) -> None:
         self.loader = loader
         self.own = own or OwnGenerators(loader.dataset, loader.collate_fn, _of_samplers(loader))
-        """What the data set, the collator and samplers keep for themselves."""
+        """State that the data set, the collator and samplers keep for themselves."""
         self.before: dict[int, Callable[[], None]] = {}
-        """What is done before a fetch, by its number in the iteration that comes; -1 is when that was begun."""
+        """Calls before a fetch, by its number in the next iteration; -1 is when that was begun."""
         self.after: dict[int, Callable[[], None]] = {}
-        """What is done after it."""
+        """Calls after a fetch."""
         self.length = length_of(loader)
         self.made: list[int] | None = None
-        """How many batches each worker that lives on had made before this epoch, None where that is not known."""
+        """Number of batches that each worker that lives on had made before this epoch, None if unknown."""
         self.is_fresh = True
         """Whether workers were started for this epoch."""
         self._ahead: Any = None

@@ -25,7 +25,7 @@ class EpochEnd:
         self.trial: Any = None
         """That of a hyperparameter search."""
         self.ignored_keys: Any = None
-        """What evaluations leave out of the model's output, as `train` was told."""
+        """Keys of the model's output that evaluations leave out, as `train` was told."""
         self.is_due = False
         """Whether the run that is resumed had an epoch's end before it."""
         self.is_silent = False

@@ -50,12 +50,12 @@ class Window:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches this process has in the window; an epoch's last may have fewer than the others."""
+        """Number of micro-batches of this process in the window; an epoch's last may have fewer than the others."""
         return int(getattr(self._trainer, "current_gradient_accumulation_steps", 1))
 
     @property
     def processes(self) -> int:
-        """How many processes have data of their own."""
+        """Number of processes that have data of their own."""
         return int(self._trainer.accelerator.num_processes // self._trainer.get_tp_size())
 
     def open(self, batches: list[Any], num_items: Tensor | int | None) -> None:

@@ -46,7 +46,7 @@ USED = {
     "_loss_shifts_labels": PrivateName("_get_num_items_in_batch", "which labels the loss counts; absent: none is "
                                        "shifted", since="5.13", is_method=False),
 }  # fmt: skip
-"""What is called or read beside them."""
+"""Private names that are called or read beside them."""
 
 
 def check_private_names(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What must be known of a trainer before anything is attached: its precision, its processes, its output folder."""
+"""Find out about a trainer before anything is attached: its precision, its processes, its output folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the Hugging Face Trainer can do for a technique: evaluate, list checkpoints, run other models."""
+"""Services that only the Hugging Face Trainer has for a technique: evaluate, list checkpoints, run other models."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class SessionCallback(TrainerCallback):
         check_private_names(trainer)
         self._trainer = trainer
         self.args_recipe: Recipe | None = None
-        """What the flags of the trainer's arguments switched on, None where it has no flags."""
+        """The recipe that the flags of the trainer's arguments switched on, None if it has no flags."""
         self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)

@@ -112,7 +112,7 @@ def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | N
 
 
 class LoopServices(BareServices):
-    """What a loop can do for a technique.
+    """Services of a loop of accelerate for a technique.
 
     Args:
         loop: The loop.

@@ -1,4 +1,4 @@
-"""What `eff run` needs of this front end; imports transformers only when the script has done so."""
+"""The front end as `eff run` finds it; imports transformers only when the script has done so."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class EffFlags:
 
     @property
     def recipe(self) -> Recipe:
-        """What the flags and the recipe file switch on."""
+        """The recipe that the flags and the recipe file switch on."""
         return self._flags_recipe().merged(self._file_recipe())
 
     def _flags_recipe(self) -> Recipe:

@@ -105,7 +105,7 @@ NAMES = {
     ),
     "_distributed_checkpoint_load": PrivateName("_load_checkpoint", "shards of an optimizer are read", owner=_FABRIC),
 }  # fmt: skip
-"""What is replaced, called, set or read; ``fabric.`` begins what is Fabric's."""
+"""Private names that are replaced, called, set or read; ``fabric.`` begins those of Fabric."""
 
 
 def find(place: str, namespace: str) -> Any:

@@ -72,7 +72,7 @@ class Place(TypedDict):
     epoch: Literal["begins", "within", "ended"]
     """Before an epoch, inside one, or at its end, with nothing left of it but its schedulers on a plateau."""
     left: Literal["batch", "end", "validation", "rest", ""]
-    """What is left of the last batch: all of it, or what comes after it: a validation that was due, or going on and is
+    """The rest of the last batch: all of it, or what comes after it: a validation that was due, or going on and is
     run again, what follows a validation, nothing."""
 
 

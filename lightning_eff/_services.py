@@ -1,4 +1,4 @@
-"""What only a Lightning Trainer can do for a technique."""
+"""Services that only a Lightning Trainer has for a technique."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LightningServices:
         self.metric: str | None = None
         """The validation metric that `checkpoints` reports."""
         self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        """What `training_step` is called with at present."""
+        """The present arguments of `training_step`."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a file or folder, or under a Hub name."""

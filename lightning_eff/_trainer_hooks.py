@@ -1,4 +1,4 @@
-"""What became of the optimizer step of a batch, and that schedulers move with applied steps alone.
+"""Tell whether the optimizer step of a batch was applied, and move schedulers with applied steps alone.
 
 Lightning's hooks translated into the verbs of a session; nothing else here knows when Lightning calls what.
 """
@@ -135,7 +135,7 @@ class EffCallback(Callback):
     """
 
     num_started: ClassVar[int] = 0
-    """How many runs with a recipe were started in this process."""
+    """Number of runs with a recipe that were started in this process."""
 
     def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class EffCallback(Callback):
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was asked, touched and run so far, by all callbacks of the run together; None before `fit`."""
+        """The receipt so far, of all callbacks together: what was asked, touched and run; None before `fit`."""
         session = (self._leader or self).session
         return session.receipt() if session else None
 

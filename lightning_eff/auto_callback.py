@@ -1,4 +1,4 @@
-"""What Lightning asks every installed package for: callbacks of ours, but only while ``EFF_RECIPE`` names a recipe."""
+"""The callbacks that Lightning asks every installed package for: ours, but only while ``EFF_RECIPE`` names a recipe."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def setup(
 
 
 class FabricServices(BareServices):
-    """What a loop can do for a technique.
+    """Services of a loop of Fabric for a technique.
 
     Args:
         loop: The loop.

@@ -1,4 +1,4 @@
-"""What `eff run` and teacher loading need of this package; imports no Lightning by itself."""
+"""The front end as `eff run` and teacher loading find it; imports no Lightning by itself."""
 
 from __future__ import annotations
 

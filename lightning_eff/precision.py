@@ -118,7 +118,7 @@ def precision_class(namespace: str) -> Any:
             self.precision = precision
             self.given = {"precision": precision, "device": device}
             self._casts = plugins(namespace).HalfPrecision("16-true") if precision == "16-true" else None
-            """What casts model and input, where it is not autocast that does."""
+            """The plugin that casts model and input, where it is not autocast that does."""
 
         def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
             """Take the Trainer's device, and let a session count the steps if no callback of ours does."""

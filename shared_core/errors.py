@@ -35,7 +35,7 @@ class EffError(Exception):
 
     @property
     def option(self) -> str:
-        """What the rule is of: what stands before its *must*; empty where it has none."""
+        """The subject of the rule: the words before its *must*; empty where it has none."""
         name, must, _ = self.rule.partition(" must ")
         return name if must else ""
 

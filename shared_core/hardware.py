@@ -1,4 +1,4 @@
-"""What this machine's matrix multiplication can do, and what it does: capabilities are asked, precision is measured."""
+"""Measure the precision of this machine's matrix multiplication, and ask for its capabilities."""
 
 from __future__ import annotations
 

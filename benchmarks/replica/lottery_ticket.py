@@ -42,7 +42,7 @@ BETTER = (8, 9, 10, 11)  # 16.9 to 8.7 % of the weights
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on, how fast and for how long."""
+    """The data, learning rate and length of a training."""
 
     steps: int
     rate: float

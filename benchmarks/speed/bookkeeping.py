@@ -1,4 +1,4 @@
-"""What the verbs of a session take in a step of a plain loop at 100 tensors, beside the technique's own arithmetic."""
+"""Measure the verbs of a session in a step of a plain loop at 100 tensors, beside the technique's own arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What distillation adds to a step at a language model's vocabulary: time and memory beside the textbook loss."""
+"""Measure what distillation adds to a step at a language model's vocabulary, beside the textbook loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What integers gain at inference: exported files in onnxruntime, converted convolutions in torch."""
+"""Measure inference on integers: exported files in onnxruntime, converted convolutions in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loss scaling adds to a training step beside torch's GradScaler, and how often it waits for the device."""
+"""Measure what loss scaling adds to a step beside torch's GradScaler, and how often it waits for the device."""
 
 from __future__ import annotations
 

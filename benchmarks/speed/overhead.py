@@ -1,4 +1,4 @@
-"""What the frame adds: to steps with nothing on, as each technique's bookkeeping, at start-up."""
+"""Measure the frame: steps with nothing on, each technique's bookkeeping, start-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pruning adds to a training step, in a plain loop and in Lightning, beside torch.nn.utils.prune."""
+"""Measure what pruning adds to a training step, in a plain loop and in Lightning, beside torch.nn.utils.prune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `eff plan` predicts beside what two gloo processes hold and send: ``python benchmarks/speed/scale.py``.
+"""Compare `eff plan` with what two gloo processes hold and send: ``python benchmarks/speed/scale.py``.
 
 Held bytes are those of all live tensors after a few steps, sent bytes those of the arguments of c10d's operators.
 """

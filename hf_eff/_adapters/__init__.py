@@ -1,1 +1,1 @@
-"""What the Trainer must do for a technique, or for a trainer of another library: a module each; drivers call all."""
+"""Adapters of the Trainer to a technique, or to a trainer of another library: a module each; drivers call all."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from eff_kernels._triton.launch import compiles_for
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-"""What `kd_rows_` can compute."""
+"""The losses that `kd_rows_` computes."""
 # Divergences shrink with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both.
 _FLOAT32_TEMPERATURES = (0.01, 10.0)
 _CACHE_BYTES = 1 << 20  # of a tile: smaller ones wait longer for operators to start than for memory (AMD EPYC)

@@ -1,1 +1,1 @@
-"""What a Lightning Trainer must do for a technique: a module each; drivers call all."""
+"""Adapters of a Lightning Trainer to a technique: a module each; drivers call all."""

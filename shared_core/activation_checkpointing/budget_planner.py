@@ -19,7 +19,7 @@ _MIB = float(1 << 20)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """What one block of a chain costs in a step of training."""
+    """Time and memory of one block of a chain in a step of training."""
 
     name: str
     input: int
@@ -39,7 +39,7 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step of training costs: its chain of blocks, in the order of their forward, and what is around them."""
+    """Time and memory of a step of training: its chain of blocks, in the order of their forward, and the rest."""
 
     blocks: tuple[BlockCost, ...]
     head: int = 0

@@ -105,7 +105,7 @@ _SUFFIXES = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 @dataclass(frozen=True)
 class Budget:
-    """How much memory the activations of a step may take: `value` in units of `unit`."""
+    """The memory that the activations of a step may take: `value` in units of `unit`."""
 
     value: float
     unit: Literal["fraction", "bytes", "least"]

@@ -194,7 +194,7 @@ class LazyBudget:
         self._measuring: tuple[ExitStack, PeakBytes] | None = None
         self._looking = False
         self.plan: SegmentPlan | None = None
-        """What was chosen, None until then."""
+        """The plan that was chosen, None until then."""
         self.measured_peak: int | None = None
         """The most bytes of activations that a micro-batch under the plan held on any process, None until then."""
 
@@ -205,7 +205,7 @@ class LazyBudget:
 
     @property
     def remark(self) -> str | None:
-        """What the user should be told of the measured peak, if anything."""
+        """The warning about the measured peak, if there is one."""
         if self.plan is None or self.measured_peak is None:
             return None
         if not self.plan.segments:

@@ -129,7 +129,7 @@ def uncompiled() -> contextlib.AbstractContextManager[None]:
 
 
 class PeakBytes:
-    """What `measure_peak` measured."""
+    """The result of `measure_peak`."""
 
     activations = 0
     """Bytes that the step held at most, parameters and their gradients left out."""
@@ -205,7 +205,7 @@ class StepProfile:
 
     @property
     def num_steps(self) -> int:
-        """How many steps it saw."""
+        """Number of steps that it saw."""
         return len(self._costs)
 
     def start(self) -> None:
@@ -379,7 +379,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Packed:
-    """What the graph holds in the place of a tensor."""
+    """The entry of the graph in the place of a tensor."""
 
     tensor: Tensor
     device: torch.device
@@ -403,7 +403,7 @@ def _seconds(start: Any, end: Any) -> float:
 
 @dataclass
 class _Step:
-    """What is seen of one step."""
+    """The record of one step."""
 
     live: LiveBytes
     calls: dict[str, _Call] = field(default_factory=dict)
@@ -412,7 +412,7 @@ class _Step:
     """A block that ran a second time."""
     last_event: int = 0
     copies: set[int] = field(default_factory=set)
-    """What came back from the CPU."""
+    """Storages that were copied back from the CPU."""
 
     def cost(self, gradients: set[int]) -> StepCost:
         """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""

@@ -53,7 +53,7 @@ class Snapshot:
             if buffer is not None
         }
         self.before: dict[Buffer, Tensor | None] = {}
-        """What moved, with its value before, None if unknown; filled by `close`."""
+        """State that moved, with its value before, None if unknown; filled by `close`."""
 
     def close(self) -> None:
         """The forward is over: keep what it moved."""
@@ -144,7 +144,7 @@ class ForwardState:
 
 @dataclass
 class Tally:
-    """What ran: counted where it happens, for the receipt."""
+    """Counts of what ran, taken where it happens, for the receipt."""
 
     recomputations: int = 0
     """Times that backward ran a region again."""
@@ -160,7 +160,7 @@ class Tally:
     uncompiled: bool = False
     """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
     notes: list[str] = field(default_factory=list)
-    """What the user should be told, each line once."""
+    """Messages for the user, each once."""
     _first_backward: int | None = None
 
     @property
@@ -469,7 +469,7 @@ def _differs(name: str, found: str) -> TrainingError:
 
 
 class Handle:
-    """What was wrapped, what ran since, and the way back.
+    """The wrapped blocks, counts of what ran since, and the way back.
 
     Attributes:
         segments: Names of the blocks of each segment.
@@ -575,7 +575,7 @@ def _overlapping(names: list[str], blocks: dict[str, nn.Module]) -> list[str]:
 
 
 class _Segment:
-    """What the blocks of a segment share: the region that is being recorded."""
+    """State that the blocks of a segment share: the region that is being recorded."""
 
     def __init__(self, length: int, tally: Tally, contexts: Contexts | None) -> None:
         self.length, self.tally, self.contexts = length, tally, contexts

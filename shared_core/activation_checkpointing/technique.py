@@ -45,7 +45,7 @@ class ActivationCheckpointing(Technique):
     def __init__(self, config: CheckpointingConfig) -> None:
         super().__init__(config)
         self.handle: Handle | None = None
-        """What is wrapped; None until a budget is planned, or if it holds without."""
+        """The wrapped blocks; None until a budget is planned, or if it holds without."""
         self._budget: LazyBudget | None = None
         self._model: nn.Module | None = None
         self._hook: RemovableHandle | None = None

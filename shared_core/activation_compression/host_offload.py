@@ -71,7 +71,7 @@ class Moved:
         self._before = before
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
-        """What is being copied: kept until the copy is done, as the allocator knows nothing of the other stream."""
+        """Tensors that are being copied: kept until that is done, as the allocator knows nothing of the stream."""
         # A version counts in-place writes: what backward gets must be what forward saved.
         self._versions = [part._version for part in parts]
         self._was_changed = False

@@ -30,7 +30,7 @@ WEIGHT, NOTHING = "weights", "nothing to leave out"
 
 
 class Counts:
-    """How many tensors were stored in which form, their bytes before and after, and why others were left alone.
+    """Number of tensors stored in each form, their bytes before and after, and why others were left alone.
 
     Example:
         >>> counts = Counts()
@@ -234,7 +234,7 @@ class Memory:
 
 
 class Handle:
-    """What autograd keeps in a tensor's place: the memory, and how the tensor lay in it."""
+    """The object that autograd keeps in a tensor's place: the memory, and how the tensor lay in it."""
 
     __slots__ = ("dense", "memory", "size", "stride")
 

@@ -106,7 +106,7 @@ FIXED = 0
 
 
 class Role(enum.IntFlag):
-    """What an axis of a tensor does for the values at its positions."""
+    """The role of an axis of a tensor for the values at its positions."""
 
     OUT = 1
     """It makes them: rows of a weight, its bias, an embedding's columns."""
@@ -282,7 +282,7 @@ def flat_ids(label: Tensor) -> Ids:
 
 @dataclass
 class Tracked:
-    """What is known of a tensor.
+    """The known facts about a tensor.
 
     `labels` are int64 tensors of its shape (see `positions.varying_dims`), one for each set of dims that can be
     narrowed; `value` its values where they do not depend on the input; `is_parameter`: it comes from the model's
@@ -340,7 +340,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.names[name] = tensor
         self.positions = Positions({name: tuple(tensor.shape) for name, tensor in self.names.items()})
         self.constant_of: NDArray[np.float64] = np.zeros(self.positions.count)
-        """What is known to arrive at the positions that are summed over: NaN where it is not known."""
+        """Values at the positions that are summed over, where they are constant; NaN where unknown."""
         self.is_summed = np.zeros(self.positions.count, dtype=bool)
         self.norms: list[Normalised] = []
         self.module_names: list[str] = [""]

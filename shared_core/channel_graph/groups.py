@@ -118,7 +118,7 @@ Kind = Literal["channel", "neuron", "head", "width", "filter", "layer"]
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What the units of a group have in one axis of a tensor.
+    """The share of a group's units in one axis of a tensor.
 
     `tensor` is named as in ``model.state_dict()`` (of a tied tensor, its first name); `positions` has the shape
     (units, k): row u are the indices along `axis` of unit u. `role`: ``out`` makes the unit's values (a weight's
@@ -150,7 +150,7 @@ class ChannelGroup:
 
 @dataclass
 class Traced:
-    """What a trace found: the groups, by unit the ids of its positions, by id what it is removed with."""
+    """The result of a trace: the groups, by unit the ids of its positions, by id what it is removed with."""
 
     groups: list[ChannelGroup]
     unit_ids: dict[str, list[Ids]]

@@ -181,7 +181,7 @@ class Ingredient:
         self.shards: dict[str, str] = {}
         """The file in a folder that holds each tensor."""
         self.prefixes: dict[str, str] = {}
-        """What names here have before those in a file, where a folder has several modules."""
+        """Prefix of names here before those in a file, where a folder has several modules."""
         self.indexes: list[str] = []
         """The index files of a sharded folder."""
         self._load = load

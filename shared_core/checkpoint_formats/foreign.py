@@ -155,7 +155,7 @@ class _Reader(_PYTHON):  # type: ignore[misc]
 
 
 class _Pickle:
-    """What ``torch.load`` takes for the module pickle."""
+    """The module that ``torch.load`` takes in place of pickle."""
 
     Unpickler = _Reader
 

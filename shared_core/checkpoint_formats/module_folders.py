@@ -22,11 +22,11 @@ class Part(NamedTuple):
     module: str
     """Its name in the model."""
     inner: str
-    """What it calls the model inside that these files are of, ``""`` if they are its own."""
+    """Its name for the model inside that these files are of, ``""`` if they are its own."""
 
     @property
     def prefix(self) -> str:
-        """What names in the model's state dict have before those in its files."""
+        """Prefix of names in the model's state dict before those in its files."""
         return "".join(f"{name}." for name in (self.module, self.inner) if name)
 
 

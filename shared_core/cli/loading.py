@@ -1,4 +1,4 @@
-"""What a command line needs of the user's code and files: a function by name, a model, its trained weights.
+"""Load the user's code and files for a command: a function by name, a model, its trained weights.
 
 Folders of models that a command reads and writes: the model itself, and what lies beside its weights.
 """

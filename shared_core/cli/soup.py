@@ -64,7 +64,7 @@ class ModelScore:
 
 @dataclass
 class Judge:
-    """What scores a state dict, which scores are better, and what a journal has to know of it."""
+    """The function that scores a state dict, which scores are better, and what a journal must know of it."""
 
     evaluate: Callable[[dict[str, Any]], float]
     mode: Literal["max", "min"]
@@ -241,7 +241,7 @@ class Checkpoints:
     usable: list[Any]
     remask: Callable[[dict[str, Any]], None] | None
     shares: list[float] | None
-    """How much each usable one counts, where that is given."""
+    """The weight of each usable ingredient, where weights are given."""
     base: Any
     """The checkpoint that all were fine-tuned from, where that is given."""
 

@@ -1,4 +1,4 @@
-"""What the user's own functions raised, in a line: the option that named the function, the error, and where it rose."""
+"""Show errors of the user's own functions in a line: the option that named the function, the error, and its place."""
 
 from __future__ import annotations
 

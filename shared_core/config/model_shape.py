@@ -14,7 +14,7 @@ from shared_core.files.journal import read_object
 
 @dataclass(frozen=True)
 class Cost:
-    """What one thing needs of a device, in bytes.
+    """The bytes that one thing needs of a device.
 
     Args:
         what: Its name.
@@ -44,7 +44,7 @@ _MOMENTS = {"adamw": (2.0, 0.0), "adamw_8bit": (0.0, 2.0), "sgd_momentum": (1.0,
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What a run's memory and traffic depend on, beside the model.
+    """The settings that a run's memory and traffic depend on, beside the model.
 
     Args:
         ranks: Processes, one a device.
@@ -280,7 +280,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSizes:
-    """What is counted once for all techniques of a run: a config's `resized` returns what its technique makes of it.
+    """The counts for all techniques of a run together: a config's `resized` returns what its technique makes of them.
 
     Args:
         weights: Bytes of all weights, whole.

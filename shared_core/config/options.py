@@ -1,4 +1,4 @@
-"""What the configs of all techniques share: typed options with help, read from flags, YAML and Python alike.
+"""Typed options with help, which the configs of all techniques share; read from flags, YAML and Python alike.
 
 How help texts and tables tell an option: its meaning with its range, its type, its default.
 """
@@ -77,7 +77,7 @@ class TechniqueConfig:
     """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
-    """What `metrics` logs, by name, without ``<key>/``."""
+    """The figures that `metrics` logs, by name, without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
     memory: ClassVar[str] = "not counted: the technique does not say what it needs"

@@ -233,7 +233,7 @@ class DistillConfig(TechniqueConfig):
 
     @property
     def drawn_peers(self) -> int:
-        """How many other students get newly drawn weights."""
+        """Number of other students that get newly drawn weights."""
         return self.peers - 1 if isinstance(self.peers, int) else 0
 
     @property

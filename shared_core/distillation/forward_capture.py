@@ -1,4 +1,4 @@
-"""What distillation reads off one forward of the student: its inputs, and which positions count."""
+"""Read one forward of the student for distillation: its inputs, and which positions count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is distilled of a forward's output, and how: one table of the kinds of outputs that are known."""
+"""One table of the kinds of outputs that are known, and how each is distilled."""
 
 from __future__ import annotations
 

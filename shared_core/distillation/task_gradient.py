@@ -38,7 +38,7 @@ class HardTerm:
     ratio: float
     """The weight of a row's cross-entropy over that of its divergence."""
     count: int
-    """How many rows have a soft term; all that have a label are among them."""
+    """Number of rows that have a soft term; all that have a label are among them."""
 
 
 def hard_term(task: TaskLoss, logits: Tensor, mask: Tensor | None) -> HardTerm | None:

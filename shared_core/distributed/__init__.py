@@ -1,1 +1,1 @@
-"""What ranks tell each other, and the parts of a tensor that a rank holds."""
+"""Messages between ranks, and the parts of a tensor that a rank holds."""

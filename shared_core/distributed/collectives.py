@@ -1,4 +1,4 @@
-"""What techniques need of the process group; with one process every function returns its input.
+"""The process group, as techniques use it; with one process every function returns its input.
 
 Small collectives, a check that many tensors are finite, and the state that differs between processes.
 """

@@ -1,4 +1,4 @@
-"""What a receipt says of final weights, tensor by tensor, counted again wherever these turn up.
+"""Claims of a receipt about final weights, tensor by tensor, counted again wherever these turn up.
 
 Nothing here is used to make the weights: zeros, values and grids are found by other code than that which left them.
 """
@@ -33,7 +33,7 @@ class Where(IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(ABC):
-    """What is said of one tensor, as a whole."""
+    """The claim about one tensor, as a whole."""
 
     holds: Where = Where.END
 
@@ -118,9 +118,9 @@ class Grid(Claim):
     rows: Callable[[Tensor], Tensor]
     """Weights that share a scale, or a whole number of such groups, in each row."""
     levels: int
-    """How many codes there are."""
+    """Number of codes."""
     group: int = 0
-    """How many weights share a scale; 0: a row."""
+    """Number of weights that share a scale; 0: a row."""
     largest: int | None = None
     """The largest code; None: codes are not multiples of a step."""
     scale: tuple[float, ...] | None = None

@@ -1,4 +1,4 @@
-"""What cannot be combined, and why: technique × technique and technique × run environment, checked at start.
+"""Refuse what cannot be combined, and say why: technique × technique and technique × run environment, at start.
 
 Techniques declare it in their configs: `conflicts` for whole techniques, `refusals` for options.
 """

@@ -1,4 +1,4 @@
-"""How much of a model a technique reaches: one number, told before anything else; below half of it a run stops."""
+"""Measure how much of a model a technique reaches: told before anything else; below half of it a run stops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Reach:
-    """What one technique reaches of the weights that multiply activations.
+    """The share that one technique reaches of the weights that multiply activations.
 
     Args:
         within: Their elements within reach.

@@ -58,7 +58,7 @@ class Series:
 
 
 class History:
-    """What the trainer logged of the techniques, and what the user's validations found, over applied steps."""
+    """Figures that the trainer logged of the techniques, and those of the user's validations, over applied steps."""
 
     def __init__(self) -> None:
         self._series = {"figures": Series(), "validation": Series()}

@@ -1,4 +1,4 @@
-"""What a technique tells of itself before a run: what it would touch, when it acts, how it runs on a device."""
+"""Preview of a technique before a run: what it would touch, when it acts, how it runs on a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from shared_core.errors import MissingExtraError
 
 Event = tuple[int | None, str]
-"""What happens at which optimizer step (0: before the first; None: after training)."""
+"""An event at an optimizer step (0: before the first; None: after training)."""
 
 
 @dataclass(frozen=True)
 class Touched:
-    """What a technique acts on in a model: tensors or modules by name with their number of elements.
+    """The part of a model that a technique acts on: tensors or modules by name with their number of elements.
 
     `left_out` tells why others that it could handle stay as they are; those of them in `reached` it works on in another
     way, and those in `asked` the user's options name. Without tensors it acts on the run as a whole.
@@ -62,7 +62,7 @@ def every(steps: int) -> str:
 
 @dataclass(frozen=True)
 class Ability:
-    """How a technique runs on a device: as the hardware can, by other arithmetic in its place, to no effect, or not."""
+    """The level of a technique on a device: as the hardware can, by other arithmetic, to no effect, or not."""
 
     level: Literal["native", "emulated", "inactive", "refused"]
     why: str = ""

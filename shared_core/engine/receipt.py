@@ -91,7 +91,7 @@ class ReceiptPlace:
 
 
 class Receipt:
-    """What happened in a run, as plain values under `values`.
+    """Record of what happened in a run, as plain values under `values`.
 
     Args:
         values: See `Session.receipt`.

@@ -30,7 +30,7 @@ class SavedCheckpoint:
 
 
 class Services(Protocol):
-    """What only a front end can do for a technique; `BareServices` is the answer of a loop without a trainer."""
+    """Services that only a front end has for a technique; `BareServices` is the answer of a loop without a trainer."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher saved under a path or Hub name, on CPU or the student's device; run no code of its own.
@@ -81,7 +81,7 @@ class Services(Protocol):
 
 
 class Window(Protocol):
-    """What a process gathers in an accumulation window."""
+    """State that a process gathers in an accumulation window."""
 
     def window_state(self) -> dict[str, Any]:
         """Return what this process has gathered in the window that is not over; empty: nothing."""
@@ -170,7 +170,7 @@ def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
 
 @dataclass
 class Context:
-    """What a technique is told with every hook. One object lives from `Session.attach` to the end of that run."""
+    """The run, as every hook of a technique is told. One object lives from `Session.attach` to the end of that run."""
 
     model: nn.Module
     """The user's model without wrappers (DDP, compile)."""
@@ -196,13 +196,13 @@ class Context:
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     projections: list[Callable[[Mapping[Tensor, Tensor] | None], None]] = field(default_factory=list)
-    """What must hold of weights (masks, shared values), in the order of composition: techniques append in `attach` what
+    """Constraints of weights (masks, shared values), in the order of composition: techniques append in `attach` what
     makes it hold, in place, of the weights (None), or of other values for parameters; of a sharded one, of its part."""
     projection_changes: int = 0
-    """How often that was changed: techniques count it up where a projection does something else from then on."""
+    """Version of the constraints: techniques count it up where a projection does something else from then on."""
     windows: dict[str, Window] = field(default_factory=dict)
-    """What gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved with
-    the gradients of a window that is not over, and comes back after `begin`."""
+    """State that gathers within an accumulation window, by ``<key>.<name>``: techniques add it in `attach`. It is saved
+    with the gradients of a window that is not over, and restored after `begin`."""
     is_preview: bool = False
     """Whether the model is only looked at: `attach` writes, loads and sets nothing outside of it."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None

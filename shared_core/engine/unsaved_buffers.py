@@ -10,7 +10,7 @@ from shared_core.distributed.collectives import digest, local_part
 
 
 class LeftOutBuffers:
-    """What of a model no checkpoint of its weights holds and a resumed run needs: running figures that a loss reads.
+    """State of a model that its checkpoints lack and a resumed run needs: running figures that a loss reads.
 
     Tables that nothing writes to (rotary frequencies, causal masks) are left out here too.
 

@@ -1,4 +1,4 @@
-"""What a recipe that is emulated everywhere does to the operands of a product, and which recipes there are.
+"""Arithmetic of emulated recipes on the operands of a product, and the table of recipes.
 
 How a layer turns two matrices into narrow values and multiplies them: one object for each kind of recipe.
 """
@@ -25,7 +25,7 @@ Role = Literal["input", "weight", "gradient"]
 
 
 class Cast(Protocol):
-    """How a recipe turns an operand of a product into the values that its format holds."""
+    """The rounding of one operand of a product to the values that a recipe's format holds."""
 
     def cast(self, matrix: Tensor, role: Role, record: bool) -> Tensor:
         """Return the values that the product multiplies, without a host read.
@@ -99,7 +99,7 @@ class Product(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """What a recipe does to the operands of a product."""
+    """The rounding of all operands of the products, by one recipe."""
 
     def why_emulated(self, device: torch.device) -> str | None:
         """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""

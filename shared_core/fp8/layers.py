@@ -52,7 +52,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 class LayerFp8:
-    """What a layer needs beside its weight: its recipe, a number that names it, counts of its products.
+    """State of a layer beside its weight: its recipe, a number that names it, counts of its products.
 
     Args:
         arithmetic: What the recipe does to operands.

@@ -1,4 +1,4 @@
-"""What a front end must do for one technique: adapters, found in a package of theirs, so that drivers name none."""
+"""Adapters of a front end to one technique each, found in a package of theirs, so that drivers name none."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ GROUP = "efftrain.front_ends"
 
 
 class FrontEnd(Protocol):
-    """What `eff run` needs of a front end; found through the entry points of group ``efftrain.front_ends``."""
+    """A front end as `eff run` needs it; found through the entry points of group ``efftrain.front_ends``."""
 
     name: str
     libraries: tuple[str, ...]

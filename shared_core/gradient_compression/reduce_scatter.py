@@ -18,14 +18,14 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class RoundedReduceScatter:
-    """What FSDP2 calls to sum gradients and to hand every process its part; it has the methods that torch asks of one.
+    """Communication that FSDP2 calls to sum gradients and to give every process its part; it has torch's methods.
 
     Gradients are divided by the number of processes in 16 bits, as DDP's hooks do it, so that both give the same sums.
     """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        """What to send in; None sends gradients as they are."""
+        """The dtype to send in; None sends gradients as they are."""
         self.step = {"gradients": 0, "sent": 0}
         """Bytes since the last optimizer step, that gradients have and that this process sent of them."""
 

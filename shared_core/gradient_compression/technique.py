@@ -27,7 +27,7 @@ _MOST_DISCARDED = 50
 
 
 class _Switch:
-    """What DDP calls for every bucket. It takes one hook for its whole life, so this one can be given other work."""
+    """The hook that DDP calls for every bucket. DDP takes one for its whole life, so its work can be replaced."""
 
     compress: Callable[[GradBucket], Future[Tensor]] | None = None
 
@@ -51,7 +51,7 @@ class GradientCompression(Technique):
     def __init__(self, config: CommConfig) -> None:
         super().__init__(config)
         self.power_sgd: PowerSgd | None = None
-        """What powersgd remembers; None before `begin` and with another hook."""
+        """State of powersgd; None before `begin` and with another hook."""
         self._switch: _Switch | None = None
         self._scatter: RoundedReduceScatter | None = None
         self._names: dict[Tensor, str] = {}

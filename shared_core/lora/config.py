@@ -88,7 +88,7 @@ class LoraConfig(TechniqueConfig):
 
     @property
     def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
+        """The factor of the adapters' product."""
         return self.alpha / self.rank
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:

@@ -74,12 +74,12 @@ class AdaptedStack:
 
     @property
     def plain(self) -> Tensor:
-        """What has the device and the type of the user's weight."""
+        """A tensor that has the device and the type of the user's weight."""
         return self.weight
 
     @property
     def base_layer(self) -> AdaptedStack:
-        """What holds the frozen weight; bitsandbytes has no codes of stacks."""
+        """The module that holds the frozen weight; bitsandbytes has no codes of stacks."""
         return self
 
     @property

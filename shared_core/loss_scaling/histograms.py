@@ -37,7 +37,7 @@ class Log2Histogram:
 
     @property
     def elements(self) -> int:
-        """How many elements were counted."""
+        """Number of elements that were counted."""
         return self.zeros + self.infinite + self.nan + sum(self.exponents.values())
 
     def add(self, other: Log2Histogram) -> None:

@@ -125,7 +125,7 @@ class LossScaler(GradScaler):
 
     @property
     def lowest_scale(self) -> float:
-        """What the scale cannot fall below now: `min_scale`, or the floor of kind enhanced where that is higher."""
+        """The lower bound of the scale now: `min_scale`, or the floor of kind enhanced where that is higher."""
         return max(self._min_scale, self._floor.at(self.applied_steps) if self._floor else 0.0)
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -38,7 +38,7 @@ class LossScaling(Technique):
         self.histograms = HistogramProbe(config.format)
         """The latest histograms of weights, activations, gradients and updates."""
         self.loss_dtype = LossDtype()
-        """What the first training loss was computed in."""
+        """The dtype of the first training loss."""
         self._steps_at_begin = 0
         self._flush_due = False
 

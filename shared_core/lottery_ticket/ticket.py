@@ -45,18 +45,18 @@ class Ticket:
     step: int
     """The optimizer step at which they are put in place."""
     rewind: str = "weights"
-    """What they are: those of that step (``weights``), or the trained ones (``learning_rate``, ``none``)."""
+    """The kind of the values: those of that step (``weights``), or the trained ones (``learning_rate``, ``none``)."""
     learning_rates: tuple[tuple[float, ...], ...] = field(default=())
     """Of the last step, for each optimizer's parameter groups; only with ``none``."""
 
     @property
     def numel(self) -> int:
-        """How many weights the masks are of."""
+        """Number of weights that have a mask."""
         return sum(mask.numel() for mask in self.masks.values())
 
     @property
     def kept(self) -> int:
-        """How many of them are left."""
+        """Number of weights that the masks keep."""
         return sum(int(mask.count_nonzero()) for mask in self.masks.values())
 
     def digest(self) -> str:

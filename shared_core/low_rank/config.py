@@ -171,7 +171,7 @@ class LowRankConfig(TechniqueConfig):
 
     @property
     def rule(self) -> RankRule:
-        """What `rank` asks for."""
+        """The parsed value of `rank`."""
         return parse_rank(self.rank)
 
     @property

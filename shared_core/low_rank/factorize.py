@@ -28,7 +28,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class LowRankReport:
-    """What `factorize` did to a model.
+    """The result of `factorize`.
 
     Args:
         layers: One entry a factorised layer: name, scheme, rank, full_rank, parameters before and after, the share of

@@ -33,7 +33,7 @@ class MatmulPrecision(Technique):
     def __init__(self, config: MatmulPrecisionConfig) -> None:
         super().__init__(config)
         self.loss_dtype = LossDtype()
-        """What the first training loss was computed in."""
+        """The dtype of the first training loss."""
         self.previous: str | None = None
         """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
         self._before, self._set = _switches(), _switches()

@@ -49,7 +49,7 @@ class _Stacked(type):
 
 
 class StackedExperts(nn.Module, metaclass=_Stacked):
-    """What a module that stacks experts is an instance of, for `match_modules` and `isinstance`; never made itself."""
+    """The class of modules that stack experts, for `match_modules` and `isinstance`; never made itself."""
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:

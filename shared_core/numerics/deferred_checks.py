@@ -1,4 +1,4 @@
-"""What is read of many tensors, or checked of them, in one read: each look at a GPU waits for it."""
+"""Read or check many tensors at once: each look at a GPU waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far rounded values are from the exact ones."""
+"""Measure how far rounded values are from the exact ones."""
 
 from __future__ import annotations
 

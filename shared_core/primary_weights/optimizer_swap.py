@@ -52,7 +52,7 @@ def _replace_(optimizer: torch.optim.Optimizer, new: Mapping[int, Tensor], state
 
 
 class _Contents:
-    """What an optimizer's groups and state hold."""
+    """The groups and the state of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.groups = [[*group["params"]] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""How float32 values become 16-bit weights without a float32 copy: by chance, or with what was lost kept beside."""
+"""Round float32 values to 16-bit weights without a float32 copy: by chance, or with the rest kept beside."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class PrimaryWeights(Technique):
         self._copies = Copies()
         self._exchanges: list[Exchange] = []
         self._others: list[Tensor] = []
-        """What the optimizers hold besides."""
+        """Tensors of the optimizers that are no primaries."""
         self._gradients = WideGradients()
         self._is_in = False
         self._handed: tuple[list[Tensor | None], list[int]] | None = None

@@ -1,4 +1,4 @@
-"""What a run of DP-SGD has spent: epsilon at a delta, from how often which noise went onto which share of the data."""
+"""Account the epsilon of DP-SGD at a delta, from how often which noise went onto which share of the data."""
 
 from __future__ import annotations
 

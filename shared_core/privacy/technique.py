@@ -81,8 +81,8 @@ class DifferentialPrivacy(Technique):
         `check_loss`."""
         self._shown = (0, 0.0)
         self.weights: Tensor | None = None
-        """What a front end sets before `loss`: by how much each row's share of the loss is to be multiplied to become
-        the row's own loss; None where the loss is the mean over rows."""
+        """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
+        where the loss is the mean over rows."""
 
     # -- start
 

@@ -124,7 +124,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StraightThrough:
-    """What lies under the masks while forward and backward see zeros.
+    """The values under the masks while forward and backward see zeros.
 
     A parameter holds ``mask·w`` whenever the model runs; gradients with respect to it are those of the dense weight
     (straight-through). For the optimizer step the dense weight is put together, ``mask·w + (1 - mask)·w``, each element

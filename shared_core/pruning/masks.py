@@ -65,7 +65,7 @@ class MaskStore(Mapping[str, Tensor]):
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What the masks are of."""
+        """The weights that the masks are for."""
         return self._weights
 
     @weights.setter

@@ -29,7 +29,7 @@ from shared_core.pruning.technique import make_policy
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What `prune` did to a model.
+    """The result of `prune`.
 
     Args:
         masks: By name, bool, True = kept: of every tensor that was pruned.

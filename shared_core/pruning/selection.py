@@ -371,7 +371,7 @@ class RankedScores(Sequence[Tensor]):
         """The weight that each matrix is of, in the order in which ties are broken."""
         self._experts = [expert for num in parts.values() for expert in (range(num) if num else [None])]
         self.tensors = [_like(weights[n], expert) for n, expert in zip(self.owners, self._experts, strict=True)]
-        """What the scores are of: their shapes and devices, without computing a score."""
+        """The matrices that scores are for: their shapes and devices, without computing a score."""
         self._weights, self._masks, self._scorer = weights, masks, scorer
         self._last: tuple[str, Tensor] | None = None  # of stacked experts, whose matrices are asked for one by one
         sharded = any(hasattr(weight, "device_mesh") for weight in weights.values())
@@ -379,7 +379,7 @@ class RankedScores(Sequence[Tensor]):
         streams = scorer.criterion in ("magnitude", "random", "taylor", "fisher", "movement") and not sharded
         self.part: Callable[[int, slice], Tensor] | None = self._part if streams else None
         self.floor: float | None = 0.0 if masks and scorer.zero_is_lowest else None
-        """What pruned weights score where `part` does not rank them lower; None while nothing is pruned."""
+        """The score of pruned weights where `part` does not rank them lower; None while nothing is pruned."""
 
     def __len__(self) -> int:
         return len(self.owners)

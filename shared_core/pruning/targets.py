@@ -50,7 +50,7 @@ def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 @dataclass(frozen=True)
 class Targets:
-    """What pruning touches in a model.
+    """The weights and modules of a model that pruning touches.
 
     `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
     to a module that holds it (`weight_of`); `left_out` the name of every other matrix or larger tensor to

@@ -311,7 +311,7 @@ class Pruning(Technique):
         self._pruned_share = sum(gone[name] for name in gone if name in weights) / numel if numel else 0.0
 
     def _finalise(self, context: Context) -> None:
-        """What is pruned now stays pruned: nothing learns under the masks any more, and nothing is gathered."""
+        """Keep the present masks for good: nothing learns under them any more, and nothing is gathered."""
         policy = self._policy
         if policy.is_final:
             return

@@ -25,7 +25,7 @@ from shared_core.quantization.layers.plain_state import PlainState
 
 
 class FoldQuantizer(Protocol):
-    """What fake-quantises a folded layer."""
+    """The fake quantisation of a folded layer."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return the layer's input, fake-quantised."""
@@ -75,7 +75,7 @@ def fold_batch_norm(
 
 
 class Fold:
-    """What a folded layer knows of its batch norm.
+    """The batch norm of a folded layer.
 
     Attributes:
         batch_norm: The module whose parameters, buffers and mode are used. It stays where it is in the model, so
@@ -322,7 +322,7 @@ class BatchNormPair:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What `fuse_batch_norm` did.
+    """The result of `fuse_batch_norm`.
 
     Attributes:
         fused: The pairs, in the order of execution.

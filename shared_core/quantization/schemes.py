@@ -1,4 +1,4 @@
-"""What a scheme means for one layer: which quantiser for its weight, which for its input, at how many bits."""
+"""Resolve a scheme for one layer: which quantiser for its weight, which for its input, at how many bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Input = Literal["none", "static", "token", "fp8", "mxfp4", "nvfp4"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerScheme:
-    """How one layer is quantised, as plain values.
+    """The quantisation of one layer, as plain values.
 
     Args:
         weight: What shares a scale, or the number format; ``channel``: an output channel.
@@ -42,7 +42,7 @@ class LayerScheme:
 
     @property
     def of_weight(self) -> tuple[str, int, int, bool]:
-        """What concerns the weight alone."""
+        """The fields that concern the weight alone."""
         return self.weight, self.weight_bits, self.group_size, self.affine
 
     def group_of(self, width: int) -> int:

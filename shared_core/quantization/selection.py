@@ -16,7 +16,7 @@ from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
 
 BASE = ".base_layer"
-"""How the name of a layer beneath PEFT's adapters ends."""
+"""The end of the name of a layer beneath PEFT's adapters."""
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"
 _TABLE = re.compile(r"position|token_type|segment|^wpe$")
 _EVERY_TOKEN = "a table of positions or token types, whose error is in every token; `include` can name it"

@@ -1,4 +1,4 @@
-"""What an export wrote, in words."""
+"""Describe an export in words."""
 
 from __future__ import annotations
 

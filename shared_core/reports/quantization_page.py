@@ -1,4 +1,4 @@
-"""What `eff quantize` found, as sections of a page and as lines on the terminal."""
+"""Show the results of `eff quantize`, as sections of a page and as lines on the terminal."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def techniques(self) -> Mapping[str, Any]:
-        """What each technique reported, nothing without a receipt."""
+        """The report of each technique, empty without a receipt."""
         return self.receipt["techniques"] if self.receipt else {}
 
 

@@ -13,7 +13,7 @@ from shared_core.soup.averaging import Candidate, copy_finite_
 
 
 class AdapterCandidate:
-    """What `averaging.Candidate` is for models: the one state dict that every average of adapters is written into.
+    """Candidates of a soup of models, as `averaging.Candidate`: one state dict takes every average of adapters.
 
     Args:
         rank: Cut every average to this rank.

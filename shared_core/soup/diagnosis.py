@@ -27,7 +27,7 @@ _COLLAPSE = 0.05
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured of ingredients; lists and matrices are in the order of `names`."""
+    """Measurements of ingredients; lists and matrices are in the order of `names`."""
 
     names: list[str]
     metrics: list[float]
@@ -46,11 +46,11 @@ class Diagnosis:
     paths: dict[str, list[float]]
     """Metrics from the best (α = 0) to each other ingredient (α = 1), at `ALPHAS`."""
     barriers: dict[str, float]
-    """How far the metric falls below the straight line between the two ends, at worst; 0 or more."""
+    """The largest fall of the metric below the straight line between the two ends; 0 or more."""
     left_out: dict[str, str]
     """Ingredients without finite weights or metric, and why."""
     warnings: list[str]
-    """What speaks against averaging them all."""
+    """The reasons against averaging them all."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and the αs."""

@@ -282,7 +282,7 @@ class RunIngredients:
 
 
 class _Parts(Mapping[str, Tensor]):
-    """What this process holds of each of a checkpoint's tensors, cut out when it is asked for.
+    """The part of each of a checkpoint's tensors that this process holds, cut out when it is asked for.
 
     Args:
         weights: The checkpoint's, whole.

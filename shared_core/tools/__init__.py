@@ -1,1 +1,1 @@
-"""What happens after training: export, quantization, removal, compression, planning."""
+"""Tools for after training: export, quantization, removal, compression, planning."""

@@ -1,4 +1,4 @@
-"""What this machine has for training: processors, types that they compute with, kernels, compilers, processes."""
+"""List what this machine has for training: processors, their types, kernels, compilers, processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a smaller model saves: bytes, floating-point operations and time, before and after."""
+"""Measure the savings of a smaller model: bytes, floating-point operations and time, before and after."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class WeightAverage(Technique):
         self._model: nn.Module | None = None
         self._stand_in = StandIn(nn.Module())
         self._trained: list[Tensor] = []
-        """What trained when the run began: later half of it may be frozen while the other half has its turn."""
+        """Parameters that trained when the run began: half of them may be frozen while the other half has its turn."""
         self._estimated: dict[str, Tensor] = {}
         self._estimated_at = 0
         """After which update the norms were estimated."""

@@ -40,7 +40,7 @@ from shared_core.weight_clustering.config import ClusterConfig
 
 @dataclass(frozen=True)
 class SharedTargets:
-    """What weight sharing touches: by name of the weight a module that holds it, and the bits of its codes."""
+    """The weights that weight clustering touches: by name a module that holds each, and the bits of its codes."""
 
     modules: dict[str, nn.Module]
     bits: dict[str, int]

@@ -1,4 +1,4 @@
-"""What Triton kernels share: narrow floats and their scales, bit for bit those of torch.
+"""Narrow floats and their scales in Triton, bit for bit those of torch.
 
 Without `native` conversions are made of integers: hardware before compute capability 8.9 has none to FP8, and Triton's
 interpreter (3.6 to 3.9) cuts off where it should round. Kernels must be launched with ``enable_fp_fusion=False``:

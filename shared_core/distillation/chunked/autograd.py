@@ -42,7 +42,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is computed of each row, and how both losses are weighted."""
+    """The terms that are computed of each row, and the weights of both losses."""
 
     temperature: float
     factor: float

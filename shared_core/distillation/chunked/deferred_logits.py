@@ -33,7 +33,7 @@ _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divi
 
 @dataclass(frozen=True)
 class Made:
-    """How the logits follow from the head's input ``h``: ``factor (h Wᵀ) + bias``, then maybe ``outer tanh(...)``."""
+    """The logits' formula from the head's input ``h``: ``factor (h Wᵀ) + bias``, then maybe ``outer tanh(...)``."""
 
     hidden: Tensor
     """``(..., features)``."""
@@ -73,7 +73,7 @@ class Made:
 
 
 class DeferredLogits(Tensor):
-    """What a head returns in place of logits: their shape, type and device, and no numbers.
+    """A head's output in place of logits: their shape, type and device, and no numbers.
 
     Casts, reshapes, choices of rows, scalars, class biases and soft-caps are remembered; cross-entropy is computed in
     chunks of rows; everything else is an error, for it would need the numbers.

@@ -358,7 +358,7 @@ def _sums(
 
 @dataclass(frozen=True)
 class CrossEntropyTerms:
-    """What torch's cross-entropy takes beside logits and targets."""
+    """The arguments of torch's cross-entropy beside logits and targets."""
 
     class_weight: Tensor | None = None
     label_smoothing: float = 0.0

@@ -1,4 +1,4 @@
-"""What every response loss does first: check the pair, drop rows that do not count, soften in a safe dtype."""
+"""The first steps of every response loss: check the pair, drop rows that do not count, soften in a safe dtype."""
 
 from __future__ import annotations
 

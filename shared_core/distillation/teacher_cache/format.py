@@ -32,7 +32,7 @@ FINGERPRINTS = ("teacher", "teacher_files", "tokenizer", "template", "data")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a cache holds.
+    """The contents of a cache.
 
     Attributes:
         temperature: ``T`` of the stored log-probabilities.

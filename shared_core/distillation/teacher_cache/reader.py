@@ -44,7 +44,7 @@ class TeacherCache:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.manifest = Manifest.read(self.path)
-        """What it holds."""
+        """The description of the cache's contents."""
         if not self.manifest.complete:
             raise CheckpointError(
                 "cached teacher",

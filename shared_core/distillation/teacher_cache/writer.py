@@ -205,7 +205,7 @@ TOP_K = 64
 
 
 class Settings(NamedTuple):
-    """What was asked of a store; the options of `write_teacher_cache`."""
+    """The options of `write_teacher_cache`."""
 
     temperature: float
     top_k: int | None

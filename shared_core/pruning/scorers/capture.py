@@ -178,7 +178,7 @@ class GatheringScorer(Scorer):
 
     @property
     def num_examples(self) -> dict[str, int]:
-        """How many things each weight's sum is over, on all ranks."""
+        """Number of terms of each weight's sum, on all ranks."""
         return dict(self._counts)
 
     def discard_step(self) -> None:

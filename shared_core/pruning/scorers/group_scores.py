@@ -1,4 +1,4 @@
-"""What structures (filters, channels, neurons, heads) are worth, from the slices of all tensors that go with a unit."""
+"""Score structures (filters, channels, neurons, heads) from the slices of all tensors that go with a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one weight of each layer costs at inference, by which scores are divided: energy-aware pruning.
+"""Cost of one weight of each layer at inference, by which scores are divided: energy-aware pruning.
 
 Measured on calibration batches, or while the user's own micro-batches pass.
 """

@@ -1,4 +1,4 @@
-"""What scorers share: steps in, scores out, and the state that makes both repeatable; and the plainest, magnitude."""
+"""The interface of scorers: steps in, scores out, the state that makes both repeatable; and magnitude."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCORERS: dict[str, type[Scorer]] = {}
 
 
 class Scorer:
-    """What each weight is worth by one criterion; the lowest scores are pruned first.
+    """The score of each weight by one criterion; the lowest scores are pruned first.
 
     Call `attach` once, `observe_step` once per optimizer step, `reduce` and then `scores` when masks are updated, and
     `reset` after that. A step whose gradients hold NaN or infinity is left out and counted in `num_left_out`: a scaler

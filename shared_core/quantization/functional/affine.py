@@ -172,7 +172,7 @@ def choose_qparams_affine(
 
 
 class ActivationQParams(NamedTuple):
-    """How activations become codes: scale, zero point (int32), and the smallest and largest code."""
+    """The grid of activations: scale, zero point (int32), and the smallest and largest code."""
 
     scale: Tensor
     zero_point: Tensor

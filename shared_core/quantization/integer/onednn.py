@@ -25,7 +25,7 @@ class OneDnnLayer(CodeModule):
     kind: ClassVar[str]
     """The stock layer's name."""
     kernel: str
-    """What `conversion_report` says of it."""
+    """The kernel, as `conversion_report` names it."""
     _packed: Any
 
     @classmethod

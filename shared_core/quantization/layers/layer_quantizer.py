@@ -1,4 +1,4 @@
-"""What a fake-quantising layer holds: its scheme, its row of the bank of ranges, and scales of its own.
+"""The state of a fake-quantising layer: its scheme, its row of the bank of ranges, and scales of its own.
 
 `LayerQuantizer` is what most layers have; the others add what is clipped, learned or saved.
 """

@@ -1,4 +1,4 @@
-"""What quantised layers learn stays out of state dicts, so that checkpoints are those of the plain model."""
+"""Keep what quantised layers learn out of state dicts, so that checkpoints are those of the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a classifier holds against inputs that were changed to mislead it: FGSM, PGD, and accuracy under them."""
+"""Attack a classifier with inputs that were changed to mislead it: FGSM, PGD, and accuracy under them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def pgd(
 
 @dataclass(frozen=True)
 class AdversarialAccuracy:
-    """What `adversarial_accuracy` measured.
+    """The result of `adversarial_accuracy`.
 
     Attributes:
         examples: How many.

@@ -318,7 +318,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class SelectivePlan:
-    """What `plan_by_quality` found.
+    """The result of `plan_by_quality`.
 
     Attributes:
         plan: Layers and bits.

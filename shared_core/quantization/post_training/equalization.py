@@ -33,7 +33,7 @@ from shared_core.quantization.layer_graph import LAYERS, Flow, Node, sole_user, 
 
 @dataclass(frozen=True)
 class BiasCorrectionReport:
-    """What `correct_bias` did.
+    """The result of `correct_bias`.
 
     Attributes:
         corrected: Layer → root mean square of the correction over its channels, in the order of execution.
@@ -229,7 +229,7 @@ class Link:
 
 @dataclass(frozen=True)
 class EqualizationReport:
-    """What `equalize` did.
+    """The result of `equalize`.
 
     Attributes:
         chains: Names of layers equalised together: two, or three around a depthwise convolution.

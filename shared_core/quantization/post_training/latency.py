@@ -1,4 +1,4 @@
-"""How long a model takes for one batch, in float, in bf16, and as each quantised form of it."""
+"""Time a model on one batch, in float, in bf16, and as each quantised form of it."""
 
 from __future__ import annotations
 

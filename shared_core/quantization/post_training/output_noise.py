@@ -1,4 +1,4 @@
-"""What quantisation costs the outputs, of the whole model and of each layer: signal to noise on batches of inputs."""
+"""Measure the noise of quantisation in outputs, of the whole model and of each layer: signal to noise on batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quantisation costs, and whether that is too much: bytes of each layer, and loss of quality by rules of thumb."""
+"""Judge the cost of quantisation: bytes of each layer, and loss of quality by rules of thumb."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9  # 1 − 0.995 is a hair above 0.005
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a loss of quality is worth.
+    """The verdict on a loss of quality.
 
     Attributes:
         loss: Share of the float quality that is lost; negative where quality rose.

@@ -52,7 +52,7 @@ WHERE = "quantize"
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What `quantize` did to a model.
+    """The result of `quantize`.
 
     Args:
         layers: One entry a quantised layer: scheme, range, what its weights lose, and, if asked for, what its output

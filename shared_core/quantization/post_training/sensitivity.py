@@ -1,4 +1,4 @@
-"""How much each layer's quantisation costs: by curvature, by the change of the output distribution, by its error."""
+"""Rank layers by the cost of their quantisation: curvature, change of the output distribution, or error."""
 
 from __future__ import annotations
 

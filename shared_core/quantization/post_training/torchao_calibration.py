@@ -311,7 +311,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class TorchaoReport:
-    """What a method of torchao's did to a model.
+    """The result of one of torchao's methods on a model.
 
     Attributes:
         method: ``"gptq"``, ``"awq"`` or ``"smoothquant"``.

@@ -134,7 +134,7 @@ class WeightScale:
 
 
 class InputRange:
-    """What a layer learns about its input: LSQ's scale, LSQ+'s scale and offset β = −s·z, or PACT's clip.
+    """The learned grid of a layer's input: LSQ's scale, LSQ+'s scale and offset β = −s·z, or PACT's clip.
 
     Until it has seen a step's inputs it does not know where to start. LSQ takes unsigned codes where no input was
     negative, else signed ones; PACT learns only where no input was negative, for it clips at zero: elsewhere the
@@ -188,7 +188,7 @@ class InputRange:
 
     @property
     def _steps(self) -> float:
-        """How many steps of the grid a learned magnitude is: of a range from −3σ to 3σ, or of LSQ's beginning."""
+        """Number of steps of the grid in a learned magnitude: of a range from −3σ to 3σ, or of LSQ's beginning."""
         qmin, qmax = self.codes
         return (qmax - qmin) / 6 if self.kind == "lsq_plus" else math.sqrt(qmax) / 2
 

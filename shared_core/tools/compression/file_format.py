@@ -41,7 +41,7 @@ CODINGS = get_args(Coding)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """What the index says of a tensor.
+    """The index's entry of a tensor.
 
     `coding` is ``raw`` or ``deflate`` (its bytes), ``dense`` (values, then a code of each element) or ``sparse``
     (values, then gaps between nonzero weights and their codes).
@@ -76,7 +76,7 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What the index says of a file: deflated, `size` bytes when restored, with their CRC-32."""
+    """The index's entry of a file: deflated, `size` bytes when restored, with their CRC-32."""
 
     name: str
     bytes: int
@@ -86,7 +86,7 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What a compressed file holds, in the order of the payloads: tensors, then files."""
+    """The contents of a compressed file, in the order of the payloads: tensors, then files."""
 
     tensors: tuple[TensorEntry, ...]
     ties: Mapping[str, str]

@@ -38,7 +38,7 @@ MIN_SIZE = 256
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensor:
-    """How one tensor was stored."""
+    """The encoding and size of one stored tensor."""
 
     name: str
     dtype: str
@@ -57,7 +57,7 @@ class CompressedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """What `compress` did. Sizes count every byte."""
+    """The result of `compress`. Sizes count every byte."""
 
     path: Path
     original_bytes: int

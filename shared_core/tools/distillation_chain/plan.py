@@ -1,4 +1,4 @@
-"""What a finished training left behind: its model, how large that is, what its validations found.
+"""Read a finished training: its model, how large that is, the results of its validations.
 
 Who learns from whom: the stages of a chain, checked before any of them runs.
 """
@@ -168,7 +168,7 @@ class Stage:
     number: int
     """From 1."""
     student: str | None
-    """What ``{student}`` stands for; None in a chain of generations."""
+    """The value of ``{student}``; None in a chain of generations."""
     teacher: str | None
     """A path or Hub name, or the name of the stage before; None: it learns from the labels alone."""
     flags: Mapping[str, Any]

@@ -57,7 +57,7 @@ class ChainTable:
 
     rows: tuple[ChainRow, ...]
     metric: str | None
-    """What is shown of each."""
+    """The metric that is shown of each row."""
 
     def figure(self, row: ChainRow) -> float | None:
         """Return the metric of a stage, None if it was not measured."""
@@ -65,7 +65,7 @@ class ChainTable:
 
     @property
     def known(self) -> list[str]:
-        """What validations reported."""
+        """Names of the metrics that validations reported."""
         return sorted({name for row in self.rows for name in row.metrics if name.startswith(_VALIDATION)})
 
     def json(self) -> str:

@@ -184,7 +184,7 @@ _LARGEST_CHANGE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What `export_executorch` wrote.
+    """The result of `export_executorch`.
 
     Attributes:
         path: The file.

@@ -16,7 +16,7 @@ _WHERE = "export_gguf"
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp computes a model of transformers.
+    """llama.cpp's computation of a model of transformers.
 
     Attributes:
         name: Of ``gguf.MODEL_ARCH``.

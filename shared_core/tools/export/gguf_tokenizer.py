@@ -12,7 +12,7 @@ from shared_core.errors import CompatibilityError
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _REST: "qwen2"}
-"""How text is split before merges → llama.cpp's name."""
+"""The pattern that splits text before merges → llama.cpp's name."""
 
 
 def add_tokenizer(writer: Any, folder: Path | None, size: int, where: str) -> None:

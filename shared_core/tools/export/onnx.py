@@ -431,7 +431,7 @@ _OPSETS = range(21, 24)
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What `export_onnx` wrote.
+    """The result of `export_onnx`.
 
     Attributes:
         path: The file.

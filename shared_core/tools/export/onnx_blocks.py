@@ -26,7 +26,7 @@ _PLACES = frozenset({"layer_idx", "layer_id"})
 
 @dataclasses.dataclass
 class _Call:
-    """How a block is called while the model is traced.
+    """The call of a block while the model is traced.
 
     Attributes:
         leaves: Its arguments, flattened; of a tensor its type and its axes: sizes, or the names of open ones.

@@ -113,7 +113,7 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """What one layer is written from.
+    """The tensors and options that one layer is written from.
 
     Attributes:
         codes: int8, of the weight's shape, or as rows for a transposed convolution with groups.

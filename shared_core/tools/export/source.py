@@ -1,4 +1,4 @@
-"""What is exported: a copy of the model whose layers quantise as they did in training, and its baked twin."""
+"""The model that is exported: a copy whose layers quantise as they did in training, and its baked twin."""
 
 from __future__ import annotations
 

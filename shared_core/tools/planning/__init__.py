@@ -1,4 +1,4 @@
-"""What a run needs of each device before it is started: memory and traffic, as functions of sizes and ranks."""
+"""Plan the needs of a run on each device before it is started: memory and traffic, as functions of sizes and ranks."""
 
 from shared_core.config.model_shape import Cost as Cost
 from shared_core.config.model_shape import ModelShape as ModelShape

@@ -1,4 +1,4 @@
-"""What a recipe will do to a run, told before it: the code that decides at start, on a model that is not trained."""
+"""Explain a recipe before its run: the code that decides at start, on a model that is not trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a run before it starts.
+    """The known facts about a run before it starts.
 
     Args:
         conflicts: Why it would be refused, a line each; empty: it starts.

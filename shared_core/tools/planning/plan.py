@@ -115,7 +115,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each device holds, needs at its worst moment, and sends in an optimizer step."""
+    """The memory of each device, its worst moment, and the bytes that it sends in an optimizer step."""
 
     costs: tuple[Cost, ...]
 

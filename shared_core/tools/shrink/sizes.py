@@ -42,7 +42,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class CutResult(ShrinkResult):
-    """What `shrink_to` did.
+    """The result of `shrink_to`.
 
     Attributes:
         chosen: By group, and for ``layers``, the numbers of the units that stayed.

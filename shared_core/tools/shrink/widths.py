@@ -24,7 +24,7 @@ _EPS = ("eps", "variance_epsilon", "epsilon")
 
 @dataclass(frozen=True, eq=False)
 class Rescale:
-    """How a norm over d positions becomes one over d′.
+    """The change of a norm over d positions to one over d′.
 
     The scale becomes ``(offset + γ)·√(d/d′) − offset`` and ε becomes ``ε·d/d′``: the mean square over d′ positions is
     d/d′ times that over d of which the others are zero.
@@ -201,7 +201,7 @@ def joined(changes: list[Change]) -> Plan:
 
 
 class Work:
-    """What is known of the model that is shrunk."""
+    """The known facts about the model that is shrunk."""
 
     def __init__(
         self,

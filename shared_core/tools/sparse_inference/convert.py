@@ -27,7 +27,7 @@ _FEWEST, _MOST, _SECONDS = 3, 25, 0.1
 
 @dataclass(frozen=True)
 class SparseSpeed:
-    """How much faster than the dense layer a sparse one is, by density.
+    """The speed of a sparse layer over the dense one, by density.
 
     Attributes:
         densities: Rising; the last is 0.5, or the first at which the sparse layer is slower.
@@ -173,7 +173,7 @@ _PADDING = 1.25
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What became of one linear layer.
+    """The result for one linear layer.
 
     Attributes:
         name: Of the module.
