@@ -290,6 +290,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         torch.set_num_threads(1)  # a second thread gains little with models so small, and loses much on a busy machine
     start = time.perf_counter()
     data = prepare(script)
+    memory = quickstart_report.memory_meanwhile(fresh(root / "memory")) if is_story and not script.teacher else list
     rows = story(argv, script, training, data) if is_story else [train(script, training, data)]
     try:
         for row in rows:
@@ -297,10 +298,10 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     except EffError as error:
         CONSOLE.print(f"the model is in {row['folder']}; it cannot be measured as ONNX: {error}", markup=False)
         return rows
+    memory_rows = memory()  # waits for it: nothing else runs while latencies are measured
     tokenizer, splits, _ = data
     quickstart_report.measure(rows, splits["test"], tokenizer, script.max_length)
-    memory = quickstart_report.memory(fresh(root / "memory")) if is_story and not script.teacher else []
-    quickstart_report.show(rows, memory, root, CONSOLE)
+    quickstart_report.show(rows, memory_rows, root, CONSOLE)
     CONSOLE.print(f"{time.perf_counter() - start:.0f} s in all")
     if is_story:
         CONSOLE.print(quickstart_report.YOURS, markup=False, highlight=False, soft_wrap=True)

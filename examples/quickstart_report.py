@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from rich.table import Table
 from transformers import DataCollatorWithPadding
 
 from shared_core.engine.receipt import environment
+from shared_core.errors import TrainingError
 
+MEMORY = ("--steps", "8")
+"""Options of story_less_memory_lm.py."""
 YOURS = """\
 The same for your own script of the Hugging Face Trainer, Lightning or accelerate, which stays as it is:
   eff run train.py YOUR FLAGS --distill_teacher TEACHER --prune_sparsity 0.75 --prune_granularity neuron
@@ -39,16 +44,35 @@ def measure(rows: Sequence[dict[str, Any]], test: Any, tokenizer: Any, length: i
         row["file_bytes"], row["latency_ms"] = file.stat().st_size, taken
 
 
-def memory(folder: Path, steps: int = 8) -> list[dict[str, Any]]:
-    """Return the MiB that a step of a language model's training holds, one flag more a row."""
+def memory(folder: Path, options: Sequence[str]) -> None:
+    """Write ``memory.json``: the MiB that a step of a language model's training holds, one flag more a row."""
     runs = {name: flags for name, flags in story_less_memory_lm.ROWS.items() if name != "packed activations"}
     rows, before = [], {}
-    measured = story_less_memory_lm.main(["--steps", str(steps), "--out", str(folder)], runs)
+    with folder.with_suffix(".log").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        measured = story_less_memory_lm.main([*options, "--out", str(folder)], runs)
     for name, held, _, _ in measured:
         added = {flag: value for flag, value in runs[name].items() if flag not in before}
         flags = story_less_memory_lm.flags_of(added or {"distill_teacher": folder / "teacher"})
         rows.append({"name": name.strip(". "), "flags": flags, "mib": sum(held.values())})
         before = runs[name]
+    folder.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def memory_meanwhile(folder: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Start `memory` in a process of its own, and return the function that waits for its rows.
+
+    It counts bytes, so that another core can do it while this one trains. It ends with this process.
+    """
+    # a process that is forked would share torch's threads
+    process = multiprocessing.get_context("spawn").Process(target=memory, args=(folder, MEMORY), daemon=True)
+    process.start()
+
+    def rows() -> list[dict[str, Any]]:
+        process.join()
+        if process.exitcode:
+            raise TrainingError("memory", f"the process must end with 0, got {process.exitcode}", "its error is above")
+        return json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+
     return rows
 
 

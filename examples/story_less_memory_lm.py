@@ -54,7 +54,7 @@ def load(args, vocabulary=8000):
     """Return a tokenizer and the blocks of tokens to train and to evaluate on."""
     if args.dataset:
         found = load_dataset(args.dataset, args.config)
-        texts = {name: found[name]["text"] for name in ("train", "test")}
+        texts = {name: list(found[name]["text"]) for name in ("train", "test")}
     else:
         splits = stdlib_fragments.load_fragments().splits
         texts = {name: [fragment.text for fragment in splits[name]] for name in ("train", "test")}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import quickstart
 import quickstart_data
+import quickstart_report
 import quickstart_seeds
 import stdlib_fragments
-import story_less_memory_lm
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForSequenceClassification, DataCollatorWithPadding
@@ -105,15 +105,11 @@ def test_the_tokenizer_is_made_from_the_training_split_alone(own_data, monkeypat
 def story(own_data, tmp_path_factory):
     root = tmp_path_factory.mktemp("story")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(story_less_memory_lm, "load", small_blocks)
+        texts = tmp_path_factory.mktemp("texts")
+        for split in ("train", "test"):
+            table(texts / f"{split}.csv", [("apple pear plum cherry " * 8,)] * 99, ["text"])
+        patch.setattr(quickstart_report, "MEMORY", (*quickstart_report.MEMORY, "--length=16", f"--dataset={texts}"))
         return root, quickstart.main([*own_data, *SHORT, "--labelled=12", f"--output_dir={root}"])
-
-
-def small_blocks(args):
-    """A tokenizer and blocks of tokens as the story has them, of few texts."""
-    tokenizer = stdlib_fragments.train_tokenizer(["apple pear plum cherry"], 300, 16)
-    block = torch.arange(16) + 5
-    return tokenizer, [{"input_ids": block, "labels": block}] * 64, [{"input_ids": block, "labels": block}] * 8
 
 
 def test_the_story_adds_one_technique_a_row(story):
