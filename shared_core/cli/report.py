@@ -88,6 +88,8 @@ def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
             return
         steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
         told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
+        if absent := [printable(str(run)) for run in runs if not run.exists()]:
+            told += f"; waiting for {', '.join(absent)}, not there so far"
         if found:
             write_page(target, *page_of(found), refresh=seconds)
             told += f": {printable(str(target))}"

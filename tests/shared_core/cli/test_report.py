@@ -121,6 +121,7 @@ def test_a_run_is_watched_until_its_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sys.modules["shared_core.cli.report"].time, "sleep", later)
     told = eff(run, "--watch", "--seconds", "7").output
+    assert told.startswith(f"nothing is logged yet; waiting for {run}, not there")
     assert told.index("nothing is logged yet") < told.index("step 20:") < told.index("40 steps applied")
     assert [page.count('http-equiv="refresh" content="7"') for page in pages] == [0, 1, 1]
     last = (run / "eff_report.html").read_text()
