@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,7 +129,13 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
+    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place.
+
+    Raises:
+        MatchError: If `new` is a class of ours and somebody put a forward on the layer itself, which would hide it.
+    """
+    if _is_ours(new) and not _is_ours(old):
+        _check_forward(module)
     kind = type(module)
     if kind is old:
         module.__class__ = new
@@ -136,6 +143,35 @@ def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) 
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
         module.__class__ = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
+    _renew_forward(module)
+
+
+def _renew_forward(module: nn.Module) -> None:
+    for name, value in vars(module).items():
+        if _is_forward_of(module, value):
+            vars(module)[name] = MethodType(type(module).forward, module)
+
+
+def _is_forward_of(module: nn.Module, value: object) -> bool:
+    """Return whether a value is a bound ``forward``.
+
+    accelerate's hooks, which `device_map` puts on layers, call the one that they found (``_old_forward``), and leave it
+    on the layer as ``forward`` when they are removed. Both would go on calling that of the layer's class before.
+    """
+    return isinstance(value, MethodType) and value.__self__ is module and value.__name__ == "forward"
+
+
+def _check_forward(module: nn.Module) -> None:
+    found = vars(module).get("forward")
+    if found is None or _is_ours(type(found)):  # ours looks up that of the class at every call
+        return
+    if not any(_is_forward_of(module, value) for value in (found, vars(module).get("_old_forward"))):
+        raise MatchError(
+            "layers",
+            f"forward must be that of its class, got {getattr(found, '__qualname__', found)} put on a "
+            f"{type(module).__name__} itself",
+            "do that after the technique is attached, or name the layer in skip",
+        )
 
 
 @contextlib.contextmanager
@@ -147,10 +183,12 @@ def stock_layers(model: nn.Module) -> Iterator[None]:
             stock = next(base for base in kind.__mro__ if not _is_ours(base))
             if stock is not nn.Module:  # else a layer that stands for itself
                 module.__class__ = stock
+                _renew_forward(module)
         yield
     finally:
         for module, kind in changed:
             module.__class__ = kind
+            _renew_forward(module)
 
 
 def _is_ours(kind: type) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated, evaluating
-from shared_core.modules.matching import plain_name
+from shared_core.modules.matching import change_class, plain_name
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 from shared_core.quantization.layers.plain_state import PlainState
@@ -265,7 +265,8 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
     check_pair(layer, batch_norm, "fold_pair_")
     fold = Fold(batch_norm, quantizer)
     layer.fold = fold  # type: ignore[assignment]
-    layer.__class__, batch_norm.__class__ = FOLDED[type(layer)], FOLDED[type(batch_norm)]
+    for module in (layer, batch_norm):
+        change_class(module, type(module), FOLDED[type(module)])
     return fold
 
 
@@ -277,7 +278,8 @@ def unfold_pair_(layer: nn.Module) -> None:
     """
     if type(layer) in STOCK:
         norm: Any = layer.fold.batch_norm  # type: ignore[union-attr]
-        layer.__class__, norm.__class__ = STOCK[type(layer)], STOCK[type(norm)]
+        for module in (layer, norm):
+            change_class(module, type(module), STOCK[type(module)])
         del layer.fold
 
 

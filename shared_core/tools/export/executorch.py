@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.errors import CompatibilityError, MissingExtraError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
+from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
@@ -167,7 +168,7 @@ def program_layer(
     fits = scheme.input == "none" or (scheme.activation_bits == 8 and (scheme.input == "static" or of_tokens))
     # XNNPACK clamps to 8 bits, whatever the range, and has one scale a channel
     module.by_operators = fits and not grid.block and kind not in TRANSPOSED
-    module.__class__ = _PROGRAM[kind]
+    change_class(module, type(module), _PROGRAM[kind])
 
 
 def set_output_range(module: Any, low: float, high: float) -> None:

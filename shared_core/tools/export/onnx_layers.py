@@ -17,6 +17,7 @@ from eff_kernels.quantization.group import group_codes, group_qparams
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
+from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows
 from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
 from shared_core.quantization.schemes import LayerScheme
@@ -606,4 +607,4 @@ def to_export(
     for buffer, value in tensors.items():
         module.register_buffer(buffer, value)
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
-    module.__class__ = EXPORTED[type(module)]
+    change_class(module, type(module), EXPORTED[type(module)])
