@@ -222,8 +222,8 @@ class AcceleratedLoop(ScriptLoop):
     def _place_scaler(self) -> None:
         """Give accelerate the scaler of a technique that has one, before it prepares the optimizer."""
         for technique in self.session.techniques.values():
-            if (make := getattr(technique, "make_scaler", None)) is not None:
-                self.accelerator.scaler = make(self.accelerator.device.type)
+            if (scaler := technique.make_scaler(self.accelerator.device.type)) is not None:
+                self.accelerator.scaler = scaler
                 self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
 
     def watch(self, prepared: tuple[Any, ...]) -> None:
@@ -332,9 +332,8 @@ class AcceleratedLoop(ScriptLoop):
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self._complete()
         result = method(parameters, *args, **kwargs)
-        for technique in self.session.techniques.values():
-            for peer in getattr(technique, "peers", ()):  # each by its own norm
-                method(peer.parameters(), *args, **kwargs)
+        for peer in self.peers:  # each by its own norm
+            method(peer.parameters(), *args, **kwargs)
         return result
 
     def step(self, method: Callable[..., Any], closure: Any) -> None:

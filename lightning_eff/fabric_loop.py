@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_eff._services import say
 from shared_core.config.training_time import StepsPerEpoch
+from shared_core.distributed.sharded_tensors import is_tensor_parallel
 from shared_core.engine import rank_states
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fits, loading
@@ -151,7 +152,14 @@ class FabricLoop(ScriptLoop):
         plan: tuple[int, StepsPerEpoch | None, int], calibration: Iterable[Any] | None,
     ) -> None:  # fmt: skip
         total_steps, steps_per_epoch, self._accumulate = plan
-        super().__init__(getattr(model, "_orig_mod", model), total_steps, steps_per_epoch)  # without torch.compile's
+        inner = getattr(model, "_orig_mod", model)  # without torch.compile's
+        if is_tensor_parallel(inner):
+            raise CompatibilityError(
+                "fabric",
+                "layers must be whole in a loop of Fabric, got some that are cut by tensor parallelism",
+                "take Lightning's Trainer, a loop of accelerate, or a Session in a plain loop",
+            )
+        super().__init__(inner, total_steps, steps_per_epoch)
         self.fabric, self.calibration, self._optimizer = fabric, calibration, optimizer
         self.model: Any = None
         environment = _environment(fabric, optimizer)
@@ -159,7 +167,7 @@ class FabricLoop(ScriptLoop):
         self._precision.convert_module(self.inner)  # now: techniques must see the type that is trained
         self.session = Session(recipe, front_end="fabric", services=FabricServices(self))
         for key, technique in self.session.techniques.items():
-            if hasattr(technique, "make_scaler"):
+            if technique.make_scaler(fabric.device.type) is not None:
                 raise CompatibilityError(
                     "fabric", f"{key} does not run in a loop of Fabric, which scales by itself", "drop it, or use bf16"
                 )
@@ -242,14 +250,13 @@ class FabricLoop(ScriptLoop):
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._complete()
-        peers = [peer for one in self.session.techniques.values() for peer in getattr(one, "peers", ())]
-        if not peers:
+        if not self.peers:
             return method(*args, **kwargs)
         # Each by its own norm: Fabric clips all that the optimizer holds together.
         names = ("module", "optimizer", "clip_val", "max_norm", "norm_type", "error_if_nonfinite")
         asked = {"norm_type": 2.0, "error_if_nonfinite": True, **dict(zip(names, args, strict=False)), **kwargs}
         norms = []
-        for one in (self.inner, *peers):
+        for one in (self.inner, *self.peers):
             if asked.get("max_norm") is None:
                 nn.utils.clip_grad_value_(one.parameters(), asked["clip_val"])
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -337,11 +337,20 @@ class Technique:
     def prepare_optimizers(self, context: Context) -> None:
         """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
 
+    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        return None
+
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
 
         Called again where a trainer loads the best model, and its state, at the end of a run.
         """
+
+    @property
+    def peers(self) -> Sequence[nn.Module]:
+        """Other models that the script's optimizer trains: a loop clips the gradients of each by their own norm."""
+        return ()
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the forward and the loss of each training micro-batch."""

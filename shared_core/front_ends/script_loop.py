@@ -9,9 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import is_tensor_parallel
 from shared_core.engine.session import Session
-from shared_core.errors import CompatibilityError
 
 
 class ScriptLoop:
@@ -21,21 +19,12 @@ class ScriptLoop:
         inner: The user's model.
         total_steps: Optimizer steps of the run.
         steps_per_epoch: Those of an epoch, None if unknown.
-
-    Raises:
-        CompatibilityError: If tensor parallelism has cut the model.
     """
 
     session: Session
     """Set by the front end, before anything else is called."""
 
     def __init__(self, inner: nn.Module, total_steps: int, steps_per_epoch: StepsPerEpoch | None) -> None:
-        if is_tensor_parallel(inner):
-            raise CompatibilityError(
-                "session",
-                "layers must be whole in a loop of accelerate or Fabric, got some that are cut by tensor parallelism",
-                "take a Session in a plain loop, or a trainer",
-            )
         self.inner: Any = inner
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self._surroundings: list[contextlib.AbstractContextManager[Any]] = []
@@ -48,6 +37,11 @@ class ScriptLoop:
     def is_live(self) -> bool:
         """Whether the session has begun and is not finished."""
         return self.session.is_attached and self.session.has_begun
+
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The models that techniques train beside the script's, by its optimizer."""
+        return [peer for technique in self.session.techniques.values() for peer in technique.peers]
 
     def check_positions(self) -> None:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from eff_kernels.masks import pack_bits, packed_size, unpack_bits
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
-from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.experts import StackedExperts, matrices, matrix_names
@@ -269,6 +268,15 @@ def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+@runtime_checkable
+class HidesMoments(Protocol):
+    """An optimizer whose ``state`` does not hold the moments of its parameters as tensors of their shape."""
+
+    def clear_moments_(self, parameter: Tensor, kept: Tensor) -> None:
+        """Zero what it keeps for the elements of a parameter where `kept`, a bool of its shape, is False."""
+        ...
+
+
 @torch.no_grad()
 def clear_moments_(
     optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
@@ -287,7 +295,7 @@ def clear_moments_(
     """
     for optimizer in optimizers:
         for name, weight in weights.items():
-            if isinstance(optimizer, ZeroOptimizer):
+            if isinstance(optimizer, HidesMoments):
                 optimizer.clear_moments_(weight, masks[name])
             if weight not in optimizer.state:
                 continue

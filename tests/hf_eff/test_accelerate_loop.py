@@ -209,13 +209,6 @@ def test_what_cannot_run_is_refused_before_training(make, given, error, told):
         refused(make, **given)
 
 
-def test_layers_that_are_cut_are_refused(make):
-    model = make.classifier()
-    next(model.parameters()).device_mesh = "as a DTensor has one"
-    with pytest.raises(CompatibilityError, match="layers must be whole in a loop of accelerate or Fabric"):
-        prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters()), recipe=PRUNE, total_steps=3)
-
-
 def test_fsdp_that_accelerate_would_leave_out_without_a_word_is_refused(make, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(CompatibilityError, match="FSDP was asked for, but accelerate does not shard here"):

@@ -146,5 +146,9 @@ def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
             Loop(recipe)
     with pytest.raises(ConfigError, match="total_steps must be a whole number of at least 1, got 0"):
         Loop(PRUNE, total_steps=0)
+    model = net()
+    model[0].weight.device_mesh = "as a DTensor has one"
+    with pytest.raises(CompatibilityError, match="layers must be whole in a loop of Fabric"):
+        setup(Fabric(accelerator="cpu"), model, torch.optim.SGD(model.parameters()), recipe=PRUNE, total_steps=STEPS)
     with pytest.raises(CompatibilityError, match=r"lightning_eff\.setup"):
         Loop({}, callbacks=[Pruning(sparsity=0.5)])

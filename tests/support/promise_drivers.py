@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,11 @@ class LoopServices(BareServices):
         self._model.train(training)
 
 
+def _receipt(folder: Path) -> dict[str, Any]:
+    path = Path(folder) / "eff_receipt.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def run_bare(
     recipe: Any,
     *,
@@ -124,7 +129,7 @@ def run_bare(
     model.train()
 
     def clip_each_student() -> None:
-        for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
+        for student in (model, *(peer for technique in session.techniques.values() for peer in technique.peers)):
             if clip:
                 torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
 
@@ -139,23 +144,43 @@ def run_bare(
     return Result(weights_of(model), session.receipt().values, model=model)
 
 
-def run_accelerate(
-    recipe: Any,
-    folder: Path,
-    *,
-    accumulate: int = 1,
-    dropout: float = 0.0,
-    shuffle: bool = False,
-    save_every: int | None = None,
-    save_at_batches: tuple[int, ...] = (),
-    max_steps: int = NUM_STEPS,
-    resume: Path | None = None,
-    batch_norm: bool = True,
-    batch: int = BATCH,
-    optim: str = "adamw_torch",
-    plugin: bool = True,
-    **more: Any,
-) -> Result:
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """What the loops of accelerate and Fabric are asked for; `save_at_batches` counts micro-batches."""
+
+    accumulate: int = 1
+    dropout: float = 0.0
+    shuffle: bool = False
+    save_every: int | None = None
+    save_at_batches: tuple[int, ...] = ()
+    max_steps: int = NUM_STEPS
+    resume: Path | None = None
+    batch_norm: bool = True
+    batch: int = BATCH
+    optim: str = "adamw_torch"
+    plugin: bool = True
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> tuple[LoopOptions, dict[str, Any]]:
+        """Return these options, and the others: those of the library."""
+        own = {each.name for each in fields(cls)}
+        taken = cls(**{name: value for name, value in options.items() if name in own})
+        return taken, {name: value for name, value in options.items() if name not in own}
+
+    def parts(self, recipe: Any) -> tuple[Any, Any, Any]:
+        """Return model, optimizer and loader."""
+        model = make_net(self.dropout, batch_norm=self.batch_norm, recipe=recipe)
+        loader = DataLoader(train_examples(), batch_size=self.batch // self.accumulate, shuffle=self.shuffle)  # type: ignore[arg-type]
+        return model, _optimizer(self.optim, model.parameters()), loader
+
+    def save_at(self, done: int, seen: int, complete: bool) -> int | None:
+        """Return under which number a checkpoint is kept after so many steps and micro-batches; None: there is none."""
+        if seen in self.save_at_batches:
+            return seen
+        return done if self.save_every and complete and done % self.save_every == 0 else None
+
+
+def run_accelerate(recipe: Any, folder: Path, **options: Any) -> Result:
     """A loop as accelerate's users write it, checkpoints of `save_state` by step or by micro-batch."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -164,21 +189,19 @@ def run_accelerate(
 
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
-    more |= {"cpu": DEVICE.type == "cpu", "gradient_accumulation_steps": accumulate}
+    asked, more = LoopOptions.taken_from(options)
+    more |= {"cpu": DEVICE.type == "cpu", "gradient_accumulation_steps": asked.accumulate}
     accelerator = Accelerator(project_dir=folder, **more)
-    model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
-    optimizer = _optimizer(optim, model.parameters())
-    loader = DataLoader(train_examples(), batch_size=batch // accumulate, shuffle=shuffle)  # type: ignore[arg-type]
-    prepared = (model, optimizer, loader)
-    if plugin:
-        model, optimizer, loader = prepare(accelerator, *prepared, recipe=recipe, total_steps=max_steps)
+    model, optimizer, loader = prepared = asked.parts(recipe)
+    if asked.plugin:
+        model, optimizer, loader = prepare(accelerator, *prepared, recipe=recipe, total_steps=asked.max_steps)
     else:
         model, optimizer, loader = accelerator.prepare(*prepared)
     done, seen, saved = 0, 0, {}
-    if resume:
-        accelerator.load_state(str(resume))
-        done, seen = (int(number) for number in resume.name.split("-")[1:])
-    while done < max_steps:
+    if asked.resume:
+        accelerator.load_state(str(asked.resume))
+        done, seen = (int(number) for number in asked.resume.name.split("-")[1:])
+    while done < asked.max_steps:
         model.train()
         left = accelerator.skip_first_batches(loader, seen % len(loader)) if seen % len(loader) else loader
         for inputs in left:
@@ -189,61 +212,44 @@ def run_accelerate(
                 optimizer.step()
                 optimizer.zero_grad()
             seen, done = seen + 1, done + accelerator.sync_gradients
-            if (save_every and accelerator.sync_gradients and done % save_every == 0) or seen in save_at_batches:
-                saved[seen if save_at_batches else done] = path = Path(folder) / f"state-{done}-{seen}"
+            if (at := asked.save_at(done, seen, accelerator.sync_gradients)) is not None:
+                saved[at] = path = Path(folder) / f"state-{done}-{seen}"
                 accelerator.save_state(str(path))
-            if done == max_steps:
+            if done == asked.max_steps:
                 break
     net = accelerator.unwrap_model(model)
     if accelerator.num_processes == 1:
         accelerator.end_training()  # it ends the process group, which the next run needs
-    receipt_file = Path(folder) / "eff_receipt.json"
-    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    receipt = _receipt(folder)
     return Result(weights_of(net), receipt, saved, net)
 
 
-def run_fabric(
-    recipe: Any,
-    folder: Path,
-    *,
-    accumulate: int = 1,
-    dropout: float = 0.0,
-    shuffle: bool = False,
-    save_every: int | None = None,
-    save_at_batches: tuple[int, ...] = (),
-    max_steps: int = NUM_STEPS,
-    resume: Path | None = None,
-    batch_norm: bool = True,
-    batch: int = BATCH,
-    optim: str = "adamw_torch",
-    plugin: bool = True,
-    **more: Any,
-) -> Result:
+def run_fabric(recipe: Any, folder: Path, **options: Any) -> Result:
     """A loop as Fabric's users write it, with random numbers and the place in the data in its own checkpoints."""
     from lightning_fabric import Fabric
 
     from lightning_eff import setup
 
+    asked, more = LoopOptions.taken_from(options)
     fabric = Fabric(accelerator=DEVICE.type, **{"devices": 1, **more})
     fabric.launch()
-    model = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
-    optimizer = _optimizer(optim, model.parameters())
-    data = train_examples()
-    if plugin:
-        rows = DataLoader(data, batch_size=batch // accumulate)  # type: ignore[arg-type]
-        plan = {"total_steps": max_steps, "accumulate": accumulate, "steps_per_epoch": len(rows) // accumulate}
+    model, optimizer, loader = asked.parts(recipe)
+    accumulate = asked.accumulate
+    if asked.plugin:
+        rows = DataLoader(loader.dataset, batch_size=loader.batch_size)
+        plan = {"total_steps": asked.max_steps, "accumulate": accumulate, "steps_per_epoch": len(rows) // accumulate}
         model, optimizer = setup(fabric, model, optimizer, recipe=recipe, calibration=rows, **plan)
     else:
         model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=batch // accumulate, shuffle=shuffle))  # type: ignore[arg-type]
+    loader = fabric.setup_dataloaders(loader)
     seen, saved = 0, {}
-    if resume:
+    if asked.resume:
         state = {"model": model, "optimizer": optimizer, "seen": 0, "random": rng_state()}
-        fabric.load(resume, state)
+        fabric.load(asked.resume, state)
         seen = state["seen"]
         set_rng_state(state["random"])
     model.train()
-    while seen < max_steps * accumulate:
+    while seen < asked.max_steps * accumulate:
         for inputs in itertools.islice(loader, seen % len(loader), None):
             seen += 1
             goes_on = seen % accumulate != 0
@@ -254,15 +260,14 @@ def run_fabric(
                 optimizer.step()
                 optimizer.zero_grad()
             done = seen // accumulate
-            if (save_every and not goes_on and done % save_every == 0) or seen in save_at_batches:
-                saved[seen if save_at_batches else done] = path = Path(folder) / f"{seen}.ckpt"
+            if (at := asked.save_at(done, seen, not goes_on)) is not None:
+                saved[at] = path = Path(folder) / f"{seen}.ckpt"
                 state = {"model": model, "optimizer": optimizer, "seen": seen, "random": rng_state()}
                 fabric.save(path, state)
-            if done == max_steps and not goes_on:
+            if done == asked.max_steps and not goes_on:
                 break
     fabric.save(Path(folder) / "end.ckpt", {"model": model})
-    receipt_file = Path(folder) / "eff_receipt.json"
-    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    receipt = _receipt(folder)
     return Result(weights_of(model.module), receipt, saved, model.module)
 
 
@@ -330,8 +335,7 @@ def run_hf(recipe: Any, folder: Path, *, resume: Path | str | bool | None = None
         options.setdefault("save_every", 2)
     trainer = hf_trainer(recipe, folder, **options)
     trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
-    receipt_file = Path(folder) / "eff_receipt.json"
-    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    receipt = _receipt(folder)
     saved = {int(path.name.split("-")[1]): path for path in Path(folder).glob("checkpoint-*")}
     return Result(weights_of(trainer.model), receipt, saved, trainer.model)
 
@@ -453,7 +457,7 @@ def run_lightning(
     with contextlib.suppress(FileNotFoundError), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(receipt_file))  # a run leaves none of itself among checkpoints
         trainer.fit(module, train, validate, ckpt_path=str(resume) if resume else None)
-    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    receipt = _receipt(folder)
     saved |= {int(path.stem.split("=")[1]): path for path in Path(folder).glob("step=*.ckpt")}
     return Result(weights_of(module.net), receipt, saved, module.net)
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
-from torch.utils.data import SequentialSampler
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_eff import attach
+from hf_eff import attach, prepare
 from shared_core.errors import CompatibilityError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "hf_eff"))
@@ -32,6 +33,7 @@ RECIPES = {
     "lottery": {"lottery": {"out": "ticket", "rate": 0.5, "rewind_to": 2}},
     "soup": {"soup": {"kind": "uniform", "last": 2}},
 }
+LOOPS = ("prune average", "distill", "checkpointing")
 REFUSED = {"qat": {"qat": {"scheme": "int8"}}, "lora": {"lora": {"base": "none", "rank": 2}}}
 
 
@@ -42,7 +44,7 @@ class InOrder(Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def make_trainer(folder, recipe):
+def cut_model(recipe):
     given = {}
     if PROCESSES > 1:
         from transformers.distributed import DistributedConfig
@@ -50,6 +52,31 @@ def make_trainer(folder, recipe):
         given = {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=PROCESSES)}
     if "distill" in recipe:
         recipe = {"distill": {**recipe["distill"], "teacher": make_language_model(seed=9, hidden_size=32)}}
+    return AutoModelForCausalLM.from_pretrained("start", **given), recipe
+
+
+def run_loop(folder, recipe):
+    """Train in a loop of accelerate."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    model, recipe = cut_model(recipe)
+    parallel = {"parallelism_config": ParallelismConfig(tp_size=PROCESSES)} if PROCESSES > 1 else {}
+    accelerator = Accelerator(cpu=True, **parallel)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
+    loader = DataLoader(make_texts(STEPS * 4), batch_size=4)
+    parts = prepare(accelerator, model, optimizer, loader, recipe=recipe, total_steps=STEPS)
+    model, optimizer, loader = parts
+    model.train()
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process)
+
+
+def make_trainer(folder, recipe):
+    model, recipe = cut_model(recipe)
     args = make_arguments(
         folder,
         max_steps=STEPS,
@@ -59,7 +86,6 @@ def make_trainer(folder, recipe):
         save_steps=2,
         save_only_model=True,
     )
-    model = AutoModelForCausalLM.from_pretrained("start", **given)
     trainer = InOrder(model, args, train_dataset=make_texts(STEPS * 4))
     attach(trainer, recipe)
     return trainer
@@ -78,6 +104,8 @@ def main(folder):
         trainer = make_trainer(name, recipe)
         trainer.train()
         trainer.save_model(f"{name}/final")
+    for name in LOOPS:
+        run_loop(f"{name} in a loop/final", RECIPES[name])
     told = {}
     for name, recipe in REFUSED.items():
         if PROCESSES > 1:
