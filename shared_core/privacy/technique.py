@@ -324,7 +324,8 @@ class DifferentialPrivacy(Technique):
                 all_reduce_(total, "sum")
             # Divided by the expected batch size, a constant: the true one is private.
             total.add_(drawn[place_of(parameter)].to(total)).div_(batches.expected)
-            if total.dtype == parameter.dtype and not is_sharded(parameter) and total.stride() == parameter.stride():
+            lies_alike = (total.dtype, total.device) == (parameter.dtype, parameter.device)
+            if lies_alike and not is_sharded(parameter) and total.stride() == parameter.stride():
                 parameter.grad = total
             else:
                 parameter.grad = torch.empty_like(parameter)
