@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +17,26 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
 _PIECE = 1 << 19
 _NUMPY_FROM = 1 << 16
-_NUMPY_BUFFER = 1 << 10
+_NUMPY_PIECE = 1 << 15
 _HISTOGRAM_PIECE = 1 << 18
+_Array = np.ndarray[Any, Any]
 _DIGIT = 16
 _SIGN = 1 << (_DIGIT - 1)
 _SAMPLE = 1 << 16
 
 
 @torch.no_grad()
-def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Set every element whose mask is False to exactly +0.0, in place, and leave every other bit as it is.
+def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor], fill: float = 0.0) -> None:
+    """Set every element whose mask is False to exactly `fill`, in place, and leave every other bit as it is.
 
-    The bit pattern is multiplied by 0 or 1 as an integer: unlike a floating-point product this turns NaN,
-    infinity and negative numbers into +0.0 too, and it is several times faster on CPU than ``masked_fill_``
-    or ``where``.
+    The bit pattern b becomes ``(b - f)·m + f`` as an integer, with that of `fill`, which of +0.0 is 0, and m of 0 or 1:
+    unlike a floating-point product this turns NaN, infinity and negative numbers into +0.0 too, and it is several times
+    faster on CPU than ``masked_fill_`` or ``where``.
 
     Args:
         tensors: Floating point, any shape and device; parameters too. A stride of 0 is not allowed.
         masks: bool, True = keep, each broadcastable to its tensor and on its device.
+        fill: A number of the tensors' format.
 
     Raises:
         ValueError: If the two lists differ in length.
@@ -46,35 +49,43 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """
     pairs = list(zip(tensors, masks, strict=True))
     # of one tensor torch's product is as fast
-    if len(pairs) > 1 and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
+    if not fill and len(pairs) > 1 and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
         store_zeros_([tensor.detach() for tensor in tensors], list(masks))
     else:
-        _apply_masks(pairs)
+        _apply_masks(pairs, fill)
 
 
-def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]], fill: float = 0.0) -> None:
     for tensor, mask in pairs:
-        # Zeroed as integers: a product of floats would keep the sign of -0.0 and turn inf * 0 into NaN.
+        # As integers: a product of floats would keep the sign of -0.0 and turn inf * 0 into NaN.
         bits = tensor.detach().view(_BITS[tensor.element_size()])
+        filled = int(torch.tensor(fill, dtype=tensor.dtype).view(bits.dtype)) if fill else 0
         if _numpy_is_faster(bits, mask):
-            values = bits.numpy()
-            size = np.setbufsize(_NUMPY_BUFFER)
-            try:
-                np.multiply(values, mask.numpy(), out=values)
-            finally:
-                np.setbufsize(size)
+            _multiply_in_pieces_(bits.view(-1).numpy(), mask.view(-1).numpy(), filled)
             # numpy writes behind autograd's back: a graph that saved this tensor must notice.
             torch.autograd.graph.increment_version(bits)
+        elif filled:
+            bits.sub_(filled).mul_(mask).add_(filled)
         else:
             bits.mul_(mask)
 
 
-def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
-    """Return whether a product by bool is large: there torch (2.13) widens all of it into a temporary in memory.
+def _multiply_in_pieces_(bits: _Array, mask: _Array, filled: int) -> None:
+    """Do so in pieces that stay in cache, of the mask too, which numpy multiplies by once it is of the bits' type."""
+    wide, offset = np.empty(_NUMPY_PIECE, bits.dtype), bits.dtype.type(filled)
+    for start in range(0, len(bits), _NUMPY_PIECE):
+        piece = bits[start : start + _NUMPY_PIECE]
+        factors = wide[: len(piece)]
+        np.copyto(factors, mask[start : start + _NUMPY_PIECE])
+        if filled:
+            np.subtract(piece, offset, out=piece)
+        np.multiply(piece, factors, out=piece)
+        if filled:
+            np.add(piece, offset, out=piece)
 
-    numpy widens piece by piece, into a buffer that stays in the first cache: by 1,024 numbers about twice as fast as by
-    its own 8,192, with 16, 32 and 64 bits.
-    """
+
+def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
+    """Return whether a product by bool is large: there torch (2.13) widens all of it into a temporary in memory."""
     is_eager = type(bits) is Tensor and not torch.compiler.is_compiling()
     return bits.numel() > _NUMPY_FROM and is_eager and _lie_alike(bits, mask)
 

@@ -252,7 +252,7 @@ class LotteryTicket(Technique):
     def before_optimizer_step(self, context: Context) -> None:
         """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
         if self._masks and context.gradients_mix:
-            self._masks.apply_to_gradients()
+            self._masks.apply_to_gradients(context.optimizers)
         if self.config.rewind == "none":
             self._rates_held.hold(context.optimizers, rewound=self._rewound)
 

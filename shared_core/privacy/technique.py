@@ -324,8 +324,12 @@ class DifferentialPrivacy(Technique):
                 all_reduce_(total, "sum")
             # Divided by the expected batch size, a constant: the true one is private.
             total.add_(drawn[place_of(parameter)].to(total)).div_(batches.expected)
-            parameter.grad = torch.empty_like(parameter)
-            local_part(parameter.grad).copy_(total)
+            lies_alike = (total.dtype, total.device) == (parameter.dtype, parameter.device)
+            if lies_alike and not is_sharded(parameter) and total.stride() == parameter.stride():
+                parameter.grad = total
+            else:
+                parameter.grad = torch.empty_like(parameter)
+                local_part(parameter.grad).copy_(total)
         self._sums, self._micro_batch = {}, 0
         # Counted here: the noised gradient exists, whatever the optimizer does with it.
         self._draws += 1

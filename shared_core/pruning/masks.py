@@ -114,8 +114,8 @@ class MaskStore(Mapping[str, Tensor]):
         held = [name for name in self.parts if self.weights[name] in values]
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
 
-    def apply_to_gradients(self) -> None:
-        """Set the gradient of every pruned weight to exactly +0.0.
+    def apply_to_gradients(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Set the gradient of every pruned weight to exactly +0.0, or to next to nothing where optimizers want it.
 
         Raises:
             CompatibilityError: If a gradient is sparse.
@@ -125,7 +125,7 @@ class MaskStore(Mapping[str, Tensor]):
         if len(live) != len(masks):
             masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
         try:
-            apply_mask_(self._held(live), masks)
+            apply_mask_(self._held(live), masks, _STAND_IN if all(map(is_slow_on_zeros, optimizers)) else 0.0)
         except RuntimeError:
             refuse_sparse(self._where, live)
             raise
@@ -229,18 +229,15 @@ def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, o
             )
 
 
-SLOW_ON_ZEROS = (
-    "efftrain: prune: on a CPU Adam's step takes about twice as long when half of the gradients are zeros, as those of "
-    "pruned weights are where gradients are clipped or an optimizer mixes their elements; pass fused=True to the "
-    "optimizer, whose step does not"
-)
+_STAND_IN = 2.0**-45
+"""Stands for a gradient of 0: of a norm it is nothing, and its square in second moments is an ordinary number."""
 
 
 def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer takes the square root of second moments by a kernel that is slow on zeros.
 
-    That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros, so that a step
-    with the masked gradients of a half pruned model takes more than twice as long.
+    That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
+    numbers, so that a step with the masked gradients of a half pruned model takes more than twice as long.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -385,7 +382,7 @@ class MaskPolicy:
     def shape_gradients(self, context: Context) -> None:
         """Zero the gradients of pruned weights where they would move live ones, by a norm or a mixing optimizer."""
         if self.store and context.gradients_mix:
-            self.store.apply_to_gradients()
+            self.store.apply_to_gradients(context.optimizers)
 
     def hold(self, context: Context) -> None:
         """The step was applied and masks stay: undo what momentum and weight decay did under them."""

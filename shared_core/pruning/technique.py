@@ -21,10 +21,8 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import (
-    SLOW_ON_ZEROS,
     MaskPolicy,
     check_saved,
-    is_slow_on_zeros,
     naming_nan,
     refuse_sparse,
     weights_report,
@@ -153,8 +151,6 @@ class Pruning(Technique):
             policy.listen(context.model)
         if self.config.criterion != "shapley":
             context.done_with(self.forward)
-        if context.gradients_mix and any(map(is_slow_on_zeros, context.optimizers)):
-            context.services.say(SLOW_ON_ZEROS)
         # What needs no step prunes at once, so that the very first forward is sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
             self._update(context)

@@ -175,6 +175,20 @@ def test_a_large_tensor_is_masked_as_a_small_one_and_autograd_notices(dtype):
         product.backward()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [40, kernels._NUMPY_FROM + 3])
+def test_apply_mask_fills_in_another_number_and_touches_nothing_else(dtype, size):
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    tensor[:6] = torch.tensor([math.nan, -math.inf, -0.0, math.inf, -0.0, 1e-5])
+    keep = torch.rand(size, generator=torch.Generator().manual_seed(3)) < 0.5
+    keep[:6] = torch.tensor([False, False, False, True, True, True])
+    before = tensor.clone()
+    kernels.apply_mask_([tensor], [keep], -0.125)
+    assert torch.equal(tensor[keep], before[keep])
+    assert tensor[4].signbit()
+    assert (tensor[~keep] == -0.125).all()
+
+
 def test_rank_below_covers_the_last_piece():
     scores = torch.ones(kernels._PIECE + 3)
     assert kernels.rank_below_(scores, torch.zeros(scores.shape, dtype=torch.bool)).isneginf().all()
