@@ -58,8 +58,9 @@ class LinearGRUCell(_LinearCell):
         """Return the new hidden state."""
         hidden = hx if hx is not None else input.new_zeros(*input.shape[:-1], self.hidden_size)
         (reset, update, candidate), state = self.ih(input).chunk(3, -1), self.hh(hidden).chunk(3, -1)
-        new: Tensor = torch.tanh(candidate + (reset + state[0]).sigmoid() * state[2])
-        return new + (update + state[1]).sigmoid() * (hidden - new)
+        new = torch.tanh(candidate + (reset + state[0]).sigmoid() * state[2])
+        mixed: Tensor = new + (update + state[1]).sigmoid() * (hidden - new)
+        return mixed
 
 
 def cells_as_linear(model: nn.Module) -> nn.Module:
