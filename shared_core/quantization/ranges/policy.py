@@ -18,7 +18,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.modules.experts import StackedExperts
-from shared_core.modules.weight_views import weights_of
+from shared_core.modules.weight_views import RECURRENT, weights_of
 from shared_core.numerics.deferred_checks import checked_together
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.layers.layer_quantizer import (
@@ -303,7 +303,7 @@ class NoDecay:
         self._taken = []
 
 
-OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, nn.RNNBase, StackedExperts)
+OWN_SCALES: tuple[type[nn.Module], ...] = (nn.Embedding, *RECURRENT, StackedExperts)
 """Layers whose weights are quantised with the scales that they give, neither learned nor searched."""
 
 

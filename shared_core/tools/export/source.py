@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
+from shared_core.quantization.layers.cells_as_linear import cells_as_linear
 from shared_core.quantization.layers.fake_quant_layers import (
     FAKE_QUANT,
     STOCK,
@@ -93,6 +94,7 @@ def quantized_reference(
     # their grid is needed, and the baked weight alone does not tell it.
     if after:
         apply_ranges(reference, after)
+    reference = cells_as_linear(reference)
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
     for name in names:
         check(name, reference.get_submodule(name), where)

@@ -35,15 +35,14 @@ def sensitivities(
     Raises:
         MatchError: If no layer is quantised but recurrent ones.
     """
-    from torch import nn
-
+    from shared_core.modules.weight_views import RECURRENT
     from shared_core.quantization import layer_sensitivity
     from shared_core.quantization.functional.quantizers import quantize_weight
     from shared_core.quantization.ranges.saved_ranges import saved_scheme
 
     widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
     # A recurrent layer holds several weights, which one cost would not tell apart.
-    names = [name for name in widths if not isinstance(network.get_submodule(name), nn.RNNBase)]
+    names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
     schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], WHERE) for name in names}
 
     number = itertools.count(1)

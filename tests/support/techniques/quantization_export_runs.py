@@ -25,6 +25,18 @@ class Tokens(nn.Module):
         return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
 
 
+class Cells(nn.Module):
+    """Recurrent cells, with a state and without."""
+
+    def __init__(self):
+        super().__init__()
+        self.long, self.gated = nn.LSTMCell(24, 16), nn.GRUCell(16, 16)
+
+    def forward(self, x):
+        hidden, _ = self.long(x, self.long(x))
+        return self.gated(hidden, self.gated(hidden))
+
+
 def mlp():
     return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.GELU(), nn.Linear(40, 10))
 
@@ -57,7 +69,8 @@ def transposed(groups=1):
     )
 
 
-SHAPES = {mlp: (24,), conv2d: (3, 16, 16), with_batch_norm: (3, 8, 8), conv1d: (3, 12), conv3d: (2, 4, 4, 4)}
+SHAPES = {conv2d: (3, 16, 16), with_batch_norm: (3, 8, 8), conv1d: (3, 12), conv3d: (2, 4, 4, 4)}
+SHAPES |= {mlp: (24,), Cells: (24,)}
 
 
 def examples(build, batch=8):

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from quantization_export_runs import (
+    Cells,
     Tokens,
     assert_close_in_steps,
     constants,
@@ -33,7 +34,7 @@ from shared_core.tools.export.verify import session_of
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.tools.export.onnx")
 
-BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens]
+BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens, Cells]
 
 
 @pytest.mark.sampled(3)
