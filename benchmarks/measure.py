@@ -351,14 +351,14 @@ def main(measure: Callable[..., list[Row]], **options: int) -> None:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
 
 
-def rows_of_program(module: str, *arguments: str) -> list[Row]:
+def rows_of_program(module: str, *arguments: str, kind: Callable[..., Any] = Row) -> list[Any]:
     """Run a module of this folder, as `speed.pruning`, in a process of its own with one thread; return its rows."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
         file = Path(folder) / "rows.json"
         command = python("-P", "-m", module, "--json", str(file), *arguments)
         subprocess.run(command, check=True, env={**os.environ, **threads, "PYTHONPATH": str(RESULTS.parent)})
-        return [Row(**row) for row in json.loads(file.read_text())]
+        return [kind(**row) for row in json.loads(file.read_text())]
 
 
 def today() -> str:

@@ -7,17 +7,22 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import Protocol
 
 import torch
+from digits28 import Batch
 from measure import RESULTS, Row, Runs, device, rows_of_program, today, versions
+from mnist import mnist
 
 NAMES = (
     "loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "low_rank", "distillation",
     "soup", "privacy",
 )  # fmt: skip
+
+ON_MNIST = ("compression", "privacy", "one_shot_ticket", "lottery_ticket")
 
 METHOD = """\
 Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.
@@ -25,12 +30,25 @@ Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed s
 it. ± is the standard deviation over seeds. Written by `make replicas`; other machines sum in another order, so the last
 digits will differ."""
 
+METHOD_ON_MNIST = """\
+The papers' nets and splits on the original 60,000 and 10,000 images. Accuracies, errors and bytes, no times: fixed
+seeds. ± is the standard deviation over seeds; "no worse" is yes where the mean is not worse than the paper's figure by
+more than that. Written by `make replicas DATA=FOLDER`; other machines sum in another order, so the last digits will
+differ."""
+
 
 class Measure(Protocol):
     """The interface of a replica."""
 
     def __call__(self, quick: bool, runs: Runs) -> list[Row]:
         """Return its rows."""
+
+
+class MeasureOnMnist(Protocol):
+    """What a replica on MNIST offers."""
+
+    def __call__(self, data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
+        """Return its rows, from images and labels to train on, and to test on."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -42,8 +60,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     centre = mean(values)
     if len(values) == 1:
         return f"{centre:.{digits}f}"
-    deviation = (sum((value - centre) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-    return f"{centre:.{digits}f} ± {deviation:.{digits}f}"
+    return f"{centre:.{digits}f} ± {stdev(values):.{digits}f}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -54,18 +71,62 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published figure beside ours. `met` is None where the paper says nothing that can be compared."""
+
+    what: str
+    paper: str
+    ours: str
+    why: str = ""
+    """What of ours is not as in the paper."""
+    met: bool | None = None
+
+
+def reaches(values: Sequence[float], paper: float, *, lower: bool = False) -> bool:
+    """Return whether the mean is no worse than the paper's figure by more than its own standard deviation."""
+    sign = -1 if lower else 1
+    error = stdev(values) if len(values) > 1 else 0.0
+    return sign * mean(values) + error >= sign * paper
+
+
+def published_table(rows: Sequence[Published]) -> str:
+    """Return the rows as a Markdown table."""
+    verdict = {True: "yes", False: "**no**", None: ""}
+    lines = ["| what | paper | ours | why different | no worse |", "|---|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.paper} | {row.ours} | {row.why} | {verdict[row.met]} |" for row in rows]
+    return "\n".join(lines)
+
+
 def main(measure: Measure) -> None:
     """Run one replica as a program: ``--quick`` for a look, ``--keep FILE`` to go on later, ``--json FILE``."""
+    arguments = _parser().parse_args()
+    rows = measure(arguments.quick, Runs(arguments.keep))
+    _report(rows, table(rows), arguments.json)
+
+
+def published(measure: MeasureOnMnist) -> None:
+    """Run one replica on MNIST as a program: as `main`, with ``--data FOLDER``."""
+    parser = _parser()
+    parser.add_argument("--data", type=Path, required=True, help="the four IDX files of MNIST")
+    arguments = parser.parse_args()
+    rows = measure(mnist(arguments.data), arguments.quick, Runs(arguments.keep))
+    _report(rows, published_table(rows), arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a few steps, one seed: to see that it runs")
     parser.add_argument("--keep", type=Path, help="keep finished runs here; those that are there are not run again")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = measure(arguments.quick, Runs(arguments.keep))
-    print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
+    return parser
+
+
+def _report(rows: Sequence[Row | Published], text: str, file: Path | None) -> None:
+    print(text)
+    if file:
+        file.write_text(json.dumps([asdict(row) for row in rows]))
 
 
 def run_all() -> int:
@@ -74,34 +135,46 @@ def run_all() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="a look in a minute; writes no result file")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep finished runs here and go on from them")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help=f"the four IDX files of MNIST, for {', '.join(ON_MNIST)} on it"
+    )
     arguments = parser.parse_args()
-    names = arguments.names or NAMES
-    unknown = [name for name in names if name not in NAMES]
+    known = ON_MNIST if arguments.data else NAMES
+    names = arguments.names or known
+    unknown = [name for name in names if name not in known]
     if unknown:
-        parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
+        parser.error(f"NAME must be one of {', '.join(known)}, got {unknown[0]}")
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
     sections, failed = [], []
     for name in names:
         print(f"== {name}", flush=True)
+        options = ["--quick"] * arguments.quick
+        if arguments.keep:
+            options += ["--keep", str(arguments.keep / f"{name}.jsonl")]
         try:
-            keep = ["--keep", str(arguments.keep / f"{name}.jsonl")] if arguments.keep else []
-            rows = rows_of_program(f"replica.{name}", *["--quick"] * arguments.quick, *keep)
+            if arguments.data:
+                options += ["--data", str(arguments.data)]
+                text = published_table(rows_of_program(f"papers.{name}", *options, kind=Published))
+            else:
+                text = table(rows_of_program(f"replica.{name}", *options))
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"replica {name} failed: {error}", file=sys.stderr, flush=True)
             continue
-        sections.append(f"## {name}\n\n{table(rows)}")
+        sections.append(f"## {name}\n\n{text}")
     if sections and not arguments.quick:
-        print(f"\nwrote {write(sections, names)}")
+        print(f"\nwrote {write(sections, names, arguments.data is not None)}")
     return 1 if failed else 0
 
 
-def write(sections: Sequence[str], names: Sequence[str]) -> Path:
-    suffix = "" if set(names) == set(NAMES) else "-" + "-".join(names)
+def write(sections: Sequence[str], names: Sequence[str], on_mnist: bool) -> Path:
+    known, method = (ON_MNIST, METHOD_ON_MNIST) if on_mnist else (NAMES, METHOD)
+    suffix = "-mnist" * on_mnist + ("" if set(names) == set(known) else "-" + "-".join(names))
     file = RESULTS / f"{today()}-replicas{suffix}.md"
     installed = ", ".join(f"{name} {number}" for name, number in versions().items())
-    head = f"# Replicas, {today()}\n\nDevice: {device()}, CPU, one thread. {installed}.\n\n{METHOD}"
+    title = f"# Replicas{' on MNIST' * on_mnist}, {today()}"
+    head = f"{title}\n\nDevice: {device()}, CPU, one thread. {installed}.\n\n{method}"
     file.write_text("\n\n".join([head, *sections]) + "\n", encoding="utf-8")
     return file
 

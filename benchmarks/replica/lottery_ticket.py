@@ -16,6 +16,7 @@ import copy
 import functools
 import math
 import tempfile
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from shared_core.lottery_ticket import LotterySearch
 SEEDS, BATCH, EVERY = 5, 60, 50
 ROUNDS, CONTROL_ROUND, EARLY_ROUND = 11, 10, 6
 AUGMENTATIONS = 6
-HIDDEN, OUTPUT = 0.2, 0.1
-LAYERS = ((784 * 300, HIDDEN), (300 * 100, HIDDEN), (100 * 10, OUTPUT))
+HIDDEN = 0.2
+CONTROLS = ("random_reinit", "random_mask")
+LAYERS = ((784 * 300, 1.0), (300 * 100, 1.0), (100 * 10, 0.5))  # weights, and their share of the rate
 PROTOTYPE = {4: "95.72, +0.72, 0.72x", 6: "95.67, +0.67, 0.68x", 8: "95.73, +0.73, 0.80x", 9: "",
              10: "95.75, +0.75, 0.91x", 11: "95.77, +0.77, 0.98x"}  # fmt: skip
 BETTER = (8, 9, 10, 11)  # 16.9 to 8.7 % of the weights
@@ -56,10 +58,35 @@ FIXED = Training(3000, 1.2e-3, copies=6)
 
 
 class Experiment:
-    """The training of one seed, as a function of the recipe alone."""
+    """The training of one seed, as a function of the recipe alone.
 
-    def __init__(self, seed: int, training: Training) -> None:
-        self.seed, self.rate = seed, training.rate
+    Args:
+        build: Makes the network, the same every time.
+        rate: Adam's.
+        batches: What is trained on, the same every time.
+        validation: Where the loss is measured that early stopping goes by.
+        test: Where accuracy is told.
+        every: Steps from one validation to the next.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        rate: float,
+        batches: Collection[Batch],
+        validation: Batch,
+        test: Batch,
+        every: int = EVERY,
+    ) -> None:
+        self.build, self.rate, self.batches, self.every = build, rate, batches, every
+        self.validation, self.test = validation, test
+        self.rewound: list[bool] = []
+        self.stopped: dict[str, float] = {}
+        """By the run's folder: accuracy in per cent on the test images, with the weights of the smallest loss."""
+
+    @classmethod
+    def on_digits(cls, seed: int, training: Training) -> Experiment:
+        """Return one on scikit-learn's digits."""
         generator = torch.Generator().manual_seed(seed)
         (images, labels), test = digits(seed)
         if training.copies is not None:
@@ -67,15 +94,12 @@ class Experiment:
             labels = labels.repeat(training.copies)
         chosen = torch.randint(len(images), (training.steps, BATCH), generator=generator)
         anew = training.copies is None
-        self.batches = [
+        batches = [
             ((augment(images[index], generator) if anew else images[index]).flatten(1), labels[index])
             for index in chosen
         ]
-        self.validation = self.augmented(validation_digits(seed))
-        self.test = self.augmented(test)
-        self.rewound: list[bool] = []
-        self.stopped: dict[str, float] = {}
-        """By the run's folder: accuracy in per cent on the test images, with the weights of the smallest loss."""
+        held_out = cls.augmented(validation_digits(seed))
+        return cls(functools.partial(lenet, seed), training.rate, batches, held_out, cls.augmented(test))
 
     @staticmethod
     def augmented(data: Batch) -> Batch:
@@ -84,12 +108,12 @@ class Experiment:
         return images.flatten(1), data[1].repeat(AUGMENTATIONS)
 
     def train(self, recipe: Recipe) -> None:
-        model, session = lenet(self.seed), Session(recipe)
+        model, session = self.build(), Session(recipe)
         session.attach(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True)
         session.begin([optimizer], total_steps=len(self.batches), clips_gradients=False)
         if recipe["lottery"].to_dict()["control"] == "none":
-            self.rewound.append(is_initialisation(model, lenet(self.seed)))
+            self.rewound.append(is_initialisation(model, self.build()))
         smallest, at_smallest = math.inf, model
         for step, (images, labels) in enumerate(self.batches, 1):
             F.cross_entropy(model(images), labels).backward()
@@ -97,7 +121,7 @@ class Experiment:
             optimizer.step()
             session.after_optimizer_step()
             optimizer.zero_grad()
-            if step % EVERY == 0 or step == len(self.batches):
+            if step % self.every == 0 or step == len(self.batches):
                 with torch.no_grad():
                     loss = F.cross_entropy(model(self.validation[0]), self.validation[1]).item()
                 session.evaluated({"val_loss": loss})
@@ -116,25 +140,31 @@ def is_initialisation(model: nn.Module, initial: nn.Module) -> bool:
                for now, then in pairs)  # fmt: skip
 
 
-def expected(rounds: int) -> int:
-    """Return how many weights the rule leaves."""
+def expected(rounds: int, rate: float = HIDDEN) -> int:
+    """Return how many weights the rule leaves; the output layer loses half as large a share."""
     total = 0
-    for numel, rate in LAYERS:
+    for numel, share in LAYERS:
         for _ in range(rounds):
-            numel -= round(rate * numel)
+            numel -= round(share * rate * numel)
         total += numel
     return total
 
 
-def seed_run(seed: int, training: Training, rounds: int, controlled: int | None = None) -> dict[str, Any]:
-    experiment = Experiment(seed, training)
+def seed_run(
+    experiment: Experiment,
+    rounds: int,
+    controlled: int | None = None,
+    controls: Sequence[str] = CONTROLS,
+    rate: float = HIDDEN,
+) -> dict[str, Any]:
+    """Return by round and control: accuracy at early stopping, its iteration, weights left, and what must hold."""
     search = LotterySearch(
         rounds,
-        HIDDEN,
+        rate,
         0,
         metric="val_loss",
         quality="best",
-        controls=[] if controlled is None else ["random_reinit", "random_mask"],
+        controls=[] if controlled is None else controls,
         control_rounds=[] if controlled is None else [controlled],
     )
     found: dict[str, Any] = {}
@@ -146,7 +176,7 @@ def seed_run(seed: int, training: Training, rounds: int, controlled: int | None 
             found[f"{key} reached"] = row.reached_dense_at
             found[f"{key} left"] = 100 * row.left
             if row.control == "none":
-                found[f"{key} exact"] = row.kept == expected(row.round)
+                found[f"{key} exact"] = row.kept == expected(row.round, rate)
     found["rewound"] = all(experiment.rewound)
     found["replays"] = sum(row.replay == "bit-equal" for row in curve.rows if row.control == "none")
     return found
@@ -184,8 +214,11 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
     rounds, controlled, early = (2, 2, 2) if quick else (ROUNDS, CONTROL_ROUND, EARLY_ROUND)
     capped, longer, fixed = [replace(training, steps=20) if quick else training for training in (CAPPED, LONGER, FIXED)]
 
-    def search(name: str, *arguments: Any) -> list[dict[str, Any]]:
-        return [runs.of(f"seed {seed}{name}", functools.partial(seed_run, seed, *arguments)) for seed in seeds]
+    def search(name: str, training: Training, *arguments: int) -> list[dict[str, Any]]:
+        def run(seed: int) -> dict[str, Any]:
+            return seed_run(Experiment.on_digits(seed, training), *arguments)
+
+        return [runs.of(f"seed {seed}{name}", functools.partial(run, seed)) for seed in seeds]
 
     found = search("", capped, rounds, controlled)
     found_longer = search(", longer", longer, early)

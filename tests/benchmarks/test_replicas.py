@@ -104,7 +104,7 @@ def test_it_sees_weights_that_were_not_rewound():
 
 def test_images_are_new_in_every_batch_or_copies_made_once():
     def distinct(copies):
-        experiment = lottery_ticket.Experiment(0, lottery_ticket.Training(30, 1e-3, copies))
+        experiment = lottery_ticket.Experiment.on_digits(0, lottery_ticket.Training(30, 1e-3, copies))
         return len({image.numpy().tobytes() for images, _ in experiment.batches for image in images})
 
     assert distinct(None) == 30 * 60
