@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import (
     KeyPath,
     MappingKey,
@@ -44,7 +45,7 @@ from shared_core.tools.export.source import (
     quantized_reference,
     quiet,
 )
-from shared_core.tools.export.verify import check_file, feeds, integer_nodes, probing, relative_change, session_of
+from shared_core.tools.export.verify import checking, feeds, integer_nodes, probing, relative_change, session_of
 
 # A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
@@ -110,22 +111,24 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
 
 def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
     """Return the codes of the tensors, over all batches."""
+    import onnx
+
     # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
-    with probing(file, names, "FLOAT") as session:
-        for batch in calibration:
-            batches += 1
-            try:
-                found = session.run(names, feeds(session, batch)) if names else ()
-            except Exception as error:  # onnxruntime's errors share no public base
-                raise ConfigError(
-                    "export_onnx",
-                    f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})",
-                    "pass batches like example_inputs, without labels",
-                ) from error
-            for row, value in enumerate(found):
-                bank.observe(row, torch.from_numpy(value))
+    session = probing(onnx.load(file), names, "FLOAT")
+    for batch in calibration:
+        batches += 1
+        try:
+            found = session.run(names, feeds(session, batch)) if names else ()
+        except Exception as error:  # onnxruntime's errors share no public base
+            raise ConfigError(
+                "export_onnx",
+                f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})",
+                "pass batches like example_inputs, without labels",
+            ) from error
+        for row, value in enumerate(found):
+            bank.observe(row, torch.from_numpy(value))
     if not batches:
         raise ConfigError("export_onnx", "calibration must hold batches, got none")
     bank.commit(bank.window)  # one process exports, whatever others there are
@@ -562,9 +565,10 @@ def export_onnx(
             if not (runs and verify):
                 break
             try:
-                difference, moved = check_file(file, reference, example_inputs)
-                if dynamic_length:
-                    difference = max(difference, _check_shorter(file, reference, example_inputs))
+                with checking(file, reference) as check:
+                    difference, moved = check(example_inputs)
+                    if dynamic_length:
+                        difference = max(difference, _check_shorter(check, example_inputs))
                 break
             except CompatibilityError:
                 if exact_bias:
@@ -679,34 +683,42 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
     # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime fuses.
     table = translations(getattr(onnxscript, f"opset{opset}"))
 
-    def export(module: nn.Module, args: Any, kwargs: Any, shapes: Any, **options: Any) -> Any:
+    def export(names: list[str] | None = None, optimize: bool = False) -> Any:
         return torch.onnx.export(
-            module,
+            exported,
             args,
             kwargs=kwargs,
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=shapes,
             custom_translation_table=table,
+            output_names=names,
+            optimize=optimize,
             verbose=False,
-            **options,
         )
+
+    def traced_once() -> Any:
+        outputs: list[Any] = []
+        seen = exported.register_forward_hook(lambda module, given, output: outputs.append(output))
+        program = None
+        try:
+            with contextlib.suppress(Exception), _decomposing_if_needed():
+                program = export()
+            if program is None:  # torch.onnx has some operation only once it is decomposed
+                program = export()
+        finally:
+            seen.remove()
+        for value, name in zip(program.model.graph.outputs, _names(outputs[0]) or (), strict=False):
+            value.name = name
+        return program
 
     with quiet(), torch.no_grad():
         try:
-            output = call_model(exported, inputs)
-            # A mapping of tensors (a ModelOutput) names the outputs; nested ones get the exporter's own names.
-            named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
-            names = [str(key) for key in output] if named else None
-
-            def whole() -> Any:
-                return export(exported, args, kwargs, shapes, output_names=names)
-
             program = None
             if groups:
                 with contextlib.suppress(Exception):  # the model as a whole may work, or tells what is wrong with it
-                    program = export_around_blocks(exported, shapes, groups, whole, export)
-            return whole() if program is None else program
+                    program = export_around_blocks(exported, groups, traced_once)
+            return export(_names(call_model(exported, inputs)), optimize=True) if program is None else program
         except Exception as error:  # torch.export and the exporter raise whatever the model makes them
             cause: BaseException = error
             # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.
@@ -719,9 +731,40 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             ) from error
 
 
-def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
+def _names(output: Any) -> list[str] | None:
+    """Return what the outputs are called: a mapping of tensors (a ModelOutput) names them, else the exporter does."""
+    named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
+    return [str(key) for key in output] if named else None
+
+
+@contextlib.contextmanager
+def _decomposing_if_needed() -> Iterator[None]:
+    """Keep torch.onnx from decomposing programs that hold nothing to decompose.
+
+    It does so with every program: a second trace, as long as the first, that leaves most operations as they are.
+    """
+    owner, name = torch.export.ExportedProgram, "run_decompositions"
+    decompose = getattr(owner, name)
+
+    def run(program: torch.export.ExportedProgram, table: Any = None, **options: Any) -> Any:
+        graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+        targets = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+        # what changes its inputs becomes a function there, what holds graphs of its own is looked into
+        pure = not any(isinstance(target, OpOverload) and target._schema.is_mutable for target in targets)
+        flat = not any(isinstance(target, HigherOrderOperator) for target in targets)
+        whole = table is not None and pure and flat and targets.isdisjoint(table)
+        return program if whole else decompose(program, table, **options)
+
+    setattr(owner, name, run)
     try:
-        return check_file(file, reference, one_shorter(plain(inputs)))[0]
+        yield
+    finally:
+        setattr(owner, name, decompose)
+
+
+def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> float:
+    try:
+        return check(one_shorter(plain(inputs)))[0]
     except Exception as error:  # the model's own, or onnxruntime's many
         raise CompatibilityError(
             "export_onnx",

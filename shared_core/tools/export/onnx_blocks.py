@@ -1,24 +1,27 @@
 """Blocks that a model repeats, such as the layers of an encoder: traced once, written as often as they occur.
 
 torch.export and the passes of torch.onnx take a time for each operation, and a deep model is mostly one block many
-times. The model is exported around its blocks, a block for itself, and its graph is put in where the model calls it.
+times. In one trace the first block's operations are recorded from stand-ins of its inputs, and each call of a block is
+a node; then the operations are put in place of each node, with its block's parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shared_core.modules.calls import call_model
 
-_DOMAIN = "efftrain"
+_DOMAIN, _BLOCK, _START = "efftrain", "Block", "Start"
+_OWN = ("_parameters", "_buffers", "_modules")
 _FEWEST = 3  # two traces, of the block and of the rest, take as long as two blocks
 # A block's own place among the others.
 _PLACES = frozenset({"layer_idx", "layer_id"})
@@ -29,38 +32,17 @@ class _Call:
     """The call of a block while the model is traced.
 
     Attributes:
-        leaves: Its arguments, flattened; of a tensor its type and its axes: sizes, or the names of open ones.
+        leaves: Its arguments, flattened; of a tensor its type and its axes, of which open ones have a symbol.
         spec: Their structure.
     """
 
     leaves: list[Any]
     spec: Any
 
-    def tensors(self) -> list[_Axes]:
-        """Return the tensors among the arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, _Axes)]
-
-
-@dataclasses.dataclass
-class _Axes:
-    dtype: torch.dtype
-    sizes: tuple[int | str, ...]
-
-
-class _Block(nn.Module):
-    """A block that takes its tensors and returns its tensor."""
-
-    def __init__(self, block: nn.Module, call: _Call) -> None:
-        super().__init__()
-        self.block = block
-        self.known = call
-
-    def forward(self, *tensors: Tensor) -> Any:
-        """Return the block's tensor."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, _Axes) else leaf for leaf in self.known.leaves]
-        args, kwargs = tree_unflatten(leaves, self.known.spec)
-        return next(leaf for leaf in tree_leaves(self.block(*args, **kwargs)) if isinstance(leaf, Tensor))
+    def named(self) -> _Call:
+        """Return the same with the names of symbols, once all is traced: equal axes begin with a symbol each."""
+        leaves = [(x[0], tuple(map(str, x[1]))) if isinstance(x, tuple) else x for x in self.leaves]
+        return _Call(leaves, self.spec)
 
 
 def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
@@ -144,80 +126,81 @@ def _record(seen: list[Any]) -> Callable[..., None]:
     return hook
 
 
-def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str, _Call]) -> Callable[..., Any]:
-    """Return what a block's forward is while the model is traced: one node."""
+def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str, _Call], inside: Any) -> Any:
+    """Return what a block's forward is while the model is traced: one node.
+
+    Args:
+        number: The group's.
+        name: The block's.
+        output: Its structure.
+        calls: Is added to: how the block is called.
+        inside: The block's own forward if it is the one to trace: from stand-ins of what the node takes, to its last
+            input.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        calls[name] = _Call(
-            [
-                _Axes(leaf.dtype, tuple(size if isinstance(size, int) else str(size) for size in leaf.shape))
-                if isinstance(leaf, Tensor)
-                else leaf
-                for leaf in leaves
-            ],
-            spec,
-        )
-        y = torch.onnx.ops.symbolic(
-            f"{_DOMAIN}::Block{number}",
-            tensors,
-            {"name": name},
-            dtype=tensors[0].dtype,
-            shape=tensors[0].shape,
-            version=1,
-        )
+        known = [(leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        calls[name] = _Call(known, spec)
+        given = list(tensors)
+        if inside is not None:
+            starts = iter([_symbolic(_START, [x], {"name": name, "place": i}) for i, x in enumerate(tensors)])
+            alike = [next(starts) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            own_args, own_kwargs = tree_unflatten(alike, spec)
+            made = tree_leaves(inside(*own_args, **own_kwargs))
+            given += [leaf for leaf in made if isinstance(leaf, Tensor)]
+        y = _symbolic(f"{_BLOCK}{number}", given, {"name": name})
         return tree_unflatten([y if isinstance(leaf, Tensor) else leaf for leaf in output[0]], output[1])
 
     return forward
 
 
-def _names_of(axes: dict[str, str], shapes: Any) -> Callable[..., None]:
-    """Return a hook that finds what the open axes of a model's inputs are called: symbol of the trace → name."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        for path, value in tree_flatten_with_path(kwargs or args)[0] if shapes else ():
-            found = shapes
-            for key in path:
-                found = key.get(found)
-            # Equal axes have a symbol each, until an operation needs them to be equal.
-            axes.update({str(value.shape[axis]): dim.__name__ for axis, dim in (found or {}).items()})
-
-    return hook
-
-
-def _arguments(calls: list[_Call], axes: dict[str, str]) -> tuple[tuple[Tensor, ...], dict[str, Any], Any] | None:
-    """Return arguments, keyword arguments and open axes to export a block with; None if not all are called alike."""
-    call = calls[0]
-    plain = all(isinstance(leaf, _Axes | None | bool | int | float | str) for leaf in call.leaves)
-    # An axis that is computed from others has no name.
-    named = all(size in axes for x in call.tensors() for size in x.sizes if isinstance(size, str))
-    if not plain or not named or any(one != call for one in calls):
-        return None
-    dims = {name: torch.export.Dim(name) for name in sorted(set(axes.values()))}
-    # Lengths that no other axis has by chance; torch.export takes a length of 1 for a constant.
-    lengths = dict(zip(dims, (5, 7, 11, 13), strict=False))
-    shapes = tuple(
-        {axis: dims[axes[size]] for axis, size in enumerate(x.sizes) if isinstance(size, str)} for x in call.tensors()
+def _symbolic(kind: str, tensors: list[Tensor], attributes: dict[str, Any]) -> Tensor:
+    """Return a node's output, which is as the first of its inputs."""
+    like = tensors[0]
+    y: Tensor = torch.onnx.ops.symbolic(
+        f"{_DOMAIN}::{kind}", tensors, attributes, dtype=like.dtype, shape=like.shape, version=1
     )
-    examples = tuple(
-        torch.zeros([lengths[axes[size]] if isinstance(size, str) else size for size in x.sizes], dtype=x.dtype)
-        for x in call.tensors()
-    )
-    return examples, {}, (shapes,)
+    return y
 
 
-def export_around_blocks(
-    model: nn.Module, shapes: Any, groups: list[dict[str, Any]], whole: Callable[[], Any], export: Callable[..., Any]
-) -> Any | None:
+def _alike(calls: list[_Call]) -> bool:
+    """Return whether all are called alike, with tensors and plain values."""
+    first = calls[0].named()
+    plain = all(isinstance(leaf, tuple | None | bool | int | float | str) for leaf in first.leaves)
+    return plain and all(call.named() == first for call in calls)
+
+
+@contextlib.contextmanager
+def _one_of_each(model: nn.Module, groups: list[dict[str, Any]], calls: dict[str, _Call]) -> Iterator[None]:
+    """Let the first block of each group be traced, and the others be nodes without parameters."""
+    kept: list[tuple[nn.Module, dict[str, Any]]] = []
+    blocks = [[model.get_submodule(name) for name in group] for group in groups]
+    try:
+        for number, (group, members) in enumerate(zip(groups, blocks, strict=True)):
+            for block, (name, output) in zip(members, group.items(), strict=True):
+                first = block is members[0]
+                forward = _node(number, name, output, calls, block.forward if first else None)
+                if not first:
+                    kept.append((block, {key: vars(block)[key] for key in _OWN}))
+                    vars(block).update({key: {} for key in _OWN})
+                block.forward = forward
+        yield
+    finally:
+        for block in itertools.chain(*blocks):
+            vars(block).pop("forward", None)
+        for block, own in kept:
+            vars(block).update(own)
+
+
+def export_around_blocks(model: nn.Module, groups: list[dict[str, Any]], export: Callable[..., Any]) -> Any | None:
     """Return the ONNX program of a model whose repeated blocks are traced once; None if they are called otherwise.
 
     Args:
         model: As it is exported.
-        shapes: Which axes of its inputs stay open.
         groups: Of `repeated_blocks`.
-        whole: Exports the model as it is.
-        export: Exports a module for its arguments, keyword arguments and open axes.
+        export: Exports the model as it is, without optimisation.
     """
     from onnx_ir.passes.common import (
         CommonSubexpressionEliminationPass,
@@ -228,24 +211,16 @@ def export_around_blocks(
     from onnxscript import optimizer
 
     calls: dict[str, _Call] = {}
-    axes: dict[str, str] = {}
-    watch = model.register_forward_pre_hook(_names_of(axes, shapes), with_kwargs=True)
-    try:
-        for number, group in enumerate(groups):
-            for name, output in group.items():
-                model.get_submodule(name).forward = _node(number, name, output, calls)
-        program = whole()
-    finally:
-        watch.remove()
-        for name in itertools.chain(*groups):
-            del model.get_submodule(name).forward
-    for number, group in enumerate(groups):
-        found = _arguments([calls[name] for name in group], axes)
-        if found is None:
-            return None
-        first = next(iter(group))
-        block = _Block(model.get_submodule(first), calls[first])
-        _put_in(program.model, f"Block{number}", export(block, *found, optimize=False).model, model)
+    with _one_of_each(model, groups, calls):
+        program = export()
+    if not all(_alike([calls[name] for name in group]) for group in groups):
+        return None
+    functions = [_take_out(program.model, number, next(iter(group)), model) for number, group in enumerate(groups)]
+    RemoveUnusedNodesPass()(program.model)
+    program.optimize()
+    # After that: it would put them in, and all blocks be optimised where one is.
+    for function in functions:
+        program.model.functions[function.identifier()] = function
     InlinePass()(program.model)
     optimizer.fold_constants(program.model)  # what is computed of a block's parameters, such as transposed codes
     for one in (CommonSubexpressionEliminationPass(), RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass()):
@@ -253,39 +228,71 @@ def export_around_blocks(
     return program
 
 
-def _put_in(program: Any, kind: str, traced: Any, model: nn.Module) -> None:
-    """Make a block's graph a function of the program, and each of its nodes a call with its own parameters."""
+def _take_out(program: Any, number: int, first: str, model: nn.Module) -> Any:
+    """Return the nodes of the block that was traced as a function; each block's node takes its own parameters then."""
     import onnx_ir
     from onnxscript import optimizer
 
-    graph = traced.graph
-    # Inputs before the graph is optimised, or what one block has by chance (a bias of zeros) went into all.
-    shared = {}
-    for value in tuple(graph.initializers.values()):
-        shared[value.name.removeprefix("block.")] = graph.initializers.pop(value.name).const_value
+    graph, kind = program.graph, f"{_BLOCK}{number}"
+    sites = {node.attributes.pop("name").as_string(): node for node in graph if node.op_type == kind}
+    num_inputs = len(sites[first].inputs) - 1
+    end = sites[first].inputs[-1]
+    sites[first].resize_inputs(num_inputs)
+    own = {id(value): key for key, value in _tensors(model.get_submodule(first))}
+    keys = {name: own[id(value)] for name, value in _tensors(model) if id(value) in own}
+    starts, around = _bounds(graph, first, end)
+    outer = [*around, *(value for name, value in graph.initializers.items() if name in keys)]
+    body = onnx_ir.convenience.extract(graph, [*starts.values(), *outer], [end])
+    # Parameters are inputs before the graph is optimised, or what one block has by chance (a bias of zeros) went into
+    # all.
+    for value in body.inputs:
+        body.initializers.pop(str(value.name), None)
         value.const_value = None
-        graph.inputs.append(value)
-    optimizer.optimize(traced)
-    for value in tuple(graph.initializers.values()):
-        shared[value.name] = graph.initializers.pop(value.name).const_value
-        graph.inputs.append(value)
-    function = onnx_ir.Function(_DOMAIN, kind, graph=graph, attributes=())
-    program.functions[function.identifier()] = function
-    for node in program.graph:
-        if (node.domain, node.op_type) == (_DOMAIN, kind):
-            name, place = node.attributes.pop("name").as_string(), len(node.inputs)
-            block = model.get_submodule(name)
-            own = dict(
-                itertools.chain(
-                    block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False)
-                )
-            )
-            node.resize_inputs(place + len(shared))
-            for key, constant in shared.items():
-                # What is no parameter is a constant that all blocks have.
-                value = (f"{name}.{key}", own[key]) if key in own else (f"{kind}.{key}", constant)
-                node.replace_input_with(place, _initializer(program.graph, *value))
-                place += 1
+    for place in sorted({*range(num_inputs)} - {*starts}):
+        body.inputs.insert(place, onnx_ir.val(f"unused_{place}"))
+    optimizer.optimize(onnx_ir.Model(body, ir_version=program.ir_version))
+    constants = []
+    for name, value in tuple(body.initializers.items()):
+        constants.append(_initializer(graph, f"{kind}.{name}", body.initializers.pop(name).const_value))
+        body.inputs.append(value)
+    for name, node in sites.items():
+        tensors = dict(_tensors(model.get_submodule(name)))
+        node.resize_inputs(num_inputs + len(outer) + len(constants))
+        for place, value in enumerate((*outer, *constants), num_inputs):
+            key = keys.get(value.name)
+            node.replace_input_with(place, value if key is None else _initializer(graph, f"{name}.{key}", tensors[key]))
+    return onnx_ir.Function(_DOMAIN, kind, graph=body, attributes=())
+
+
+def _bounds(graph: Any, block: str, end: Any) -> tuple[dict[int, Any], list[Any]]:
+    """Return the stand-ins of a block's inputs by their place, and what it takes of the model: an axis' length, say."""
+    starts: dict[int, Any] = {}
+    of_model, of_block = set(graph.inputs), set()
+    for node in graph:
+        if (node.domain, node.op_type) == (_DOMAIN, _START) and node.attributes["name"].as_string() == block:
+            starts[node.attributes["place"].as_int()] = node.outputs[0]
+            of_block.add(node.outputs[0])
+        elif not of_block.isdisjoint(node.inputs):
+            of_block.update(node.outputs)
+        elif not of_model.isdisjoint(node.inputs):
+            of_model.update(node.outputs)
+    around: list[Any] = []
+    seen, left = set(starts.values()), [end]
+    while left:
+        value = left.pop()
+        if value is None or value in seen:
+            continue
+        seen.add(value)
+        if value in of_model:
+            around.append(value)
+        elif value.producer() is not None:
+            left += value.producer().inputs
+    return starts, around
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _initializer(graph: Any, name: str, value: Any) -> Any:

@@ -7,6 +7,7 @@ of weight and bias are found from their values.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,17 +63,22 @@ def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | Non
     """Return codes and scales as `grid_of`, 0 as the scale of a row of zeros."""
     # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
     # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
-    largest = rows.abs().amax(1)
+    lowest, highest = rows.aminmax(dim=1)
+    largest = torch.maximum(highest, -lowest)
     codes, scale = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(largest)
-    left = torch.arange(len(rows), device=rows.device)[largest > 0]
+    left = largest.nonzero().squeeze(1)
     for steps in (qmax, *(m for m in range(1, limit + 1) if m != qmax)):
         if not len(left):
             break
-        step = largest[left] / steps
-        exact = rows[left].div_(step.unsqueeze(1))
+        some = len(left) < len(rows)
+        step = (largest[left] if some else largest) / steps
+        exact = (rows[left] if some else rows) / step.unsqueeze(1)
         rounded = exact.round()
+        below, above = exact.sub_(rounded).aminmax(dim=1)
         # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
-        fits = (exact.sub_(rounded).abs_().amax(1) <= _ON_GRID) & (rounded.amax(1) <= qmax)
+        fits = (torch.maximum(above, -below) <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
+        if fits.all() and not some:
+            return rounded.to(torch.int8), step
         codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]
         left = left[~fits]
     return None if len(left) else (codes, scale)
@@ -135,7 +141,8 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     Raises:
         CompatibilityError: If the weight is not finite, or no int8 grid holds it.
     """
-    if not bool(torch.isfinite(values).all()):
+    # smallest and largest: both are NaN if a value is
+    if values.numel() and not all(math.isfinite(value) for value in values.aminmax()):
         raise CompatibilityError(
             "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
         )
@@ -266,6 +273,7 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         opset: The onnxscript opset, 21 or newer.
     """
     from onnx import TensorProto, helper
+    from onnxscript.function_libs.torch_lib.ops import core as torchlib
 
     def byte(value: int) -> Any:
         return opset.Constant(value=helper.make_tensor("byte", TensorProto.UINT8, [], [value]))
@@ -290,6 +298,15 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         # ONNX's product has the weight as (in, out); the constant is transposed when the file is optimised.
         return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
 
+    def to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: Any = None) -> Any:
+        return opset.Cast(x, to=dtype)
+
+    def to_device(x: Any, device: Any, dtype: int, *others: Any) -> Any:
+        return opset.Cast(x, to=dtype)
+
+    def to_layout(x: Any, dtype: int | None = None, **others: Any) -> Any:
+        return opset.Identity(x) if dtype is None else opset.Cast(x, to=dtype)
+
     ops = torch.ops.efftrain
     aten = torch.ops.aten
     # From opset 23 attention is one operator.
@@ -302,6 +319,11 @@ def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
         ops.linear.default: to_linear,
         ops.integer_linear.default: to_integer_linear,
         ops.quantize_rows.default: to_quantize_rows,
+        # what transformers makes masks with: torch.onnx has these only once they are decomposed
+        aten.__and__.Tensor: torchlib.aten_bitwise_and,
+        aten.to.dtype: to_dtype,
+        aten.to.device: to_device,
+        aten.to.dtype_layout: to_layout,
     }
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,23 @@ _TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so t
 _SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
 
 
-def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, float]:
-    """Return (largest difference of the outputs, share of activation codes that moved by one).
+@contextlib.contextmanager
+def checking(file: Path, reference: nn.Module) -> Iterator[Callable[[Any], tuple[float, float]]]:
+    """Yield a function of inputs that returns (largest difference of the outputs, share of codes that moved by one).
 
     Rounding cannot be compared by outputs alone: where two float sums differ in the last bit around a tie, a code moves
     by one and with it, for a good reason, everything behind it. So the reference takes the file's codes wherever its
     own differ by one, and then everything must agree.
 
+    The function raises a CompatibilityError if an output differs by more than 1e-5 of the largest output (of 1, if that
+    is less); where inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
+
     Args:
         file: The ONNX file.
-        reference: The fake-quantising model, in evaluation.
-        inputs: As `call_model` takes them.
-
-    Raises:
-        CompatibilityError: If an output differs by more than 1e-5 of the largest output (of 1, if that is less); where
-            inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
+        reference: The fake-quantising model, in evaluation; while this is open it takes the file's codes.
     """
+    import onnx
+
     # Codes that are in the file are compared one by one; of other tokens only outputs can be.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
     unseen = any(
@@ -48,39 +48,63 @@ def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, fl
         for layer in layers
     )
     tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (TOLERANCE, 1.0)
+    model = onnx.load(file)
+    # Codes come from QuantizeLinear, or from the Clip that narrows them.
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    wanted = dict.fromkeys(
+        node.input[0]
+        for node in model.graph.node
+        if node.op_type in ("DequantizeLinear", "MatMulInteger")
+        and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
+    )
+    num_outputs = len(model.graph.output)
     # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
-    outputs, codes = _run(file, inputs)
-    reference = copy.deepcopy(reference)
+    session = probing(model, wanted, "UINT8")
+
+    def check(inputs: Any) -> tuple[float, float]:
+        found = session.run(None, feeds(session, inputs))
+        outputs = found[:num_outputs]
+        forced.begin(found[num_outputs:])
+        with torch.no_grad():
+            expected = [x for x in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(x, Tensor)]
+        if len(expected) != len(outputs):
+            raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
+        largest = 0.0
+        for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
+            # double: a float32 difference of near-equal outputs is rounding itself.
+            exact = mine.double().numpy()
+            difference = float(np.abs(exact - theirs).max(initial=0.0))
+            # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
+            if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
+                raise CompatibilityError(
+                    "export_onnx",
+                    f"output {number} of the file must equal the model's to {tolerance:g}, got a difference of "
+                    f"{difference:.3g}",
+                    "nothing was written; find the layer by exporting parts of the model",
+                )
+            largest = max(largest, difference)
+        return largest, forced.moved / max(forced.total, 1)
+
+    forced = _Forced()
     # A value on the border of two codes may fall to either side, by the last bit of a float sum, and layers behind it
     # would see another input. With the file's codes put in, everything else must agree to float precision.
-    forced = _force(reference, codes)
-    with torch.no_grad():
-        expected = [leaf for leaf in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
-    if len(expected) != len(outputs):
-        raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
-    largest = 0.0
-    for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
-        # double: a float32 difference of near-equal outputs is rounding itself.
-        exact = mine.double().numpy()
-        difference = float(np.abs(exact - theirs).max(initial=0.0))
-        # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
-        if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
-            raise CompatibilityError(
-                "export_onnx",
-                f"output {number} of the file must equal the model's to {tolerance:g}, got a difference of "
-                f"{difference:.3g}",
-                "nothing was written; find the layer by exporting parts of the model",
-            )
-        largest = max(largest, difference)
-    return largest, forced.moved / max(forced.total, 1)
+    quantizers = _force(reference, forced)
+    try:
+        yield check
+    finally:
+        for quantizer in quantizers:
+            vars(quantizer).pop("input", None)
 
 
 def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def session_of(file: Path | str, optimise: bool, save: Path | None = None) -> Any:
-    """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file."""
+def session_of(file: Path | str | bytes, optimise: bool, save: Path | None = None) -> Any:
+    """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file.
+
+    Large constants of that graph go into a file beside it.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -89,7 +113,9 @@ def session_of(file: Path | str, optimise: bool, save: Path | None = None) -> An
     options.log_severity_level = 4  # what goes wrong is raised
     if save is not None:
         options.optimized_model_filepath = str(save)
-    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
+    model = file if isinstance(file, bytes) else str(file)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def feeds(session: Any, inputs: Any) -> dict[str, Any]:
@@ -102,88 +128,72 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
-    """Return the outputs without optimisation, and the codes of every quantised activation."""
-    import onnx
-
-    model = onnx.load(file)
-    # Codes come from QuantizeLinear, or from the Clip that narrows them.
-    makers = {name: node.op_type for node in model.graph.node for name in node.output}
-    wanted = dict.fromkeys(
-        node.input[0]
-        for node in model.graph.node
-        if node.op_type in ("DequantizeLinear", "MatMulInteger")
-        and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
-    )
-    num_outputs = len(model.graph.output)
-    with probing(file, wanted, "UINT8") as session:
-        found = session.run(None, feeds(session, inputs))
-    return found[:num_outputs], found[num_outputs:]
-
-
-@contextlib.contextmanager
-def probing(file: Path, names: Iterable[str], kind: str) -> Iterator[Any]:
-    """Open a file in onnxruntime, without optimisation, with tensors of its graph as further outputs.
+def probing(model: Any, names: Iterable[str], kind: str) -> Any:
+    """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs.
 
     Args:
-        file: The ONNX file.
+        model: Of onnx; the outputs are added to it.
         names: The tensors.
         kind: Their type, as ONNX names it.
     """
     import onnx
 
-    model, element = onnx.load(file), onnx.TensorProto.DataType.Value(kind)
+    element = onnx.TensorProto.DataType.Value(kind)
     # Further outputs do not change what unoptimised nodes compute.
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
-    with scratch_folder() as folder:
-        probe = folder / "probe.onnx"
-        onnx.save(model, probe)
-        yield session_of(probe, optimise=False)
+    return session_of(model.SerializeToString(), optimise=False)
 
 
 class _Forced:
-    """Gives quantisers of a model the codes that a file found, where they are those of the same layer.
+    """Gives quantisers of a model the codes that a file found, where they are those of the same layer."""
 
-    Args:
-        codes: uint8, of every quantised activation.
-    """
+    def __init__(self) -> None:
+        self.begin([])
 
-    def __init__(self, codes: list[Any]) -> None:
-        self.codes = [torch.from_numpy(value) for value in codes]
-        self.total = self.moved = 0
+    def begin(self, codes: list[Any]) -> None:
+        """Take these from now on: uint8, of every quantised activation."""
+        # int16: uint8 minus uint8 wraps around.
+        self.codes = [torch.from_numpy(value).to(torch.int16) for value in codes]
+        self.total = self.moved = self.next = 0
 
     def take(self, mine: Tensor) -> Tensor:
         """Return the file's codes for `mine`; `mine`, if there are none that are nowhere more than one away."""
         # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
         # not do, as the exporter makes up its own.
         best, fewest = mine, int((1 - _SAME_LAYER) * mine.numel())
-        for codes in self.codes:
+        # Layers mostly come in the file's order: the next one's codes are tried first.
+        for place in (*range(self.next, len(self.codes)), *range(self.next)):
+            codes = self.codes[place]
             if codes.numel() != mine.numel():
                 continue
-            # int16: uint8 minus uint8 wraps around.
-            distance = (codes.view(mine.shape).to(torch.int16) - mine).abs()
+            codes = codes.view(mine.shape)
+            if torch.equal(codes, mine):
+                best, fewest, self.next = mine, 0, place
+                break
+            distance = (codes - mine).abs_()
             moved = int(distance.count_nonzero())
-            if moved <= fewest and int(distance.max() if distance.numel() else 0) <= 1:
-                best, fewest = codes.view(mine.shape).to(mine.dtype), moved
-                if not moved:
-                    break
+            if moved <= fewest and int(distance.max()) <= 1:
+                best, fewest, self.next = codes, moved, place
         self.total += mine.numel()
-        self.moved += int((best != mine).sum())
+        self.moved += 0 if best is mine else fewest
         return best
 
 
-def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
-    forced = _Forced(codes)
+def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
+    """Let quantisers take the file's codes; return them."""
+    changed: list[Any] = []
     for module in reference.modules():
         quantizer: Any = module.quantizer if type(module) in STOCK else None
         qparams = None if quantizer is None else quantizer.qparams(module)
         if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
+            changed.append(quantizer)
             quantizer.input = _forced_tokens(quantizer.scheme.activation_bits, forced)
         elif qparams is not None:
             # The file's codes are unsigned; `lowest` moves the model's to them.
             (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
+            changed.append(quantizer)
             quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
-    return forced
+    return changed
 
 
 def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int, forced: _Forced) -> Any:
