@@ -1,10 +1,6 @@
 """The table of TRL's scripts is the committed results, and a recount refuses files that a technique did not leave."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import published_scripts as scripts
 import pytest
@@ -41,34 +37,3 @@ def test_a_run_without_the_technique_is_no_result(saved, technique):
     for recount in RECOUNTS[technique][1]:
         with pytest.raises(RecountError):
             recount(saved)
-
-
-CELLS = [
-    ("sft", scripts.PLAIN),
-    ("sft", "prune, qat"),
-    ("sft", "distill"),
-    ("reward", scripts.PLAIN),
-    ("reward", "prune"),
-]
-TRY = """
-import json, sys
-from pathlib import Path
-import published_scripts as scripts
-folder, cells = Path(sys.argv[1]), [tuple(cell) for cell in json.loads(sys.argv[2])]
-scripts.make_inputs(folder)
-for script, technique, code, _ in [*scripts.run_cells(folder, cells)]:
-    if technique != scripts.PLAIN:
-        print(script, technique, scripts.result(folder, script, technique, code)["status"], sep=": ")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-def test_the_installed_scripts_run_with_techniques(tmp_path):
-    here = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "COLUMNS": "1000"}
-    here |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(scripts.__file__).parent)}
-    command = [sys.executable, "-P", "-c", TRY, tmp_path, json.dumps(CELLS)]
-    done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=400, check=False)
-    told = {path: path.read_text()[-2000:] for path in tmp_path.glob("*/stderr")}
-    expected = {f"{script}: {technique}: works" for script, technique in CELLS if technique != scripts.PLAIN}
-    assert {*done.stdout.splitlines()} >= expected, (done.stdout, done.stderr[-2000:], told)
