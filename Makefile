@@ -63,7 +63,7 @@ gpu-table: $(VENV)/.dev
 package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
 
-test-matrix: # MATRIX=FOLDER keeps the environments; POINT=oldest, 5.0, 5.5, 5.16 or newest runs one; some half an hour each on two cores
+test-matrix: # MATRIX=FOLDER keeps the environments; POINT=oldest, 5.0, 5.5, 5.16 or newest runs one
 	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(POINT)
 
 test-serving: $(VENV)/.dev # SERVING=FOLDER keeps the environment; some 10 minutes beside downloads, 10 more to compile llama.cpp

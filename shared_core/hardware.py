@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from eff_kernels.fp8 import multiplies_fp8
 
 _SIZE = 256
+_RENAMED = {"avx512f": "avx512_f", "asimd": "neon", "svebf16": "sve_bf16"}  # Linux's names: torch's
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def default_device() -> torch.device:
     """Return where training runs by default: the first CUDA device, or else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """Return ``torch.cpu.get_capabilities()``, or what Linux says: torch has it from 2.11 on."""
+    if (asked := getattr(torch.cpu, "get_capabilities", None)) is not None:
+        found: Mapping[str, Any] = asked()
+        return found
+    lines = _CPU_INFO.read_text(encoding="utf-8").splitlines() if _CPU_INFO.is_file() else []
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    words = f"{told.get('flags', '')} {told.get('Features', '')}".split()
+    return {_RENAMED.get(word, word): True for word in words} | {"cpu_name": told.get("model name", "unknown")}
 
 
 def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]:
@@ -31,7 +46,7 @@ def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]
         return {"tf32": recent, "bf16": bf16, "fp8": multiplies_fp8(where)}
     if where.type != "cpu":
         return {"tf32": False, "bf16": False, "fp8": False}
-    able = torch.cpu.get_capabilities()
+    able = cpu_capabilities()
     names = ("avx512_bf16", "amx_bf16", "bf16")
     return {"tf32": False, "bf16": any(bool(able.get(name)) for name in names), "fp8": False}
 

@@ -15,7 +15,7 @@ from eff_kernels.quantization.exact_sums import sums_exactly
 
 from shared_core.engine.preview import Ability
 from shared_core.engine.registry import REGISTRY
-from shared_core.hardware import matmul_hardware
+from shared_core.hardware import cpu_capabilities, matmul_hardware
 from shared_core.tools.sparse_inference.semi_structured import two_four_here
 
 _INSTRUCTIONS = (
@@ -26,7 +26,7 @@ _INSTRUCTIONS = (
 
 def devices() -> list[dict[str, Any]]:
     """Return the CPU, then each GPU: name, cores and instructions, or compute capability and memory in bytes."""
-    able = torch.cpu.get_capabilities()
+    able = cpu_capabilities()
     cpu = {
         "device": "cpu", "name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "instructions": [name for name in _INSTRUCTIONS if able.get(name)],
@@ -54,7 +54,7 @@ def formats(device: torch.device) -> dict[str, str]:
         'emulated in float32: slower than without'
     """
     multiplies = matmul_hardware(device)
-    able = torch.cpu.get_capabilities()
+    able = cpu_capabilities()
     on_gpu = device.type == "cuda"
     fp16 = on_gpu or bool(able.get("avx512_fp16") or able.get("amx_fp16"))
     integers = on_gpu or sums_exactly("linear")

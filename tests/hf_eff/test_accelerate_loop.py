@@ -22,6 +22,8 @@ from shared_core.engine.receipt import Receipt
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import STEPS_VARIABLE
 
+pytestmark = pytest.mark.matrix
+
 PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
 STEPS = 4
 

@@ -9,6 +9,8 @@ from transformers import Trainer
 from hf_eff import Pruning
 from hf_eff._older_versions import OlderLoop
 
+pytestmark = pytest.mark.matrix
+
 LOSSES = torch.rand(12, generator=torch.Generator().manual_seed(0)).split(1)
 
 

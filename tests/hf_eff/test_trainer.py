@@ -19,6 +19,8 @@ from hf_eff import (
 )
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 
+pytestmark = pytest.mark.matrix
+
 PRUNE = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
 QAT = {"scheme": "int8", "begin": 2}
 

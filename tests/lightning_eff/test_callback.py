@@ -27,6 +27,8 @@ from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchE
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.reports.run_folder import read_run
 
+pytestmark = pytest.mark.matrix
+
 PRUNE = {"sparsity": 0.5, "end": 0.5, "every": 2}
 QAT = {"scheme": "int8", "begin": 0.2}
 RECIPE = {"prune": PRUNE, "qat": QAT}

@@ -10,6 +10,8 @@ from lightning_eff.front_end import FRONT_END
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 
+pytestmark = pytest.mark.matrix
+
 
 def parse(namespace, *arguments):
     cli = importlib.import_module(f"{namespace}.cli")

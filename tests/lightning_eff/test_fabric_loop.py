@@ -12,6 +12,8 @@ from lightning_eff import Pruning, setup
 from shared_core import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, ReceiptError, TrainingError
 
+pytestmark = pytest.mark.matrix
+
 PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
 STEPS = 4
 

@@ -94,7 +94,7 @@ def saved_weights(folder):
     ("launcher", "script"),
     [
         *(("torchrun", script) for script in SCRIPTS),
-        ("torchrun-command", "module"),
+        pytest.param("torchrun-command", "module", marks=pytest.mark.matrix),
         ("torchrun-module", "loop"),
         ("accelerate", "trainer"),
         ("accelerate", "module"),

@@ -41,7 +41,11 @@ STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "keys",
-    [*((key,) for key in [*TRAINED, *VARIANTS]), tuple(key for key in TOGETHER if key != "soup")],
+    [
+        *(pytest.param((key,), marks=pytest.mark.matrix) for key in TRAINED),
+        *((key,) for key in VARIANTS),
+        tuple(key for key in TOGETHER if key != "soup"),
+    ],
     ids="+".join,
 )
 def test_parity_of_loops_lightning_and_hf(keys, tmp_path):
@@ -54,6 +58,7 @@ def test_parity_of_loops_lightning_and_hf(keys, tmp_path):
         assert other.receipt["steps"]["applied"] == bare.receipt["steps"]["applied"] == NUM_STEPS
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("front_end", RUNS)
 def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_path):
     run, options = RUNS[front_end], {"dropout": 0.3, "shuffle": True}
@@ -65,7 +70,10 @@ def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_p
 
 
 @pytest.mark.sampled(20)
-@pytest.mark.parametrize(("key", "front_end"), CASES)
+@pytest.mark.parametrize(
+    ("key", "front_end"),
+    [pytest.param(*case, marks=() if case[0] in TRAINED else pytest.mark.matrix) for case in CASES],
+)
 def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
     result = RUNS[front_end](recipe_of(key), tmp_path, save_every=2)
     assert len(result.checkpoints) >= 4
@@ -84,6 +92,7 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
             make_net(recipe=(key,)).load_state_dict(weights, strict=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_end, tmp_path, monkeypatch):
     images = torch.stack([row["x"] for row in eval_examples()]).to(DEVICE)

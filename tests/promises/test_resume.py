@@ -6,13 +6,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from promise_drivers import difference, run_accelerate, run_fabric, run_hf, run_lightning, saved_state
-from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
+from promise_table import EVERYTHING, FEW_RUNS, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
 from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
 
 from shared_core.engine.state_file import load_state
 
 FRESH = Path(__file__).parents[1] / "support" / "fresh_run.py"
+IN_MATRIX = pytest.mark.matrix
 ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
 
 
@@ -21,7 +22,7 @@ def in_turn(shift):
     for i, keys in enumerate(ROWS):
         name = "+".join(keys) if len(keys) < 3 else "all"
         turned = [STOPS[(i + shift + k) % len(STOPS)] for k in range(len(STOPS))]
-        yield pytest.param(keys, sorted(turned[:3]), id=name)
+        yield pytest.param(keys, sorted(turned[:3]), id=name, marks=IN_MATRIX if keys in FEW_RUNS else ())
         yield pytest.param(keys, sorted(turned[3:]), id=f"{name}-more", marks=pytest.mark.slow)
 
 
@@ -77,7 +78,11 @@ LOOPS = {"accelerate": (run_accelerate, {"soup", "dp"}), "fabric": (run_fabric, 
 @pytest.mark.parametrize(
     ("loop", "keys"),
     [
-        (loop, tuple(key for key in keys if key not in refused))
+        pytest.param(
+            loop,
+            tuple(key for key in keys if key not in refused),
+            marks=IN_MATRIX if keys in FEW_RUNS else (),
+        )
         for loop, (_, refused) in LOOPS.items()
         for keys in (*((key,) for key in EVERYTHING if key not in refused), TOGETHER)
     ],

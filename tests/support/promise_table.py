@@ -152,6 +152,8 @@ TOGETHER: tuple[str, ...] = ()
 for _key in EVERYTHING:
     _alone = TECHNIQUES[_key].in_16_bit or any(refusal(_key, other) for other in TOGETHER)
     TOGETHER += () if _alone else (_key,)
+FEW_RUNS = (TOGETHER, *((key,) for key in EVERYTHING if key not in TOGETHER))
+"""Every technique, in as few runs as can hold them."""
 
 
 def recipe_of(*keys: str) -> dict[str, Any]:

@@ -197,7 +197,9 @@ def machine() -> dict[str, str]:
     """Return the CPU, its instructions for int8 and bf16 products, and torch's version."""
     import torch
 
-    able = torch.cpu.get_capabilities()
+    from shared_core.hardware import cpu_capabilities
+
+    able = cpu_capabilities()
     names = ("avx2", "avx512_f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "i8mm", "bf16")
     return {
         "cpu": str(able.get("cpu_name", "unknown")),

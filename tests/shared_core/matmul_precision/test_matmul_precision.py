@@ -10,7 +10,7 @@ from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.receipt import environment
 from shared_core.engine.technique import BareServices, Context
 from shared_core.errors import ConfigError
-from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.hardware import cpu_capabilities, float32_matmul_format, float32_matmul_precision, matmul_hardware
 from shared_core.matmul_precision import technique as matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
 from shared_core.matmul_precision.technique import MatmulPrecision
@@ -226,3 +226,27 @@ def test_a_16_bit_loss_is_said_once_and_is_in_the_report():
     assert resumed.loss_dtype.report() == technique.loss_dtype.report()
     assert not resumed.loss_dtype.see(loss)
     assert LossDtype().report() == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "expected", "name"),
+    [
+        (
+            "model name\t: A Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16\n",
+            ("avx2", "avx512_f", "avx512_bf16"),
+            "A Xeon",
+        ),
+        ("Features\t: fp asimd sve bf16 svebf16\n", ("neon", "sve", "bf16", "sve_bf16"), "unknown"),
+        (None, (), "unknown"),
+    ],
+)
+def test_a_torch_that_tells_no_instructions_leaves_them_to_linux(told, expected, name, tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(hardware, "_CPU_INFO", tmp_path / "cpuinfo")
+    if told is not None:
+        (tmp_path / "cpuinfo").write_text(told)
+    able = cpu_capabilities()
+    assert able["cpu_name"] == name
+    assert all(able[one] for one in expected)
+    assert not {"amx_bf16", "avx512_vnni"} & able.keys()
+    assert matmul_hardware("cpu")["bf16"] == ("bf16" in " ".join(expected))
