@@ -94,7 +94,9 @@ def install(engine: str, folder: Path) -> str | None:
         return None
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = [folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", INSTALLED[engine]], text=True, capture_output=True, check=False)
+    # what a compiler takes for this processor's own instructions (AMX) is not always allowed in a virtual machine
+    flags = {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"} | os.environ
+    done = subprocess.run([*pip, "install", INSTALLED[engine]], text=True, capture_output=True, check=False, env=flags)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     if engine == "vLLM":

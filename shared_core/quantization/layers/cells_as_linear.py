@@ -41,7 +41,7 @@ class _LinearCell(nn.Module):
 
 
 class LinearLSTMCell(_LinearCell):
-    """What `torch.nn.LSTMCell` computes."""
+    """`torch.nn.LSTMCell` on two linear layers."""
 
     def forward(self: Any, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return the new hidden state and the new cell state."""
@@ -52,7 +52,7 @@ class LinearLSTMCell(_LinearCell):
 
 
 class LinearGRUCell(_LinearCell):
-    """What `torch.nn.GRUCell` computes."""
+    """`torch.nn.GRUCell` on two linear layers."""
 
     def forward(self: Any, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """Return the new hidden state."""
