@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,7 +35,8 @@ from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
-from shared_core.tools.export.onnx_layers import to_export, translations
+from shared_core.tools.export.onnx_layers import EXPORTED, check_exportable, to_export, translations
+from shared_core.tools.export.onnx_recurrent import RECURRENT, recurrent_translations, to_export_recurrent
 from shared_core.tools.export.source import (
     arguments,
     baked_copy,
@@ -538,7 +539,7 @@ def export_onnx(
     if dynamic_length:
         check_length(plain(example_inputs))
     unsigned = wants_unsigned(weight_codes)
-    reference, names = quantized_reference(model, "export_onnx")
+    reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
         raise MatchError(
             "export_onnx",
@@ -626,7 +627,10 @@ def _exportable(
     exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
     shared: dict[int, Any] = {}
     for name, layer in layers.items():
-        to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
+        if type(layer) in RECURRENT:
+            to_export_recurrent(name, layer, schemes[name], qparams[name], shared)
+        else:
+            to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
     return exported, float_layers(exported)
 
 
@@ -681,7 +685,8 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
 
     args, kwargs = arguments(inputs)
     # Our operators stay whole through torch.export; here each becomes the ONNX nodes that onnxruntime fuses.
-    table = translations(getattr(onnxscript, f"opset{opset}"))
+    operators = getattr(onnxscript, f"opset{opset}")
+    table = translations(operators) | recurrent_translations(operators)
 
     def export(names: list[str] | None = None, optimize: bool = False) -> Any:
         return torch.onnx.export(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import change_class
-from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows
+from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
 from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
 from shared_core.quantization.schemes import LayerScheme
 
@@ -153,7 +153,7 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
     block = 0
     if scheme.weight == "group":
-        block = scheme.group_size
+        block = scheme.group_of(rows.shape[1])
         if scheme.affine:  # q − z is stored
             qmax = min(127, 2**bits - 1)
         limit = qmax
@@ -173,7 +173,7 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         codes, scale = codes * factor, scale / factor
     codes = codes.view(rows.shape)
     if block:
-        if module.__class__ is nn.Embedding or isinstance(module, nn.Linear):
+        if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
             return Quantized(codes, scale.view(len(rows), -1), 1, block)
         raise CompatibilityError(
             "export_onnx",
@@ -386,7 +386,7 @@ _BIAS_TOLERANCE = 1e-6
 INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
 
 
-class _Exported(nn.Module):
+class Exported(nn.Module):
     """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if they are quantised, input and bias."""
 
     scheme: LayerScheme
@@ -441,7 +441,7 @@ def multiplies_token_codes(module: nn.Module, scheme: LayerScheme) -> bool:
     return isinstance(module, nn.Linear) and scheme.input == "token" and symmetric
 
 
-class ExportLinear(_Exported, nn.Linear):
+class ExportLinear(Exported, nn.Linear):
     """A linear layer; one Gemm on a matrix, whatever the axes of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ class ExportLinear(_Exported, nn.Linear):
         return y
 
 
-class _ExportConv(_Exported):
+class _ExportConv(Exported):
     def forward(self: Any, input: Tensor) -> Tensor:
         x = self.quantized_input(input)
         return self._conv_forward(x, self.quantized_weight(), self.quantized_bias())  # type: ignore[no-any-return]
@@ -485,7 +485,7 @@ class ExportConv3d(_ExportConv, nn.Conv3d):
     """A 3-d convolution."""
 
 
-class _ExportTransposed(_Exported):
+class _ExportTransposed(Exported):
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         x = self.quantized_input(input)
         weight = self.quantized_weight()
@@ -506,7 +506,7 @@ class ExportConvTranspose3d(_ExportTransposed, nn.ConvTranspose3d):
     """A transposed 3-d convolution."""
 
 
-class ExportEmbedding(_Exported, nn.Embedding):
+class ExportEmbedding(Exported, nn.Embedding):
     """An embedding that gathers codes and dequantises those alone."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -543,18 +543,25 @@ def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
         )
 
 
-def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None:
+def check_exportable(
+    name: str, module: Any, where: str = "export_onnx", kinds: Mapping[type[nn.Module], Any] = EXPORTED
+) -> None:
     """Refuse a fake-quantising layer that no exported file can hold as it is.
+
+    Args:
+        name: The layer's.
+        module: The layer.
+        where: The function, for errors.
+        kinds: The stock layers that the format has.
 
     Raises:
         CompatibilityError: Naming the layer, and what would work.
     """
     scheme: LayerScheme = module.quantizer.scheme
-    if STOCK[type(module)] not in EXPORTED:
+    if STOCK[type(module)] not in kinds:
         raise CompatibilityError(
             where,
-            f"{name} must be one of {', '.join(kind.__name__ for kind in EXPORTED)}, got "
-            f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form",
+            f"{name} must be one of {', '.join(kind.__name__ for kind in kinds)}, got {STOCK[type(module)].__name__}",
             "skip it in qat",
         )
     if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
@@ -565,9 +572,11 @@ def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None
         )
     if getattr(module, "max_norm", None) is not None:
         raise CompatibilityError(where, f"{name} must have no max_norm, which rescales rows", "skip it in qat")
-    weight: Tensor = module.weight
-    if weight.dtype != torch.float32:
-        raise CompatibilityError(where, f"{name} must be float32, got {weight.dtype}", "call model.float() first")
+    if getattr(module, "proj_size", 0):
+        raise CompatibilityError(where, f"{name} must have no proj_size, which ONNX lacks", "skip it in qat")
+    for weight in weights_of(module).values():
+        if weight.dtype != torch.float32:
+            raise CompatibilityError(where, f"{name} must be float32, got {weight.dtype}", "call model.float() first")
 
 
 @torch.no_grad()
