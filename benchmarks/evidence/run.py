@@ -210,39 +210,31 @@ def halved() -> dict[str, Any]:
 
 
 def voices() -> dict[str, Any]:
-    """Quantised LSTM of the speaker encoder, beside torch's dynamic quantisation of the same weights."""
-    from shared_core.cli.quantized_models import load_quantized
-
+    """Quantised LSTM of the speaker encoder, as files, beside torch's dynamic quantisation of the same weights."""
     model, _ = models.voice_encoder()
     mel, who = models.utterances()
+    eff("export models:voice_encoder --out made/voice.onnx")
+    files = {"float": "voice.onnx"}
+    for scheme in ("int8_weight", "int4_weight", "int8_dynamic"):
+        eff(f"quantize models:voice_encoder --scheme {scheme} --out made/voice-{scheme}")
+        eff(f"export models:voice_encoder --weights made/voice-{scheme} --out made/voice-{scheme}.onnx")
+        files[scheme] = f"voice-{scheme}.onnx"
+    dynamic = torch.ao.quantization.quantize_dynamic
+    peer = dynamic(models.voice_encoder()[0], {nn.LSTM, nn.Linear}, dtype=torch.qint8)
+    found = timed(files, mel[:1]) | {"peer": {}}
     with torch.no_grad():
         whole = model(mel)
-    made: dict[str, tuple[nn.Module, int]] = {}
-    for scheme in ("int8_dynamic", "int8_weight", "int4_weight"):
-        eff(f"quantize models:voice_encoder --scheme {scheme} --out made/voice-{scheme}")
-        ours, _ = models.voice_encoder()
-        folder = MADE / f"voice-{scheme}"
-        load_quantized(ours, folder)
-        report = json.loads((folder / "eff_quantization.json").read_text())
-        made[scheme] = (ours, report["bytes"]["quantized"])
-    peer, _ = models.voice_encoder()
-    peer = torch.ao.quantization.quantize_dynamic(peer, {nn.LSTM, nn.Linear}, dtype=torch.qint8)
-    found = {}
-    for name, each in {"float": model, **{k: v[0] for k, v in made.items()}, "peer": peer}.items():
-        with torch.no_grad():
-            embeddings = each(mel)
-        likeness = (embeddings * whole).sum(1)
-        rate = models.equal_error_rate(embeddings, who)
-        without = [models.equal_error_rate(embeddings[who != k], who[who != k]) for k in range(len(sound.VOICES))]
-        error = ((len(without) - 1) ** 2 / len(without)) ** 0.5 * float(
-            np.std(without, ddof=1)
-        )  # jackknife over voices
-        found[name] = {
+        embeddings = {name: onnx(file)(mel)[0] for name, file in files.items()} | {"peer": peer(mel)}
+    for name, each in embeddings.items():
+        likeness = (each * whole).sum(1)
+        rate = models.equal_error_rate(each, who)
+        without = [models.equal_error_rate(each[who != k], who[who != k]) for k in range(len(sound.VOICES))]
+        # jackknife over voices
+        error = ((len(without) - 1) ** 2 / len(without)) ** 0.5 * float(np.std(without, ddof=1))
+        found[name] |= {
             "cosine": f"{likeness.mean():.5f} ± {likeness.std() / len(likeness) ** 0.5:.5f}",
             "quality": f"{100 * rate:.2f} ± {100 * error:.2f} %",
         }
-        if name in made:
-            found[name]["bytes of codes"] = made[name][1]
     return found
 
 

@@ -55,11 +55,11 @@ class _ExportRecurrent(Exported):
         return found
 
 
-class ExportLSTM(_ExportRecurrent, nn.LSTM):
+class ExportLSTM(_ExportRecurrent, nn.LSTM):  # type: ignore[misc]
     """`torch.nn.LSTM` of codes."""
 
 
-class ExportGRU(_ExportRecurrent, nn.GRU):
+class ExportGRU(_ExportRecurrent, nn.GRU):  # type: ignore[misc]
     """`torch.nn.GRU` of codes."""
 
 
