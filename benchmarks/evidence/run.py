@@ -1,4 +1,4 @@
-"""Compress three pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py``.
+"""Compress three pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py [NAME ...]``.
 
 Every command is printed and run as a user runs it; a run that was cut off goes on. Writes the tables into
 ``benchmarks/results/``. Needs the packages that the Makefile names.
@@ -6,7 +6,6 @@ Every command is printed and run as a user runs it; a run that was cut off goes 
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -274,6 +273,8 @@ def main() -> None:
         "crepe-taught": taught,
     }
     chosen = sys.argv[1:] or list(cases)
+    if unknown := [name for name in chosen if name not in cases]:
+        sys.exit(f"evidence: names must be of {', '.join(cases)}, got {', '.join(unknown)}")
     text = [f"# Pretrained networks\n\n{device()}, {today()}, torch {versions()['torch']}.\n"]
     for name in chosen:
         found = runs.of(name, cases[name])
