@@ -38,7 +38,10 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The file, or of compressed-tensors and torchao the folder.")] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt."),
+        typer.Option(
+            help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt. Without "
+            "that file beside them weights are in float."
+        ),
     ] = None,
     length: Annotated[
         int | None,

@@ -24,7 +24,7 @@ def model_and_inputs(
 
     Args:
         model: A folder, or ``module:function``.
-        weights: For the model of a function: what qat saved.
+        weights: For the model of a function: what qat saved, or weights in float.
         length: Tokens of the example inputs of a folder's model.
         default_length: The same where none is given; None: a model that reads tokens needs one.
         traced: Whether torch.export will trace a folder's model.
@@ -66,7 +66,8 @@ def model_and_inputs(
             "eff export", f"{model} must return (model, example_inputs), got a model alone", "return both"
         )
     if weights is not None:
-        load_quantized(network, weights)
+        load = load_quantized if _has_ranges(weights) else load_weights
+        load(network, weights, "eff export")
     return network, example
 
 
@@ -82,6 +83,14 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
     return inputs
+
+
+def _has_ranges(weights: Path) -> bool:
+    """Return whether a file or folder is what qat saved, or may be: weights without what qat writes are in float."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, LIGHTNING_META
+
+    folder = weights if weights.is_dir() else weights.parent
+    return weights.suffix == ".ckpt" or any((folder / name).exists() for name in (DEPLOYMENT_FILE, LIGHTNING_META))
 
 
 def _saved_ranges(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """The command eff export: files that either trainer saved become ONNX, and what it refuses."""
 
 import json
+import runpy
 import sys
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from quantization_export_runs import examples, expected, mlp, run, trained
@@ -146,9 +148,21 @@ def test_the_command_refuses(room):
         with pytest.raises(error, match=message):
             eff(*arguments)
     save_file({"0.weight": model[0].weight.detach()}, room / "model.safetensors")
-    with pytest.raises(CheckpointError, match="must hold what a model needs beside its weights"):
-        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
-    write_deployment(room, {"qat": {"ranges": ranges}})
-    with pytest.raises(CheckpointError, match="must hold the weights of the model, got missing"):
-        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
+    for deployment in ({}, {"qat": {"ranges": ranges}}):
+        if deployment:
+            write_deployment(room, deployment)
+        with pytest.raises(CheckpointError, match="must hold the weights of the model, got missing"):
+            eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
     assert not (room / "m").exists()
+
+
+def test_weights_that_qat_did_not_write_are_exported_in_float_and_that_is_told(room):
+    plain, inputs = runpy.run_path("export_task.py")["build"]()
+    with torch.no_grad():
+        plain[0].weight.mul_(2)
+    save_file(plain.state_dict(), room / "model.safetensors")
+    result = eff("export_task:build", "--weights", "model.safetensors", "--out", "m.onnx")
+    assert "all of it in float" in result.output
+    session = onnxruntime.InferenceSession(room / "m.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    assert np.allclose(found, plain(inputs).detach().numpy(), atol=1e-5)
