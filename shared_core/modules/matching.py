@@ -138,34 +138,34 @@ def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) 
         _check_forward(module)
     kind = type(module)
     if kind is old:
-        module.__class__ = new
+        _set_class(module, new)
     else:  # FSDP2 gives a module that it shards a class of its own, made of its mixin and the class it had
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
-        module.__class__ = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
-    _renew_forward(module)
+        _set_class(module, type(kind.__name__.replace(old.__name__, new.__name__), bases, own))
 
 
-def _renew_forward(module: nn.Module) -> None:
-    for name, value in vars(module).items():
-        if _is_forward_of(module, value):
-            vars(module)[name] = MethodType(type(module).forward, module)
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    names = [name for name, value in vars(module).items() if _is_own_forward(module, value)]
+    module.__class__ = kind
+    for name in names:
+        vars(module)[name] = MethodType(kind.forward, module)
 
 
-def _is_forward_of(module: nn.Module, value: object) -> bool:
-    """Return whether a value is a bound ``forward``.
+def _is_own_forward(module: nn.Module, value: object) -> bool:
+    """Return whether a value is the bound ``forward`` of a module's class.
 
     accelerate's hooks, which `device_map` puts on layers, call the one that they found (``_old_forward``), and leave it
     on the layer as ``forward`` when they are removed. Both would go on calling that of the layer's class before.
     """
-    return isinstance(value, MethodType) and value.__self__ is module and value.__name__ == "forward"
+    return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward
 
 
 def _check_forward(module: nn.Module) -> None:
     found = vars(module).get("forward")
     if found is None or _is_ours(type(found)):  # ours looks up that of the class at every call
         return
-    if not any(_is_forward_of(module, value) for value in (found, vars(module).get("_old_forward"))):
+    if not any(_is_own_forward(module, value) for value in (found, vars(module).get("_old_forward"))):
         raise MatchError(
             "layers",
             f"forward must be that of its class, got {getattr(found, '__qualname__', found)} put on a "
@@ -182,13 +182,11 @@ def stock_layers(model: nn.Module) -> Iterator[None]:
         for module, kind in changed:
             stock = next(base for base in kind.__mro__ if not _is_ours(base))
             if stock is not nn.Module:  # else a layer that stands for itself
-                module.__class__ = stock
-                _renew_forward(module)
+                _set_class(module, stock)
         yield
     finally:
         for module, kind in changed:
-            module.__class__ = kind
-            _renew_forward(module)
+            _set_class(module, kind)
 
 
 def _is_ours(kind: type) -> bool:

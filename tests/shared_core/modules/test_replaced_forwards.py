@@ -1,6 +1,7 @@
 """Layers whose forward somebody put on the layer itself: a technique's class is reached through it, or refused."""
 
 import functools
+from types import MethodType
 
 import pytest
 import torch
@@ -50,10 +51,18 @@ def test_hooks_of_accelerate_call_the_layer_as_the_technique_made_it(wrapped, ke
     assert all(torch.equal(*pair) for pair in zip(expected, got, strict=True))
 
 
+def forward(layer, x):
+    return 2 * nn.Linear.forward(layer, x)
+
+
 @pytest.mark.parametrize("key", RECIPES)
-def test_another_forward_put_on_a_layer_is_refused_and_the_model_left_as_it_was(key):
+@pytest.mark.parametrize(
+    "other", [lambda layer: functools.partial(layer.forward), lambda layer: MethodType(forward, layer)]
+)
+def test_another_forward_put_on_a_layer_is_refused_and_the_model_left_as_it_was(other, key):
     model = net()
-    model[3].forward = functools.partial(model[3].forward)
+    model[3].forward = put = other(model[3])
     with pytest.raises(MatchError, match=r"layers: forward must be that of its class, got .* put on a Linear itself"):
         outputs(model, {key: RECIPES[key]})
     assert [type(layer) for layer in model] == [type(layer) for layer in net()]
+    assert model[3].forward is put
