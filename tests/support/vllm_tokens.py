@@ -49,9 +49,11 @@ def main(file: Path) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
+    job = json.loads(file.read_text())
+    if job["dtype"] == "float32":  # vLLM 0.32 takes its AMX kernels there too, and these refuse what is not of 16 bits
+        torch.cpu._is_amx_tile_supported = lambda: False
     if not torch.cpu._is_amx_tile_supported():
         multiply_experts_in_torch()
-    job = json.loads(file.read_text())
     engine = LLM(
         job["folder"],
         skip_tokenizer_init=True,
