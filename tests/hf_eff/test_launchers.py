@@ -1,4 +1,4 @@
-"""Launchers that train in processes of their own, under `eff run`: TRL's command, accelerate's, torchrun."""
+"""TRL's script under `eff run`, and launchers that train in processes of their own: TRL's, accelerate's, torchrun."""
 
 import json
 import os
@@ -72,12 +72,13 @@ def zeros(folder):
 @pytest.mark.parametrize(
     "command",
     [
+        pytest.param([*EFF, "trl.scripts.sft", "--config", "sft.yaml"], marks=pytest.mark.matrix),
         [*EFF, TRL, "sft", "--config", "sft.yaml"],
         [*EFF, "accelerate.commands.launch", "-m", "trl.scripts.sft", "--config", "sft.yaml"],
         [*EFF, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trl.scripts.sft", "--config",
          "sft.yaml"],
     ],
-    ids=["trl", "accelerate", "torchrun"],
+    ids=["script", "trl", "accelerate", "torchrun"],
 )  # fmt: skip
 def test_a_launcher_hands_the_techniques_on(room, command):
     done = run(*command, "--prune_sparsity", "0.75", "--prune_scope", "local")
