@@ -20,8 +20,15 @@ def lightning(version: str) -> list[str]:
     return [f"pytorch-lightning=={version}", f"lightning=={version}"]
 
 
-POINTS = {  # the Python, then torch and the others
-    "oldest": ["3.12", "torch==2.10.*", "transformers==4.57.*", "accelerate==1.8.*", *lightning("2.5.0")],
+POINTS = {  # the Python, then torch and the others; Triton's interpreter (3.6, of torch 2.10) fails with newer NumPy
+    "oldest": [
+        "3.12",
+        "torch==2.10.*",
+        "transformers==4.57.*",
+        "accelerate==1.8.*",
+        *lightning("2.5.0"),
+        "numpy==2.3.*",
+    ],
     "5.0": ["3.11", "torch==2.11.*", "transformers==5.0.*", "accelerate==1.10.*", *lightning("2.5.6")],
     "5.5": ["3.11", "torch==2.13.*", "transformers==5.5.4", "accelerate==1.11.*", *lightning("2.6.1")],
     "5.16": ["3.11", "torch==2.13.*", "transformers==5.16.1", "accelerate==1.13.*", *lightning("2.6.4")],
