@@ -57,6 +57,7 @@ def pytest_runtest_setup(item):
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4.57 leaves a run's there for the next
     if len(sys.modules) > _modules + MANY_MODULES:
         _freeze()
 

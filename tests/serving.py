@@ -69,7 +69,7 @@ CASES = {
 # What an engine lacks, beside what is refused: transformers loads neither zero points beside other schemes nor experts.
 LACKS = {
     "transformers": ("int8_dynamic and int4_weight", "int8_dynamic, float experts", "int8_dynamic, experts"),
-    "torchao": ("int8", "int8_dynamic, float experts", "fp8, FP8 cache"),
+    "torchao": ("int8", "int8_dynamic, float experts", "int8_dynamic, experts", "fp8, FP8 cache"),
     "llama.cpp": ("fp8", "int8_dynamic, float experts", "fp8, FP8 cache"),
 }
 # An engine's mean difference of log-probs over the float model's. vLLM rounds as training did, sums in another order
