@@ -45,7 +45,7 @@ class Measure(Protocol):
 
 
 class MeasureOnMnist(Protocol):
-    """What a replica on MNIST offers."""
+    """The interface of a replica on MNIST."""
 
     def __call__(self, data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
         """Return its rows, from images and labels to train on, and to test on."""
@@ -79,7 +79,7 @@ class Published:
     paper: str
     ours: str
     why: str = ""
-    """What of ours is not as in the paper."""
+    """How ours differs from the paper."""
     met: bool | None = None
 
 

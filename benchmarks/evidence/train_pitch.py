@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 @dataclass
 class Pitch:
-    """What is trained: module:function."""
+    """The network to train, as module:function."""
 
     model: str
 

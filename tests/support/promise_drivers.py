@@ -146,7 +146,7 @@ def run_bare(
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What the loops of accelerate and Fabric are asked for; `save_at_batches` counts micro-batches."""
+    """Options of the loops of accelerate and Fabric; `save_at_batches` counts micro-batches."""
 
     accumulate: int = 1
     dropout: float = 0.0

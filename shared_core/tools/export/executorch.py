@@ -152,7 +152,7 @@ def program_layer(
         qparams: Scale and signed zero point of a static input.
         shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
     """
-    grid = shared_grid(name, module, scheme, shared)
+    grid = shared_grid(name, module, module.weight, scheme, shared)
     # int64, the dtype that dequantize_per_channel has zero points in.
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
     kind = type(module)

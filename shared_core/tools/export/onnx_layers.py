@@ -189,11 +189,11 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
 
 
-def shared_grid(name: str, module: Any, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
+def shared_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
     """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
-    key = id(module.weight)
+    key = id(weight)
     if key not in shared:
-        shared[key] = weight_grid(name, module, module.weight.detach(), scheme)
+        shared[key] = weight_grid(name, module, weight.detach(), scheme)
     return shared[key]
 
 
@@ -579,6 +579,24 @@ def check_exportable(
             raise CompatibilityError(where, f"{name} must be float32, got {weight.dtype}", "call model.float() first")
 
 
+def input_grid(scheme: LayerScheme, qparams: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the buffers of a static input, from its scale and signed zero point."""
+    scale, zero_point = qparams
+    # moved to unsigned codes: 0 is then the smallest value of what a ReLU gives, and the ReLU folds
+    return {"input_scale": scale, "input_zero_point": (zero_point - scheme.input_range[0]).to(torch.uint8)}
+
+
+def hold_codes_(
+    module: nn.Module, tensors: Mapping[str, Tensor], kinds: Mapping[type[nn.Module], type[nn.Module]]
+) -> None:
+    """Give a layer its codes as buffers, and its class of `kinds`; its float weight and bias have been read."""
+    restore(module)
+    vars(module).pop("quantized_range", None)  # the buffers say it now, and blocks that differ in them alone are alike
+    for buffer, value in tensors.items():
+        module.register_buffer(buffer, value)
+    change_class(module, type(module), kinds[type(module)])
+
+
 @torch.no_grad()
 def to_export(
     name: str,
@@ -598,7 +616,7 @@ def to_export(
         shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
         exact_bias: Whether a convolution's bias must be exact even where it then runs in float.
     """
-    grid = shared_grid(name, module, scheme, shared)
+    grid = shared_grid(name, module, module.weight, scheme, shared)
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
@@ -611,10 +629,8 @@ def to_export(
     weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
     tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
     if qparams is not None:
-        input_scale, zero_point = qparams
-        lowest = scheme.input_range[0]
-        # moved to unsigned codes: 0 is then the smallest value of what a ReLU gives, and the ReLU folds
-        tensors |= {"input_scale": input_scale, "input_zero_point": (zero_point - lowest).to(torch.uint8)}
+        input_scale, _ = qparams
+        tensors |= input_grid(scheme, qparams)
         if module.bias is not None and not grid.block:
             # Absolute, on the layer's output: far below what the written file is checked with.
             tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
@@ -632,10 +648,5 @@ def to_export(
             if found is not None:
                 zeros = torch.zeros(len(module.bias), dtype=torch.int32)
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
-    # Only now: the layer's float weight and bias were read above.
-    restore(module)
-    vars(module).pop("quantized_range", None)  # the buffers say it now, and blocks that differ in them alone are alike
-    for buffer, value in tensors.items():
-        module.register_buffer(buffer, value)
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
-    change_class(module, type(module), EXPORTED[type(module)])
+    hold_codes_(module, tensors, EXPORTED)

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import weights_of
-from shared_core.quantization.layers.fake_quant_layers import restore
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.onnx_layers import Exported, Quantized, dequantize, weight_grid
+from shared_core.tools.export.onnx_layers import Exported, Quantized, dequantize, hold_codes_, input_grid, shared_grid
 
 # The gates of a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.
 _GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
@@ -86,19 +84,14 @@ def to_export_recurrent(
     tensors: dict[str, Tensor] = {}
     grids: dict[str, tuple[int, int]] = {}
     for key, weight in weights_of(module).items():
-        grid = shared.setdefault(id(weight), weight_grid(f"{name}.{key}", module, weight.detach(), scheme))
+        grid = shared_grid(f"{name}.{key}", module, weight, scheme, shared)
         zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
         tensors |= {f"{key}_codes": grid.codes, f"{key}_scale": grid.scale, f"{key}_zero_point": zeros}
         grids[key] = grid.axis, grid.block
     if qparams is not None:
-        tensors["input_scale"] = qparams[0]
-        tensors["input_zero_point"] = (qparams[1] - scheme.input_range[0]).to(torch.uint8)
-    restore(module)
-    vars(module).pop("quantized_range", None)
-    for buffer, value in tensors.items():
-        module.register_buffer(buffer, value)
+        tensors |= input_grid(scheme, qparams)
     module.scheme, module.grids = scheme, grids
-    change_class(module, type(module), RECURRENT[type(module)])
+    hold_codes_(module, tensors, RECURRENT)
 
 
 def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
