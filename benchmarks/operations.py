@@ -18,6 +18,7 @@ Call = Callable[[], Any]
 FLUSHED = 512 << 20  # bytes, several times any L2
 FEWEST, ROUNDS = 5, 50
 GPU_SECONDS, CPU_SECONDS = 2.0, 1.0  # for all calls of a case
+CYCLES, LONGEST_SLEEP = 1.98e9, 0.02  # of a Hopper's clock in a second; seconds
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def timed(calls: Mapping[str, Call], device: torch.device, rounds: int = ROUNDS)
         return in_turn({name: _clocked(call) for name, call in calls.items()}, rounds=rounds, seconds=CPU_SECONDS)
     waste = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
     times: Times = {name: [] for name in calls}
-    names, start = list(calls), time.perf_counter()
+    names, hosts, start = list(calls), host_seconds(calls, device), time.perf_counter()
     for i in range(rounds):
         if i >= FEWEST and time.perf_counter() - start > GPU_SECONDS:
             break
@@ -115,12 +116,27 @@ def timed(calls: Mapping[str, Call], device: torch.device, rounds: int = ROUNDS)
         for name in names[first:] + names[:first]:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             waste.zero_()
+            # until the host has launched all of a call: what is timed is the device
+            torch.cuda._sleep(int(CYCLES * min(LONGEST_SLEEP, 2 * hosts[name])))
             begin.record()
             calls[name]()
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end) / 1e3)
     return times
+
+
+def host_seconds(calls: Mapping[str, Call], device: torch.device) -> dict[str, float]:
+    """Return what each call takes of the host, which launches while the GPU does something else; on a CPU nothing."""
+    found = {}
+    for name, call in calls.items() if device.type == "cuda" else ():
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(int(CYCLES * LONGEST_SLEEP))
+        start = time.perf_counter()
+        for _ in range(FEWEST):
+            call()
+        found[name] = (time.perf_counter() - start) / FEWEST
+    return found
 
 
 def _clocked(call: Call) -> Callable[[], float]:
@@ -177,6 +193,7 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
     peaks = {name: peak_of(call, at.device) for name, call in calls.items()}
     times = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3))
     seconds = {name: statistics.median(found) for name, found in times.items()}
+    hosts = {name: f" (host {1e3 * found:.3f})" for name, found in host_seconds(calls, at.device).items()}
     bound = Spread.of([1e3 * value for value in times["ours"]])
     shares = []
     if case.moved:
@@ -185,9 +202,12 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
         shares.append(f"{case.flops / seconds['ours'] / best.flops:.2f} of a bf16 product")
     return Row(
         case.name,
-        f"{bound.text(3)} ms",
+        f"{bound.text(3)} ms{hosts.get('ours', '')}",
         "; ".join(
-            [*(f"{name} {1e3 * seconds[name]:.3f} ms" for name in peers), *(f"{k}: {v}" for k, v in reasons.items())]
+            [
+                *(f"{name} {1e3 * seconds[name]:.3f} ms{hosts.get(name, '')}" for name in peers),
+                *(f"{name}: {reason}" for name, reason in reasons.items()),
+            ]
         ),
         "; ".join(f"{ratio(times, 'ours', name).text()} of {name}" for name in peers),
         f"{peaks['ours'] / MIB:.0f} MiB" + "".join(f", {name} {peaks[name] / MIB:.0f}" for name in peers),

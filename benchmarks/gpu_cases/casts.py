@@ -94,7 +94,8 @@ def nvfp4(at: At) -> Case:
         {name: partial(peer, x) for name, peer in peers.items()},
         # the scale of the tensor needs a pass of its own
         moved=8 * x.numel(),
-        tolerance=1e-4,
+        # on a GPU torchao multiplies by reciprocals of scales, and some halves of a step round the other way
+        tolerance=1e-4 if at.device.type == "cpu" else 0.03,
     )
 
 

@@ -122,6 +122,8 @@ def per_group(at: At) -> Case:
         both(lambda w: fake_quantize_groups(w, 32, 4, symmetric=True), weight, grad=grad),
         {name: both(peer, weight, grad=grad) for name, peer in peers.items()},
         moved=4 * weight.numel(),
+        # halves of a step are common in bfloat16, and where a scale is an ulp off they round the other way
+        tolerance=0.03,
         # torchao divides by 7.5 and has the code -8
         unlike=("torchao", "torchao compiled"),
     )
@@ -179,6 +181,8 @@ def lsq(at: At, channels: bool) -> Case:
         both(ours, x, scale, grad=grad),
         peers,
         moved=10 * x.numel(),
+        # the gradient of a scale sums as many terms of either sign as there are elements, inductor in float32
+        tolerance=0.1,
         # its gate is on the rounded code, and its gradients are so too
         unlike=("torch._fake_quantize_learnable",),
     )

@@ -170,7 +170,6 @@ def quantize_all(sources: Sequence[Source], dtype: torch.dtype, block: Block, ro
         return [_quantize(source, dtype, block, rounding) for source in sources]
     from eff_kernels._triton.fp8 import quantize_triton
 
-    sources = [source._replace(x=source.x.detach()) for source in sources]
     is_near = all(source.seen is not None and source.seen.device == source.x.device for source in sources)
     given = sources if is_near else [source._replace(seen=None) for source in sources]
     found = []

@@ -154,11 +154,10 @@ class ScaledArithmetic:
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
         """Return matrices and their transposes, cast at once where they have blocks alike, and remembered once."""
-        found = []
-        for operand, quantized in zip(operands, self._quantized(operands, both), strict=True):
-            known = operand._replace(record=False, scaled=quantized.matrix)
-            found.append((known, known._replace(scaled=quantized.transposed)))
-        return found
+        return [
+            (Operand(x, role, False, quantized.matrix), Operand(x, role, False, quantized.transposed))
+            for (x, role, _, _), quantized in zip(operands, self._quantized(operands, both), strict=True)
+        ]
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
         """Return the product, on the device's scaled matmul or with the same numbers emulated."""

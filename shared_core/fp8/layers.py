@@ -104,10 +104,64 @@ class LayerFp8:
         record = training and torch.is_grad_enabled()
         saved_block = self.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
         x = input.reshape(-1, weight.shape[1])
-        y: Tensor = fp8_linear(x, weight, self.handle, record, list(saved_block))[0]
+        if _runs_at_once(x, weight):
+            y: Tensor = _AtOnce.apply(x, weight, self, record, saved_block)  # type: ignore[no-untyped-call]
+        else:
+            y = fp8_linear(x, weight, self.handle, record, list(saved_block))[0]
         if bias is not None:
             y = y + bias.to(y.dtype)
         return y.view(*input.shape[:-1], weight.shape[0])
+
+    def forward_product(
+        self, x: Tensor, weight: Tensor, record: bool, saved_block: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the operator `fp8_linear` does."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, weight.shape[0]), *_empty_codes(x, saved_block)
+        a, b = Operand(x, "input", record), Operand(weight, "weight", record)
+        a, turned, b = self.forward_operands(a, b, bool(saved_block))
+        y = self.multiply("forward", a, b, x.dtype)
+        if not saved_block or turned.scaled is None:
+            return y, *_empty_codes(x, [])
+        codes, scale, block = turned.scaled
+        # the same strides on every device, which a compiled graph counts on
+        return y, codes.view(torch.uint8), outer_major(scale) if block == (1, 128) else scale
+
+    def grad_input(self, gradient: Tensor, weight: Tensor, record: bool) -> Tensor:
+        """Return what the operator `fp8_grad_input` does."""
+        if gradient.shape[0] == 0:
+            return gradient.new_empty(0, weight.shape[1])
+        a, b = Operand(gradient, "gradient", record), self._weight_turned(weight)
+        return self.multiply("grad_input", a, b, gradient.dtype)
+
+    def grad_weight(
+        self, gradient: Tensor, x: Tensor, scale: Tensor | None, record: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what the operator `fp8_grad_weight` does."""
+        if gradient.shape[0] == 0:
+            return gradient.new_zeros(gradient.shape[1], _in_features(x, scale), dtype=dtype)
+        a, b = Operand(tokens_last(gradient), "gradient", record), self._input_turned(x, scale)
+        return self.multiply("grad_weight", a, b, dtype)
+
+    def grads(
+        self, gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, record: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the operator `fp8_grads` does."""
+        if gradient.shape[0] == 0:
+            return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
+        ((a, b),) = self.layouts(Operand(gradient, "gradient", record), both=[True])
+        grad_input = self.multiply("grad_input", a, self._weight_turned(weight), gradient.dtype)
+        return grad_input, self.multiply("grad_weight", b, self._input_turned(x, scale), weight.dtype)
+
+    def _weight_turned(self, weight: Tensor) -> Operand:
+        kept = self.kept_weight(weight, record=False)
+        return kept.turned if kept is not None else Operand(weight.t(), "weight", False)
+
+    def _input_turned(self, x: Tensor, scale: Tensor | None) -> Operand:
+        if scale is None:
+            return Operand(tokens_last(x), "input", False)
+        high, wide = self.arithmetic.saved_block
+        return Operand(x, "input", False, Scaled(x.view(torch.float8_e4m3fn), scale, (high, wide)))
 
     def layouts(self, *operands: Operand, both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
         """Return matrices and their transposes as operands of two products; see `Arithmetic`."""
@@ -141,8 +195,9 @@ class LayerFp8:
         kept, parameter = self.kept, self._kept_parameter(weight)
         if kept is None or parameter is None or kept.version != self._version_of(parameter) or record > kept.recorded:
             return None
-        before, now = ((w.data_ptr(), w.dtype, w.shape, w.stride()) for w in (kept.weight, weight))
-        return kept if before == now else None
+        before, now = kept.weight, weight
+        same = before.data_ptr() == now.data_ptr() and before.dtype == now.dtype and before.shape == now.shape
+        return kept if same and before.stride() == now.stride() else None
 
     def _kept_parameter(self, weight: Tensor) -> Tensor | None:
         # while a session evaluates, weights may be others without a trace
@@ -157,7 +212,8 @@ class LayerFp8:
         return parameter._version, self.watch.casts if self.watch is not None else 0
 
     def _observed(self, operand: Operand) -> Operand:
-        return operand._replace(record=operand.record and self.watch is not None and self.watch.observing)
+        unobserved = operand.record and (self.watch is None or not self.watch.observing)
+        return operand._replace(record=False) if unobserved else operand
 
 
 class KeptWeight(NamedTuple):
@@ -195,20 +251,10 @@ def fp8_linear(
         saved_block: The block of the codes of xᵀ, which are bytes (in_features, tokens and zeros up to a multiple of
             16); empty: there are none, nor a scale.
     """
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[0]), *_empty_codes(x, saved_block)
-    layer = _layer(handle)
-    a, b = Operand(x, "input", record), Operand(weight, "weight", record)
-    a, turned, b = layer.forward_operands(a, b, bool(saved_block))
-    y = layer.multiply("forward", a, b, x.dtype)
-    if not saved_block or turned.scaled is None:
-        return y, *_empty_codes(x, [])
-    codes, scale, block = turned.scaled
-    # the same strides on every device, which a compiled graph counts on
-    return y, codes.view(torch.uint8), outer_major(scale) if block == (1, 128) else scale
+    return _layer(handle).forward_product(x, weight, record, saved_block)
 
 
-def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
+def _empty_codes(x: Tensor, saved_block: Sequence[int]) -> tuple[Tensor, Tensor]:
     (tokens, columns), scale = x.shape, [0]
     if saved_block:
         high, wide = saved_block
@@ -224,11 +270,7 @@ def _empty_codes(x: Tensor, saved_block: list[int]) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("efftrain::fp8_grad_input", mutates_args=(), tags=_TAGS)
 def fp8_grad_input(gradient: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
     """Return ``g w``, the gradient of the input, in the type of g: (tokens, out_features)."""
-    if gradient.shape[0] == 0:
-        return gradient.new_empty(0, weight.shape[1])
-    layer = _layer(handle)
-    a, b = Operand(gradient, "gradient", record), _weight_turned(layer, weight)
-    return layer.multiply("grad_input", a, b, gradient.dtype)
+    return _layer(handle).grad_input(gradient, weight, record)
 
 
 @torch.library.custom_op("efftrain::fp8_grad_weight", mutates_args=(), tags=_TAGS)
@@ -245,11 +287,7 @@ def fp8_grad_weight(
         record: As there.
         dtype: Type of the result.
     """
-    if gradient.shape[0] == 0:
-        return gradient.new_zeros(gradient.shape[1], _in_features(x, scale), dtype=dtype)
-    layer = _layer(handle)
-    a, b = Operand(tokens_last(gradient), "gradient", record), _input_turned(layer, x, scale)
-    return layer.multiply("grad_weight", a, b, dtype)
+    return _layer(handle).grad_weight(gradient, x, scale, record, dtype)
 
 
 @torch.library.custom_op("efftrain::fp8_grads", mutates_args=(), tags=_TAGS)
@@ -257,24 +295,7 @@ def fp8_grads(
     gradient: Tensor, x: Tensor, scale: Tensor | None, weight: Tensor, handle: Tensor, record: bool
 ) -> tuple[Tensor, Tensor]:
     """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, the gradient cast for both at once."""
-    if gradient.shape[0] == 0:
-        return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
-    layer = _layer(handle)
-    ((a, b),) = layer.layouts(Operand(gradient, "gradient", record), both=[True])
-    grad_input = layer.multiply("grad_input", a, _weight_turned(layer, weight), gradient.dtype)
-    return grad_input, layer.multiply("grad_weight", b, _input_turned(layer, x, scale), weight.dtype)
-
-
-def _weight_turned(layer: LayerFp8, weight: Tensor) -> Operand:
-    kept = layer.kept_weight(weight, record=False)
-    return kept.turned if kept is not None else Operand(weight.t(), "weight", False)
-
-
-def _input_turned(layer: LayerFp8, x: Tensor, scale: Tensor | None) -> Operand:
-    if scale is None:
-        return Operand(tokens_last(x), "input", False)
-    high, wide = layer.arithmetic.saved_block
-    return Operand(x, "input", False, Scaled(x.view(torch.float8_e4m3fn), scale, (high, wide)))
+    return _layer(handle).grads(gradient, x, scale, weight, record)
 
 
 def _in_features(x: Tensor, scale: Tensor | None) -> int:
@@ -329,6 +350,42 @@ def _backward(ctx: Any, gradient: Tensor, *unused: None) -> tuple[Tensor | None,
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _runs_at_once(*tensors: Tensor) -> bool:
+    """Return whether nothing stands between a call and its arithmetic that has to see an operator."""
+    return (
+        all(map(is_plain, tensors))
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+class _AtOnce(torch.autograd.Function):
+    """`fp8_linear` and its gradients without torch's dispatch of operators, which takes as long as all of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: LayerFp8, record: bool, saved_block: Sequence[int]) -> Any:
+        y, codes, scale = layer.forward_product(x, weight, record, saved_block)
+        ctx.layer, ctx.record = layer, record
+        saved = ((codes, scale) if saved_block else (x, None)) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(*saved, weight)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, weight = ctx.saved_tensors
+        of_input, of_weight, *_ = ctx.needs_input_grad
+        grad_input = grad_weight = None
+        if of_input and of_weight:
+            grad_input, grad_weight = ctx.layer.grads(gradient, x, scale, weight, ctx.record)
+        elif of_input:
+            grad_input = ctx.layer.grad_input(gradient, weight, ctx.record)
+        elif of_weight:
+            grad_weight = ctx.layer.grad_weight(gradient, x, scale, ctx.record, weight.dtype)
+        return grad_input, grad_weight, None, None, None
 
 
 class Fp8Layer(nn.Module):

@@ -1,5 +1,6 @@
 """Every launch lowers to Triton's own language, specialised as on a GPU, over the sizes that make a difference."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,10 @@ import addresses
 import launches
 import pytest
 import stand_in_driver
+import torch
+import triton
+import triton.language as tl
+from eff_kernels._triton.launch import remembering
 from stand_in_driver import ARCHITECTURES
 
 pytestmark = pytest.mark.gpu_lane
@@ -79,3 +84,55 @@ def test_pytest_refuses_gpu_tests_that_would_be_interpreted():
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "must not be interpreted" in done.stderr
+
+
+class Compiled:
+    """In place of machine code: what it was compiled for, and what it was launched with."""
+
+    function = packed_metadata = None
+
+    def __init__(self, *compiled_for):
+        self.compiled_for, self.launched = repr(compiled_for), []
+
+    def launch_metadata(self, *_):
+        return None
+
+    def run(self, *given):
+        self.launched.append((given[:3], given[9:]))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+def _any_kernel(x, n, factor, y, block: tl.constexpr, flag: tl.constexpr):
+    pass
+
+
+def test_launches_are_remembered_by_all_that_triton_specialises_for(monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    def compiled(self, key, signature, device, constants, options, attributes, warmup):
+        made = Compiled(signature, constants, attributes)
+        self.device_caches[device][0][key] = made
+        return made
+
+    monkeypatch.setattr(driver, "_active", stand_in_driver._Driver(GPUTarget("cuda", 90, 32)))
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    own, ours = triton.jit(_any_kernel), remembering(triton.jit(_any_kernel))
+    memory = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    sizes, starts = (1, 2, 16, 17, 2**31 - 1, 2**31, 2**31 + 16, -16, -(2**31) - 1), (0, 1, 16)
+    variants = itertools.product(memory.values(), starts, starts, sizes, (0.5, 1.0), (8, 16), (True, False))
+    seen = set()
+    for values, start, other, size, factor, block, flag in [*variants] * 2:
+        given = values[start:], size, factor, values[other:]
+        wanted = own[(5,)](*given, block=block, flag=flag)
+        found = ours[(5,)](*given, block=block, flag=flag)
+        seen.add(found.compiled_for)
+        assert found.compiled_for == wanted.compiled_for
+        assert found.launched[-1][0] == wanted.launched[-1][0] == (5, 1, 1)
+        for passed, other_passed in zip(found.launched[-1][1], wanted.launched[-1][1], strict=True):
+            assert passed is other_passed
+    # integers are 1, divisible by 16 or neither, and need 32 or 64 bits; addresses are divisible or not
+    assert len(seen) == 2 * 2 * 2 * 5 * 2 * 2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
 from eff_kernels._triton.fp8 import measure_amax
-from eff_kernels._triton.launch import grid_of_tiles, has_triton
+from eff_kernels._triton.launch import grid_of_tiles, has_triton, remembering
 
 if has_triton():
     import triton
@@ -94,8 +94,8 @@ def _nvfp4_values(
 
 
 if has_triton():
-    mx_values = triton.jit(_mx_values)
-    nvfp4_values = triton.jit(_nvfp4_values)
+    mx_values = remembering(triton.jit(_mx_values))
+    nvfp4_values = remembering(triton.jit(_nvfp4_values))
 
 
 def mx_round_triton(x: Tensor, element: str, group_size: int) -> Tensor:

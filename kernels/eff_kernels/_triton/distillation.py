@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import has_triton
+from eff_kernels._triton.launch import has_triton, remembering
 
 if has_triton():
     import triton
@@ -316,7 +316,7 @@ if has_triton():
     mixed = triton.jit(_mixed)
     parts = triton.jit(_parts)
     gradient_of = triton.jit(_gradient)
-    kd_rows = triton.jit(_kd_rows)
+    kd_rows = remembering(triton.jit(_kd_rows))
 
 
 def kd_rows_triton_(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
-from eff_kernels._triton.launch import grid_of_tiles, has_triton
+from eff_kernels._triton.launch import grid_of_tiles, has_triton, remembering
 from eff_kernels.fp8 import Block, Source, is_swizzled
 
 if has_triton():
@@ -411,12 +411,12 @@ if has_triton():
     quantized_tile = triton.jit(_quantized_tile)
     # rows of a bank lie at addresses of any alignment: one variant for all
     _numbers = [f"{prefix}{name}" for prefix in ("", "y_") for name in ("past", "seen", "scale")]
-    tensor_codes = triton.jit(
-        _tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers
+    tensor_codes = remembering(
+        triton.jit(_tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers)
     )
-    row_codes = triton.jit(_row_codes)
+    row_codes = remembering(triton.jit(_row_codes))
     store_scale = triton.jit(_store_scale)
-    block_codes = triton.jit(_block_codes)
+    block_codes = remembering(triton.jit(_block_codes))
 
 
 class Cast(NamedTuple):

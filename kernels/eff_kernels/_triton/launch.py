@@ -1,4 +1,4 @@
-"""Launching Triton kernels: whether Triton can be used, and one launch for the tensors of a whole model.
+"""Launching Triton kernels: whether Triton can be used, what a launch costs the host, one for a whole model's tensors.
 
 A launch for each parameter would make a step's element-wise work bound by the host. A `TensorTable` holds the addresses
 of many tensors; each program of one launch looks up its part of them.
@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +67,44 @@ def is_plain(x: Tensor) -> bool:
 def compiles_for(device: torch.device) -> bool:
     """Return whether Triton is there and knows bfloat16 on the GPU: from Ampere on."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def remembering(kernel: Any) -> Any:
+    """Return a kernel of Triton that finds what it compiled for such arguments in a third of Triton's own host time.
+
+    In every launch, Triton binds arguments by name, asks of each what its code depends on, and reads its settings from
+    the environment. What the code depends on is the key here: constants, types, whether an address or an integer is
+    divisible by 16, whether an integer is 1 or has more than 32 bits. Triton launches what is not known yet, and its
+    interpreter everything.
+
+    Args:
+        kernel: Jitted. It is called with its constants by name, which follow all other parameters; the first is a
+            tensor, the others are tensors, integers or floats.
+    """
+    if triton.knobs.runtime.interpret:
+        return kernel
+    compiled: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def run(*args: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
+        key = (args[0].get_device(), *map(_specialised, args), *constants.items())
+        if (found := compiled.get(key)) is None:
+            made = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **constants)
+            if made is not None and not warmup:
+                compiled[key] = made, [constants[name] for name in kernel.arg_names[len(args) :]]
+            return made
+        made, rest = found
+        made[(*grid, 1, 1)[:3]](*args, *rest)
+        return made
+
+    kernel.run = run
+    return kernel
+
+
+def _specialised(value: Any) -> Any:
+    kind = type(value)
+    if kind is int:
+        return value == 1 or (value & 15 == 0, -(2**31) <= value < 2**31)
+    return kind if kind is float else (value.dtype, value.data_ptr() & 15 == 0)
 
 
 _LARGEST_AXIS = 65_535  # programs on the second and on the third axis of a grid

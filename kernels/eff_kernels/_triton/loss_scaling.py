@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import tensor_tables
+from eff_kernels._triton.launch import remembering, tensor_tables
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -121,8 +121,8 @@ def _exponents(
 
 if importlib.util.find_spec("triton") is not None:
     magnitude_bits = triton.jit(_magnitude_bits)
-    scan = triton.jit(_scan)
-    exponents = triton.jit(_exponents)
+    scan = remembering(triton.jit(_scan))
+    exponents = remembering(triton.jit(_exponents))
 
 
 def scan_triton_(

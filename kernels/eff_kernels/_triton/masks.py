@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eff_kernels._triton.launch import remembering
+
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
@@ -187,10 +189,10 @@ if importlib.util.find_spec("triton") is not None:
     ordered = triton.jit(_ordered)
     sorted_eight = triton.jit(_sorted_eight)
     larger_half = triton.jit(_larger_half)
-    rank_vectors = triton.jit(_rank_vectors)
-    rank_groups = triton.jit(_rank_groups)
-    pack = triton.jit(_pack)
-    unpack = triton.jit(_unpack)
+    rank_vectors = remembering(triton.jit(_rank_vectors))
+    rank_groups = remembering(triton.jit(_rank_groups))
+    pack = remembering(triton.jit(_pack))
+    unpack = remembering(triton.jit(_unpack))
 
 
 def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = _GROUPS) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import tensor_tables
+from eff_kernels._triton.launch import remembering, tensor_tables
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -94,9 +94,9 @@ def _count_digits(
 
 
 if importlib.util.find_spec("triton") is not None:
-    apply_masks = triton.jit(_apply_masks)
+    apply_masks = remembering(triton.jit(_apply_masks))
     ordered = triton.jit(_ordered)
-    count_digits = triton.jit(_count_digits)
+    count_digits = remembering(triton.jit(_count_digits))
 
 
 def vector_block(dtype: torch.dtype, chunk: int, warps: int) -> int:

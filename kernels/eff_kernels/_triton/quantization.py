@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import has_triton
+from eff_kernels._triton.launch import has_triton, remembering
 
 if has_triton():
     import triton
@@ -291,9 +291,9 @@ if has_triton():
     steps = triton.jit(_steps)
     extremes = triton.jit(_extremes)
     on_grid = triton.jit(_on_grid)
-    grid_forward = triton.jit(_grid_forward)
-    grid_backward = triton.jit(_grid_backward)
-    rows_forward = triton.jit(_rows_forward)
+    grid_forward = remembering(triton.jit(_grid_forward))
+    grid_backward = remembering(triton.jit(_grid_backward))
+    rows_forward = remembering(triton.jit(_rows_forward))
 
 
 if has_triton():

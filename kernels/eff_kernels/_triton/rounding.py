@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
-from eff_kernels._triton.launch import has_triton
+from eff_kernels._triton.launch import has_triton, remembering
 
 if has_triton():
     import triton
@@ -170,7 +170,7 @@ if has_triton():
     nearest = triton.jit(_nearest)
     words = triton.jit(_words)
     stepped = triton.jit(_stepped)
-    rounded = triton.jit(_rounded)
+    rounded = remembering(triton.jit(_rounded))
 
 
 def round_triton_(

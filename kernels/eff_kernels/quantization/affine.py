@@ -6,13 +6,23 @@ the operations are custom ops without a gradient of their own: the functions tha
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import on_eager_cuda
+
+_Function = TypeVar("_Function", bound=type[torch.autograd.Function])
+
+
+def with_signature(function: _Function) -> _Function:
+    """Return an autograd function that keeps its signature: with a `setup_context`, torch inspects it in every call."""
+    forward: Any = function.forward
+    forward.__signature__ = inspect.signature(forward)
+    return function
 
 
 def grid_on_triton(
@@ -396,6 +406,7 @@ def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
     return passed
 
 
+@with_signature
 class _FakeQuantize(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -459,6 +470,7 @@ def fake_quantize(
     return y
 
 
+@with_signature
 class _FakeQuantizeSymmetric(torch.autograd.Function):
     generate_vmap_rule = True
 

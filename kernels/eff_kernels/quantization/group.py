@@ -20,6 +20,7 @@ from eff_kernels.quantization.affine import (
     round_rows,
     scale_of_largest,
     values_of,
+    with_signature,
 )
 
 
@@ -88,6 +89,7 @@ def group_codes(
     return codes if zero_point is None else (codes + zero_point.unsqueeze(-1)).clamp(*code_range(bits, False))
 
 
+@with_signature
 class _FakeQuantizeGroups(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -135,6 +137,7 @@ def fake_quantize_groups(
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@with_signature
 class _FakeQuantizeFp8(torch.autograd.Function):
     generate_vmap_rule = True
 

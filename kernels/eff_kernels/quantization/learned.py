@@ -19,6 +19,7 @@ from eff_kernels.quantization.affine import (
     quantize,
     round_to_grid,
     values_of,
+    with_signature,
 )
 
 SMALLEST_SCALE = 2.0**-126
@@ -42,6 +43,7 @@ def sum_like(values: Tensor, like: Tensor) -> Tensor:
     return (values.sum(dims) if dims else values).reshape(like.shape)
 
 
+@with_signature
 class _LsqFakeQuantize(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -135,6 +137,7 @@ def lsq_fake_quantize(
     return y
 
 
+@with_signature
 class _LearnedRange(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -197,6 +200,7 @@ def range_fake_quantize(
     return y
 
 
+@with_signature
 class _Pact(torch.autograd.Function):
     generate_vmap_rule = True
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eff_kernels.quantization.affine import compute_dtype, pass_inside, values_of
+from eff_kernels.quantization.affine import compute_dtype, pass_inside, values_of, with_signature
 
 
 def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[Tensor, Tensor]:
@@ -72,6 +72,7 @@ def signs(x: Tensor) -> Tensor:
     return torch.where(x < 0, -1.0, torch.where(x >= 0, 1.0, x))
 
 
+@with_signature
 class _Ternarize(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -105,6 +106,7 @@ def ternarize(weight: Tensor, axis: int | None, threshold: float = 0.7) -> Tenso
     return y
 
 
+@with_signature
 class _Binarize(torch.autograd.Function):
     generate_vmap_rule = True
 

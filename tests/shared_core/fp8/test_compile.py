@@ -171,7 +171,7 @@ def test_second_derivatives_are_refused():
     layer = convert_to_fp8(nn.Linear(16, 16), Fp8Config(recipe="rowwise", include=["first"]))
     x = torch.randn(2, 16, requires_grad=True)
     (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="efftrain"):
+    with pytest.raises(RuntimeError, match=r"efftrain|once_differentiable"):
         first.sum().backward()
 
 
