@@ -15,6 +15,8 @@ from speed.checkpointing import Block
 from speed.distillation import ALPHA, TEMPERATURE, textbook
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
+from torchao.quantization.qat import QATConfig
 
 from shared_core import Recipe, Session
 from shared_core.distillation.chunked.loss import chunked_kd_loss
@@ -173,8 +175,79 @@ def training_step(at: At, recipe: str) -> Case:
     )
 
 
+def _by_torchao_float8(model: nn.Module, recipe: str) -> None:
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _by_torchao_qat(model: nn.Module) -> None:
+    quantize_(model, QATConfig(Int8DynamicActivationIntxWeightConfig(torch.int4, PerGroup(32)), step="prepare"))
+
+
+NARROW: dict[str, tuple[dict[str, Any], Callable[[nn.Module], object]]] = {
+    "FP8 tensorwise": ({"fp8": {"recipe": "tensorwise"}}, partial(_by_torchao_float8, recipe="tensorwise")),
+    "FP8 rowwise": ({"fp8": {"recipe": "rowwise"}}, partial(_by_torchao_float8, recipe="rowwise")),
+    "QAT of int8 activations and int4 weights": ({"qat": {"scheme": "int8_dynamic_int4_weight"}}, _by_torchao_qat),
+}
+"""Recipes whose products are narrow, and what makes the same of a model by torchao."""
+
+
+def narrow_step(at: At, recipe: str) -> Case:
+    """Return a step in bfloat16 autocast of .4 B parameters with one recipe, beside torchao's and none, compiled too.
+
+    Blocks are compiled one by one, as all trainers of large models do.
+    """
+    width, layers = at.size(4096, 256, 64), at.size(2, 2, 2)
+    batch, length = at.size(4, 2, 1), at.size(2048, 64, 32)
+    x = torch.randn(batch, length, width, device=at.device)
+    options, by_torchao = NARROW[recipe]
+
+    def step_of(options: dict[str, Any], change: Callable[[nn.Module], object], compiled: bool) -> Call:
+        torch.manual_seed(0)
+        with torch.device(at.device):
+            model = nn.Sequential(*(Block(width, heads=width // at.size(128, 16, 16)) for _ in range(layers)))
+        change(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        session = Session(Recipe.from_dict(options))
+        session.attach(model)
+        session.begin([optimizer], total_steps=1_000_000)
+        for block in model if compiled else ():
+            block.compile(backend=at.compiler)
+
+        def step() -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast(at.device.type, torch.bfloat16):
+                loss = model(x).float().square().mean()
+            session.loss(loss).backward()
+            session.before_optimizer_step()
+            optimizer.step()
+            session.after_optimizer_step()
+            return loss.detach()
+
+        return step
+
+    def stock(model: nn.Module) -> None: ...
+
+    peers = {"bf16": step_of({}, stock, False), "torchao": step_of({}, by_torchao, False)}
+    if at.compiler:
+        peers |= {
+            "bf16 compiled": step_of({}, stock, True),
+            "torchao compiled": step_of({}, by_torchao, True),
+            "ours compiled": step_of(options, stock, True),
+        }
+    parameters = 12 * layers * width**2
+    return Case(
+        f"training step with {recipe}, {parameters / 1e9:.2f} B parameters, {batch * length} tokens, bfloat16",
+        step_of(options, stock, False),
+        peers,
+        flops=6 * parameters * batch * length,
+        tolerance=0.05,
+        unlike=tuple(peers),  # each trains a model of its own
+    )
+
+
 TRAINING: tuple[Callable[[At], Case], ...] = (
     *(partial(fp8_linear, recipe=recipe) for recipe in ("tensorwise", "rowwise", "blockwise")),
     distillation,
     *(partial(training_step, recipe=recipe) for recipe in RECIPES),
+    *(partial(narrow_step, recipe=recipe) for recipe in NARROW),
 )
