@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from eff_kernels._triton.launch import on_eager_cuda
+from eff_kernels._triton.launch import directly, on_eager_cuda
 from eff_kernels.block_formats import GROUP_SIZES, mx_round, nvfp4_round
 from eff_kernels.quantization.affine import in_type
 from torch import Tensor
@@ -84,7 +84,7 @@ def mx_round_to(
     _check("mx_round_to", x, group_size, axis)
     _check_element(element)
     if mode == "nearest_even" and group_size in GROUP_SIZES and _is_last(x, axis) and on_eager_cuda(x):
-        rounded: Tensor = mx_round(x.detach(), element, group_size)
+        rounded: Tensor = directly(mx_round)(x.detach(), element, group_size)
         return rounded
     # (..., blocks, group_size), the axis moved last; the pad's zeros change no maximum.
     blocks = _blocks(x, group_size, axis)
@@ -207,7 +207,7 @@ def nvfp4_round_to(
     if dtype is None:
         dtype = torch.promote_types(x.dtype, torch.float32)
     if dtype != torch.float64 and _is_last(x, axis) and on_eager_cuda(x):
-        rounded: Tensor = nvfp4_round(x.detach(), per_tensor_scale, dtype, binary)
+        rounded: Tensor = directly(nvfp4_round)(x.detach(), per_tensor_scale, dtype, binary)
         return rounded
     blocks = _blocks(x, NVFP4_GROUP, axis)
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale, binary)

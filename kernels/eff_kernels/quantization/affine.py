@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import on_eager_cuda
+from eff_kernels._triton.launch import directly, on_eager_cuda
 
 _Function = TypeVar("_Function", bound=type[torch.autograd.Function])
 
@@ -415,7 +415,7 @@ class _FakeQuantize(torch.autograd.Function):
         x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, rounded_gate: bool, noise: Tensor | None
     ) -> Tensor:
         if grid_on_triton(x, scale, zero_point, noise):
-            y: Tensor = round_to_grid(x, scale, zero_point, noise, qmin, qmax)
+            y: Tensor = directly(round_to_grid)(x, scale, zero_point, noise, qmin, qmax)
             return y
         return values_of(quantize(x, scale, zero_point, qmin, qmax, noise), scale, x.dtype)
 
@@ -430,7 +430,7 @@ class _FakeQuantize(torch.autograd.Function):
         x, scale, zero_point, noise = ctx.saved_tensors
         qmin, qmax, rounded_gate = ctx.rest
         if grid_on_triton(x, scale, zero_point, noise, grads[0]):
-            grad, _ = grid_gradients(grads[0], x, scale, zero_point, noise, qmin, qmax, rounded_gate)
+            grad, _ = directly(grid_gradients)(grads[0], x, scale, zero_point, noise, qmin, qmax, rounded_gate)
             return grad, None, None, None, None, None, None
         # Computed again from x: codes in float32 would hold twice the memory of a half-precision activation.
         codes = x.to(compute_dtype(x.dtype)) / scale
@@ -477,7 +477,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
     @staticmethod
     def forward(weight: Tensor, axis: int, qmax: int) -> Tensor:
         if on_eager_cuda(weight) and axis % weight.dim() == 0:
-            y: Tensor = round_rows(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
+            y: Tensor = directly(round_rows)(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
             return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)
         # No clamp: `symmetric_scale` makes no code larger than qmax.

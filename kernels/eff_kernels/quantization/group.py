@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import on_eager_cuda
+from eff_kernels._triton.launch import directly, on_eager_cuda
 from eff_kernels.fp8 import block_scale
 from eff_kernels.quantization.affine import (
     affine_qparams,
@@ -96,7 +96,7 @@ class _FakeQuantizeGroups(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group_size: int, bits: int, symmetric: bool, noise: Tensor | None) -> Tensor:
         if on_eager_cuda(x, noise):
-            y: Tensor = round_rows(x, noise, group_size, *code_range(bits, symmetric), symmetric)
+            y: Tensor = directly(round_rows)(x, noise, group_size, *code_range(bits, symmetric), symmetric)
             return y
         scale, zero_point = group_qparams(x, group_size, bits, symmetric)
         codes = group_codes(x, scale, None if symmetric else zero_point, group_size, bits, noise)

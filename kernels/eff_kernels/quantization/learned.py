@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eff_kernels._triton.launch import directly
 from eff_kernels.quantization.affine import (
     affine_qparams,
     grid_gradients,
@@ -52,7 +53,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, rounded_gate: bool, grad_scale: float
     ) -> Tensor:
         if grid_on_triton(x, scale, zero_point):
-            y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax, SMALLEST_SCALE)
+            y: Tensor = directly(round_to_grid)(x, scale, zero_point, None, qmin, qmax, SMALLEST_SCALE)
             return y
         # An optimizer can carry a learned scale to 0 or below it; the value is clamped, the parameter is left alone.
         scale = scale.clamp_min(SMALLEST_SCALE)
@@ -74,7 +75,7 @@ class _LsqFakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         qmin, qmax, rounded_gate, grad_scale = ctx.rest
         if grid_on_triton(x, scale, zero_point, None, grads[0]):
-            x_grad, sums = grid_gradients(
+            x_grad, sums = directly(grid_gradients)(
                 grads[0], x, scale, zero_point, None, qmin, qmax, rounded_gate, "lsq", grad_scale, SMALLEST_SCALE
             )
             zero_grad = None if zero_point is None else sums[1].view_as(zero_point)
@@ -145,7 +146,7 @@ class _LearnedRange(torch.autograd.Function):
     def forward(x: Tensor, minimum: Tensor, maximum: Tensor, qmin: int, qmax: int, rounded_gate: bool) -> Tensor:
         scale, zero_point = affine_qparams(minimum, maximum, qmin, qmax)
         if grid_on_triton(x, scale, zero_point):
-            y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax)
+            y: Tensor = directly(round_to_grid)(x, scale, zero_point, None, qmin, qmax)
             return y
         return values_of(quantize(x, scale, zero_point, qmin, qmax), scale, x.dtype)
 
@@ -160,7 +161,9 @@ class _LearnedRange(torch.autograd.Function):
         qmin, qmax, rounded_gate = ctx.rest
         scale, zero_point = affine_qparams(minimum, maximum, qmin, qmax)
         if grid_on_triton(x, scale, zero_point, None, grads[0]):
-            x_grad, sums = grid_gradients(grads[0], x, scale, zero_point, None, qmin, qmax, rounded_gate, "range")
+            x_grad, sums = directly(grid_gradients)(
+                grads[0], x, scale, zero_point, None, qmin, qmax, rounded_gate, "range"
+            )
             return x_grad, sums[1].view_as(minimum), sums[0].view_as(maximum), None, None, None
         grad = grads[0].to(scale.dtype)
         codes = x.to(scale.dtype) / scale
@@ -209,7 +212,7 @@ class _Pact(torch.autograd.Function):
         # α below the smallest scale would make s a subnormal number, or 0.
         scale = alpha.clamp_min(levels * SMALLEST_SCALE) / levels
         if grid_on_triton(x, scale, None):
-            y: Tensor = round_to_grid(x, scale, None, None, 0, levels)
+            y: Tensor = directly(round_to_grid)(x, scale, None, None, 0, levels)
             return y
         return values_of((x.to(scale.dtype) / scale).round_().clamp(0, levels), scale, x.dtype)
 
@@ -223,7 +226,9 @@ class _Pact(torch.autograd.Function):
         x, alpha = ctx.saved_tensors
         smallest = ctx.levels * SMALLEST_SCALE
         if grid_on_triton(x, alpha, None, None, grads[0]):
-            x_grad, sums = grid_gradients(grads[0], x, alpha, None, None, 0, ctx.levels, kind="pact", smallest=smallest)
+            x_grad, sums = directly(grid_gradients)(
+                grads[0], x, alpha, None, None, 0, ctx.levels, kind="pact", smallest=smallest
+            )
             return x_grad, sums[0].view_as(alpha), None
         grad, exact = grads[0].to(alpha.dtype), x.to(alpha.dtype)
         # PACT (Choi et al. 2018, arXiv:1805.06085): ∂y/∂α is 1 from α on and 0 below.
