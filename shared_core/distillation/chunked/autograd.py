@@ -149,6 +149,9 @@ def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> T
     # in float32, where the scale of a loss cannot overflow; in place, for a head's gradient can be the largest tensor
     # float32 gradients are not copied by `to`, so that `mul_` writes over the ones of forward. Half ones are copied.
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    if grad.is_cuda and dtype != wide.dtype:
+        # one pass over the largest gradient in place of two; a CPU would make a whole product first
+        return torch.mul(wide, scale, out=torch.empty_like(wide, dtype=dtype))
     return (wide * scale if kept else wide.mul_(scale)).to(dtype)
 
 
@@ -175,7 +178,7 @@ def _chunks(
     dtype, classes, device = student.dtype, student.classes, hidden.device
     # two buffers and the scratch beside them weigh what two chunks do
     # Chosen so that 2 * size + scratch rows are at most 2 * chunk_rows rows of logits.
-    scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device)
+    scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device, teacher.dtype)
     size = even_rows(count, max(1, chunk_rows - (scratch + 1) // 2))
     (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
     # a logit is -inf where its bias is
@@ -284,6 +287,12 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return left @ right if scale == 1.0 else torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=scale)
 
 
+def adds_wider(factor: Tensor, total: Tensor) -> bool:
+    """Return whether a product of half factors can be added to a float32 sum in its GEMM: cuBLAS alone does it."""
+    half = factor.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
+    return half and factor.is_cuda and torch.version.hip is None
+
+
 class WeightGradient:
     """Sums the weight's gradient over chunks, in float32 where the weight's type would lose small addends."""
 
@@ -300,9 +309,12 @@ class WeightGradient:
         """Add ``scale * gradᵀ inputs``."""
         total = self._sum[: self._classes]
         # Same dtype: the GEMM adds in place (beta 1), with no temporary of the weight's size.
+        # beta 0 ignores what is there
+        factors = {"beta": float(self._begun), "alpha": scale}
         if grad.dtype == total.dtype:
-            # beta 0 ignores what is there
-            total.addmm_(grad.t(), inputs, beta=float(self._begun), alpha=scale)
+            total.addmm_(grad.t(), inputs, **factors)
+        elif adds_wider(grad, total):
+            torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total, **factors)
         elif self._begun:
             total.add_(scaled_product(grad.t(), inputs, scale))
         else:
