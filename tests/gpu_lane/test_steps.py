@@ -521,13 +521,13 @@ def test_masks_are_those_of_the_cpu_with_one_wait_for_all_tensors(ties):
 def distilled_from_hidden(device: PretendedDevice, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
     """Return loss and gradients in a type and in float64, and how many products of a chunk were added to the sum."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (37, 12), (29, 12), (37, 16), (29, 16)
+    shapes = (131, 12), (29, 12), (131, 16), (29, 16)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    labels, found = torch.randint(29, (37,), generator=generator), []
+    labels, found = torch.randint(29, (131,), generator=generator), []
     for place, kind in ((CUDA, dtype), (torch.device("cpu"), torch.float64)):
         hidden, weight, *teacher = (value.to(place, kind) for value in values)
         leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-        loss = chunked_kd_loss(*leaves, *teacher, labels=labels.to(place), alpha=0.3, chunk_rows=10)
+        loss = chunked_kd_loss(*leaves, *teacher, labels=labels.to(place), alpha=0.3, chunk_rows=28)
         found.append([part.cpu() for part in (loss.detach(), *torch.autograd.grad(3 * loss, leaves))])
     return *found, device.launches["aten::addmm"]
 

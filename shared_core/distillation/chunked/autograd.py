@@ -19,6 +19,9 @@ from shared_core.errors import TrainingError
 
 # Products of so many rows are near full speed, and larger chunks only cost memory; a GPU's are fuller of work.
 _CPU_BUDGET, _DEVICE_BUDGET = 64 << 20, 512 << 20
+# On a GPU the teacher's logits of a chunk are made in so many parts. The student's chunk is the larger then: each
+# chunk's product reads and writes the sum of the head's gradient.
+_TEACHER_PARTS = 2
 # float16 keeps numbers down to 6e-8, which a class of 128k has less than: gradients are lifted before they are rounded
 _FLOAT16_LIFT = 1024.0
 
@@ -176,10 +179,9 @@ def _chunks(
     """Return the sums of the soft and of the hard loss, and the total's gradients by hidden, weight and bias."""
     count = hidden.shape[0] if rows is None else rows.numel()
     dtype, classes, device = student.dtype, student.classes, hidden.device
-    # two buffers and the scratch beside them weigh what two chunks do
-    # Chosen so that 2 * size + scratch rows are at most 2 * chunk_rows rows of logits.
+    # both buffers and the scratch beside them weigh what two chunks do
     scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device, teacher.dtype)
-    size = even_rows(count, max(1, chunk_rows - (scratch + 1) // 2))
+    size, part = chunk_sizes(count, 2 * chunk_rows - scratch, _TEACHER_PARTS if hidden.is_cuda else 1)
     (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
     # a logit is -inf where its bias is
     ruled_out = bias is not None or teacher_bias is not None
@@ -189,9 +191,10 @@ def _chunks(
     # `kd_rows_` always multiplies by T²; this takes it out again where scale_by_temperature is off.
     soft_factor = terms.factor / terms.temperature**2
 
-    # (size, classes) each, made once: the allocator would else hold two generations of them between chunks.
+    # (size, classes) and (part, classes), made once: the allocator would else hold two generations of them between
+    # chunks.
     logits = torch.empty(size, classes, dtype=dtype, device=device)
-    teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
+    teacher_logits = torch.empty(part, classes, dtype=teacher.dtype, device=device)
     # One loss a row, summed once at the end: a running float32 sum over many chunks would lose digits.
     losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
     gradients = HeadGradients(hidden, student, needs, dtype, several=count > size)
@@ -200,24 +203,29 @@ def _chunks(
         index = here if rows is None else rows[here]
         inputs, n = hidden[index].to(dtype), here.stop - first
         product(inputs, weight, bias, logits[:n])
-        # `rows` lies on the student's device; a teacher on another one is indexed there, so that only its rows cross.
-        index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
-        product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
-        # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
-        # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
-        losses[0, here], losses[1, here] = kd_rows_(
-            logits[:n],
-            teacher_logits[:n],
-            None if labels is None or not terms.hard_weight else labels[index],
-            terms.temperature,
-            terms.soft_weight * soft_factor * lift,
-            terms.hard_weight * lift,
-            terms.divergence,
-            terms.beta,
-            student.softcap,
-            teacher.softcap,
-            ruled_out,
-        )
+        for start in range(first, here.stop, part):
+            there = slice(start, min(start + part, here.stop))
+            some = there if rows is None else rows[there]
+            ours, theirs = logits[start - first : there.stop - first], teacher_logits[: there.stop - start]
+            # `rows` lies on the student's device; a teacher on another one is indexed there, so that only its rows
+            # cross.
+            some_there = some if isinstance(some, slice) else some.to(teacher_hidden.device)
+            product(teacher_hidden[some_there].to(teacher.dtype), teacher_weight, teacher_bias, theirs)
+            # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
+            # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
+            losses[0, there], losses[1, there] = kd_rows_(
+                ours,
+                theirs,
+                None if labels is None or not terms.hard_weight else labels[some],
+                terms.temperature,
+                terms.soft_weight * soft_factor * lift,
+                terms.hard_weight * lift,
+                terms.divergence,
+                terms.beta,
+                student.softcap,
+                teacher.softcap,
+                ruled_out,
+            )
         # logits[:n] holds ∂total/∂z times `lift` now; the products divide it out before they are rounded.
         gradients.add(index, logits[:n], inputs, weight, 1 / lift)
     # Both buffers are free before the sums and casts of the gradients take memory.
@@ -269,6 +277,27 @@ def even_rows(count: int, most: int) -> int:
     """Return the rows of chunks of nearly one size: a short last one would take nearly as long as a full one."""
     chunks = max(1, -(-count // most))
     return max(1, -(-count // chunks))
+
+
+def chunk_sizes(count: int, budget: int, parts: int) -> tuple[int, int]:
+    """Return how many rows of the student's and of the teacher's logits fit into a budget of rows.
+
+    Args:
+        count: Rows that there are.
+        budget: Rows that both may have together.
+        parts: The teacher's are so many times fewer, a multiple of eight.
+
+    Example:
+        >>> chunk_sizes(8192, 2048, 1), chunk_sizes(8192, 2092, 2)
+        ((1024, 1024), (1366, 688))
+    """
+    # of eight rows each of any length begins where a vector of eight numbers does
+    most = (budget - 8) * parts // (parts + 1)
+    if parts == 1 or count <= budget // 2 or most < 8 * parts:
+        size = even_rows(count, max(1, budget // 2))
+        return size, size
+    size = even_rows(count, most)
+    return size, -(-size // (8 * parts)) * 8
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
