@@ -57,7 +57,7 @@ def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device)
     return max(1, min(most, torch.get_num_threads() * _CACHE_BYTES // (max(classes, 1) * dtype.itemsize)))
 
 
-def in_triton(device: torch.device, student: torch.dtype, teacher: torch.dtype, temperature: float) -> bool:
+def _in_triton(device: torch.device, student: torch.dtype, teacher: torch.dtype, temperature: float) -> bool:
     """Return whether `kd_rows_` is one Triton kernel for logits of these types, which needs no scratch."""
     return (
         device.type == "cuda"
@@ -89,7 +89,7 @@ def scratch_rows(
         >>> scratch_rows(256, 32_000_000, torch.bfloat16, 2.0, torch.device("cpu"))
         10
     """
-    if in_triton(device, logits, teacher or logits, temperature):
+    if _in_triton(device, logits, teacher or logits, temperature):
         return 0
     dtype = arithmetic_dtype(logits, temperature)
     # four tiles, the comparison of one and the copy that leaves it
@@ -216,7 +216,7 @@ def _rows(
     ruled_out: bool,
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if in_triton(student_logits.device, student_logits.dtype, teacher_logits.dtype, temperature):
+    if _in_triton(student_logits.device, student_logits.dtype, teacher_logits.dtype, temperature):
         from eff_kernels._triton.distillation import kd_rows_triton_
 
         # Triton launches on the current device, which need not be that of the logits
