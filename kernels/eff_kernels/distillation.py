@@ -57,7 +57,24 @@ def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device)
     return max(1, min(most, torch.get_num_threads() * _CACHE_BYTES // (max(classes, 1) * dtype.itemsize)))
 
 
-def scratch_rows(rows: int, classes: int, logits: torch.dtype, temperature: float, device: torch.device) -> int:
+def _in_triton(device: torch.device, student: torch.dtype, teacher: torch.dtype, temperature: float) -> bool:
+    """Return whether `kd_rows_` is one Triton kernel for logits of these types, which needs no scratch."""
+    return (
+        device.type == "cuda"
+        and arithmetic_dtype(student, temperature) == torch.float32
+        and teacher != torch.float64
+        and compiles_for(device)
+    )
+
+
+def scratch_rows(
+    rows: int,
+    classes: int,
+    logits: torch.dtype,
+    temperature: float,
+    device: torch.device,
+    teacher: torch.dtype | None = None,
+) -> int:
     """Return how many rows of logits weigh as much as what `kd_rows_` needs beside them, rounded up.
 
     Args:
@@ -66,11 +83,14 @@ def scratch_rows(rows: int, classes: int, logits: torch.dtype, temperature: floa
         logits: Their dtype.
         temperature: Above 0.
         device: Where they lie.
+        teacher: Dtype of the teacher's logits; None: the student's.
 
     Example:
         >>> scratch_rows(256, 32_000_000, torch.bfloat16, 2.0, torch.device("cpu"))
         10
     """
+    if _in_triton(device, logits, teacher or logits, temperature):
+        return 0
     dtype = arithmetic_dtype(logits, temperature)
     # four tiles, the comparison of one and the copy that leaves it
     return (_SCRATCH + 1) * tile_rows(rows, classes, dtype, device) * dtype.itemsize // logits.itemsize
@@ -196,9 +216,7 @@ def _rows(
     ruled_out: bool,
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    runs = student_logits.is_cuda and compiles_for(student_logits.device)
-    dtype = arithmetic_dtype(student_logits.dtype, temperature)
-    if runs and dtype == torch.float32 and teacher_logits.dtype != torch.float64:
+    if _in_triton(student_logits.device, student_logits.dtype, teacher_logits.dtype, temperature):
         from eff_kernels._triton.distillation import kd_rows_triton_
 
         # Triton launches on the current device, which need not be that of the logits

@@ -22,7 +22,7 @@ def cases(classes):
                 student[:, :classes],
                 teacher[:, :classes],
                 labels,
-                ((0.5, 2.0, 7.0)[index], 0.7, 0.3, divergence, 0.3, *caps),
+                ((2.0, 0.5, 7.0)[index], 0.7, 0.3, divergence, 0.3, *caps),
             )
 
 

@@ -312,6 +312,8 @@ def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if args[0].dtype == torch.float4_e2m1fn_x2:  # which the CPU does not read
             return torch.zeros(args[0].shape[0], args[1].shape[1], dtype=dtype)
         return (args[0].float() @ args[1].float()).to(dtype)
+    if func is torch.ops.aten.addmm.dtype_out:  # half factors and a float32 sum, which CUDA alone multiplies
+        return func.overloadpacket.out(args[0], args[1].float(), args[2].float(), **kwargs)
     if name in _BY_TRITON:
         return _like_declared(func, args, kwargs)
     return func(*args, **kwargs)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shared_core import Recipe, Session
+from shared_core.distillation.chunked.loss import chunked_kd_loss
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import BareServices, SavedCheckpoint
@@ -514,6 +515,31 @@ def masks_here_and_there(device: PretendedDevice, ties: bool) -> int:
 def test_masks_are_those_of_the_cpu_with_one_wait_for_all_tensors(ties):
     # one for the limits of layers, two more where a layer reaches its own, one for NaN
     assert masks_here_and_there(ties) <= 4
+
+
+@on_pretended_device
+def distilled_from_hidden(device: PretendedDevice, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int]:
+    """Return loss and gradients in a type and in float64, and how many products of a chunk were added to the sum."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (131, 12), (29, 12), (131, 16), (29, 16)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    labels, found = torch.randint(29, (131,), generator=generator), []
+    for place, kind in ((CUDA, dtype), (torch.device("cpu"), torch.float64)):
+        hidden, weight, *teacher = (value.to(place, kind) for value in values)
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        loss = chunked_kd_loss(*leaves, *teacher, labels=labels.to(place), alpha=0.3, chunk_rows=28)
+        found.append([part.cpu() for part in (loss.detach(), *torch.autograd.grad(3 * loss, leaves))])
+    return *found, device.launches["aten::addmm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_distillation_sums_half_products_in_float32_by_the_product(dtype):
+    found, wanted, added = distilled_from_hidden(dtype)
+    assert added >= 4
+    assert [part.dtype for part in found] == [torch.float32, dtype, dtype]
+    for ours, exact in zip(found, wanted, strict=True):
+        error = (ours.double() - exact).abs().max() / exact.abs().max()
+        assert error < (2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,15 @@ if has_triton():
     import triton.language as tl
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
-# Sixteen classes of each side in the registers of a thread.
-_BLOCK, _WARPS = 4096, 8
+# Bytes of a tile: sixteen half classes of each side in the registers of a thread, or eight float32 ones.
+_BLOCK_BYTES, _WARPS = 8192, 8
+# Tiles that are on their way from memory at a time, in shared memory where there are several.
+_STAGES = 1
+# Classes that a thread reads at once, of which it keeps the largest and sums by itself: one reduction over a row's
+# threads at the end of a sweep in place of one in each tile.
+_GROUP = 8
+# Every other sweep goes backwards, and finds in the cache what the one before read last.
+_ZIGZAG = True
 
 
 def _power_of_two(x: tl.tensor, native: tl.constexpr) -> tl.tensor:
@@ -63,6 +70,23 @@ def _tile(
     return places, inside
 
 
+def _grouped(x: tl.tensor, group: tl.constexpr) -> tl.tensor:
+    """Return a tile as ``(groups, group)``."""
+    return tl.reshape(x, (x.shape[0] // group, group))
+
+
+def _raised(
+    power: tl.tensor, x: tl.tensor, temperature: tl.tensor, squarings: tl.constexpr, native: tl.constexpr
+) -> tl.tensor:
+    """Return ``2 ** (temperature x)`` of the power ``2 ** x``: by squaring where that is enough."""
+    if squarings < 0:
+        power = power_of_two(temperature * x, native)
+    else:
+        for _ in tl.static_range(squarings):
+            power = power * power
+    return power
+
+
 def _normalisers(
     a: tl.tensor,
     b: tl.tensor,
@@ -73,18 +97,24 @@ def _normalisers(
     plain_sum: tl.tensor,
     temperature: tl.tensor,
     labelled: tl.constexpr,
+    squarings: tl.constexpr,
     native: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return the largest and the sums of powers so far, with a tile of both sides."""
-    largest = tl.maximum(student_max, tl.max(a, 0))
-    student_sum = student_sum * tl.exp2(student_max - largest) + tl.sum(power_of_two(a - largest, native), 0)
+    """Return the largest and the sums of powers of each group so far, with a tile ``(groups, group)`` of both sides."""
+    largest = tl.maximum(student_max, tl.max(a, 1))
+    apart = a - largest[:, None]
+    power = power_of_two(apart, native)
+    apart_before = student_max - largest
+    shrink = power_of_two(apart_before, native)
+    student_sum = student_sum * shrink + tl.sum(power, 1)
     if labelled:
         # The cross-entropy is at temperature 1: a T is the logit, and T (a - max) its distance from the largest.
-        shrink = tl.exp2(temperature * (student_max - largest))
-        plain_sum = plain_sum * shrink + tl.sum(power_of_two(temperature * (a - largest), native), 0)
+        shrink = raised(shrink, apart_before, temperature, squarings, native)
+        plain_sum = plain_sum * shrink + tl.sum(raised(power, apart, temperature, squarings, native), 1)
     student_max = largest
-    largest = tl.maximum(teacher_max, tl.max(b, 0))
-    teacher_sum = teacher_sum * tl.exp2(teacher_max - largest) + tl.sum(power_of_two(b - largest, native), 0)
+    largest = tl.maximum(teacher_max, tl.max(b, 1))
+    shrink = power_of_two(teacher_max - largest, native)
+    teacher_sum = teacher_sum * shrink + tl.sum(power_of_two(b - largest[:, None], native), 1)
     return student_max, largest, student_sum, teacher_sum, plain_sum
 
 
@@ -114,17 +144,19 @@ def _parts(
     teacher_log: tl.tensor,
     beta: tl.tensor,
     kind: tl.constexpr,
+    group: tl.constexpr,
     native: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return what a tile of both sides adds to the divergence, from the student and from the teacher."""
+    """Return what groups of a tile of both sides add to the divergence, from the student and from the teacher."""
     if kind == 1:
         log_s = a - student_log
         s = power_of_two(log_s, native)
-        of_student = tl.sum(tl.where(s == 0.0, 0.0, s * (log_s - (b - teacher_log))), 0)
-        of_teacher = tl.zeros((), tl.float32)
+        of_student = tl.sum(grouped(tl.where(s == 0.0, 0.0, s * (log_s - (b - teacher_log))), group), 1)
+        of_teacher = tl.zeros_like(of_student)
     else:
         s, t, student_ratio, teacher_ratio = mixed(a, b, student_log, teacher_log, beta, native)
-        of_student, of_teacher = tl.sum(s * student_ratio, 0), tl.sum(t * teacher_ratio, 0)
+        of_student = tl.sum(grouped(s * student_ratio, group), 1)
+        of_teacher = tl.sum(grouped(t * teacher_ratio, group), 1)
     return of_student, of_teacher
 
 
@@ -136,6 +168,7 @@ def _gradient(
     student_log: tl.tensor,
     teacher_log: tl.tensor,
     student_max: tl.tensor,
+    student_sum: tl.tensor,
     of_student: tl.tensor,
     soft_weight: tl.tensor,
     plain_weight: tl.tensor,
@@ -146,6 +179,7 @@ def _gradient(
     kind: tl.constexpr,
     capped: tl.constexpr,
     labelled: tl.constexpr,
+    squarings: tl.constexpr,
     native: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the gradient by logits from a tile of both sides, and what it adds to the forward KL."""
@@ -162,9 +196,8 @@ def _gradient(
         grad = s * (ratio - of_student)
     grad = soft_weight * grad
     if labelled:
-        grad += plain_weight * power_of_two(temperature * (a - student_max), native) - tl.where(
-            places == label, weight, 0.0
-        )
+        plain = raised(s * student_sum, a - student_max, temperature, squarings, native)
+        grad += plain_weight * plain - tl.where(places == label, weight, 0.0)
     if capped:
         # a in these units is c tanh(z / c), so ratio is the tanh, and 1 - tanh² the derivative of the cap.
         ratio = a * cap
@@ -197,6 +230,10 @@ def _kd_rows(
     native: tl.constexpr,
     tiles: tl.constexpr,
     block: tl.constexpr,
+    group: tl.constexpr,
+    squarings: tl.constexpr,
+    zigzag: tl.constexpr,
+    stages: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     shift = tl.zeros((), tl.int32)
@@ -227,74 +264,104 @@ def _kd_rows(
         ends = tl.arange(0, 16)
         ends = tl.where(ends < 8, ends, (shift + classes) // 8 * 8 + ends - 8)
         ended = (ends >= tl.where(shift > 0, shift, 8)) & (ends < shift + classes)
-        student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
-        teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
 
     # First sweep: both normalisers by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867): the sum so far
     # shrinks whenever a larger maximum is found.
     # finite starts: a tile of -inf would make inf - inf
-    student_max = tl.full((), -1e38, tl.float32)
-    teacher_max = tl.full((), -1e38, tl.float32)
-    student_sum = tl.zeros((), tl.float32)
-    teacher_sum = tl.zeros((), tl.float32)
-    plain_sum = tl.zeros((), tl.float32)
-    for i in range(tiles):
+    student_max = tl.full((block // group,), -1e38, tl.float32)
+    teacher_max = tl.full((block // group,), -1e38, tl.float32)
+    student_sum = tl.zeros((block // group,), tl.float32)
+    teacher_sum = tl.zeros((block // group,), tl.float32)
+    plain_sum = tl.zeros((block // group,), tl.float32)
+    for i in tl.range(0, tiles, num_stages=stages):
         places, inside = tile(i, shift, classes, shifted, block)
-        a = softened(student, places, inside, scale, student_softcap, student_capped)
-        b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
+        a = grouped(softened(student, places, inside, scale, student_softcap, student_capped), group)
+        b = grouped(softened(teacher, places, inside, scale, teacher_softcap, teacher_capped), group)
         student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
-            a, b, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature, labelled, native
-        )
-    if shifted:
-        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
-            student_ends, teacher_ends, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature,
-            labelled, native,
+            a, b, student_max, teacher_max, student_sum, teacher_sum, plain_sum, temperature, labelled, squarings,
+            native,
         )  # fmt: skip
+    # all groups as one
+    row_max, groups = tl.max(student_max, 0), student_max
+    apart = groups - row_max
+    shrink = power_of_two(apart, native)
+    student_sum = tl.sum(student_sum * shrink, 0)
+    if labelled:
+        plain_sum = tl.sum(plain_sum * raised(shrink, apart, temperature, squarings, native), 0)
+    student_max, groups = row_max, teacher_max
+    teacher_max = tl.max(groups, 0)
+    teacher_sum = tl.sum(teacher_sum * power_of_two(groups - teacher_max, native), 0)
+    if shifted:
+        one = tl.zeros((1,), tl.float32)
+        # Read anew in each sweep: what is kept through one takes registers of all threads.
+        student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
+        teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
+        student_max, teacher_max, student_sum, teacher_sum, plain_sum = normalisers(
+            grouped(student_ends, 16), grouped(teacher_ends, 16), one + student_max, one + teacher_max,
+            one + student_sum, one + teacher_sum, one + plain_sum, temperature, labelled, squarings, native,
+        )  # fmt: skip
+        # of one number each
+        student_max, teacher_max = tl.max(student_max, 0), tl.max(teacher_max, 0)
+        student_sum, teacher_sum = tl.sum(student_sum, 0), tl.sum(teacher_sum, 0)
+        if labelled:
+            plain_sum = tl.sum(plain_sum, 0)
     student_log = student_max + tl.log2(student_sum)
     teacher_log = teacher_max + tl.log2(teacher_sum)
 
     # Second sweep, not for the forward KL: its gradient q - p needs no sum over the row; the others' do.
-    divergence = tl.zeros((), tl.float32)
     of_student = tl.zeros((), tl.float32)
+    divergences = tl.zeros((block // group,), tl.float32)
+    divergence = tl.zeros((), tl.float32)
     if kind != 0:
-        for i in range(tiles):
-            places, inside = tile(i, shift, classes, shifted, block)
+        of_students = tl.zeros((block // group,), tl.float32)
+        for i in tl.range(0, tiles, num_stages=stages):
+            places, inside = tile(tiles - 1 - i if zigzag else i, shift, classes, shifted, block)
             # Read and softened again: 128k classes do not fit into registers.
             a = softened(student, places, inside, scale, student_softcap, student_capped)
             b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
-            student_part, teacher_part = parts(a, b, student_log, teacher_log, beta, kind, native)
-            of_student += student_part
-            divergence += teacher_part
+            student_part, teacher_part = parts(a, b, student_log, teacher_log, beta, kind, group, native)
+            of_students += student_part
+            divergences += teacher_part
+        of_student, divergence = tl.sum(of_students, 0), tl.sum(divergences, 0)
         if shifted:
-            student_part, teacher_part = parts(student_ends, teacher_ends, student_log, teacher_log, beta, kind, native)
-            of_student += student_part
-            divergence += teacher_part
+            student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
+            teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
+            student_part, teacher_part = parts(
+                student_ends, teacher_ends, student_log, teacher_log, beta, kind, 16, native
+            )
+            of_student += tl.sum(student_part, 0)
+            divergence += tl.sum(teacher_part, 0)
         divergence = of_student if kind == 1 else beta * divergence + (1.0 - beta) * of_student
 
     # Last sweep: the gradient by a, times soft_weight T, as T² D has the gradient T ∂D/∂a by z; then the hard term.
     weight = tl.where(label >= 0, hard_weight, 0.0)
-    plain_weight = weight / plain_sum
+    plain_weight = weight / plain_sum if labelled else weight
     soft_weight *= temperature
     if kind != 0:
         soft_weight *= 0.6931471805599453
     if kind == 2:
         soft_weight *= 1.0 - beta
     cap = 1.0 / (scale * student_softcap) if student_capped else 1.0
-    for i in range(tiles):
-        places, inside = tile(i, shift, classes, shifted, block)
+    for i in tl.range(0, tiles, num_stages=stages):
+        places, inside = tile(tiles - 1 - i if zigzag and kind == 0 else i, shift, classes, shifted, block)
         a = softened(student, places, inside, scale, student_softcap, student_capped)
         b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
-            a, b, places, shift + label, student_log, teacher_log, student_max, of_student, soft_weight, plain_weight,
-            weight, temperature, cap, beta, kind, student_capped, labelled, native,
+            a, b, places, shift + label, student_log, teacher_log, student_max, student_sum, of_student, soft_weight,
+            plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled, squarings, native,
         )  # fmt: skip
         if kind == 0:
-            divergence += tl.sum(of_tile, 0)
+            divergences += tl.sum(grouped(of_tile, group), 1)
         tl.store(gradient + places, grad.to(gradient.dtype.element_ty), mask=inside)
+    if kind == 0:
+        divergence = tl.sum(divergences, 0)
     if shifted:
+        student_ends = softened(student, ends, ended, scale, student_softcap, student_capped)
+        teacher_ends = softened(teacher, ends, ended, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
-            student_ends, teacher_ends, ends, shift + label, student_log, teacher_log, student_max, of_student,
-            soft_weight, plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled, native,
+            student_ends, teacher_ends, ends, shift + label, student_log, teacher_log, student_max, student_sum,
+            of_student, soft_weight, plain_weight, weight, temperature, cap, beta, kind, student_capped, labelled,
+            squarings, native,
         )  # fmt: skip
         if kind == 0:
             divergence += tl.sum(of_tile, 0)
@@ -312,6 +379,8 @@ if has_triton():
     logarithm = triton.jit(_logarithm)
     softened = triton.jit(_softened)
     tile = triton.jit(_tile)
+    grouped = triton.jit(_grouped)
+    raised = triton.jit(_raised)
     normalisers = triton.jit(_normalisers)
     mixed = triton.jit(_mixed)
     parts = triton.jit(_parts)
@@ -330,7 +399,7 @@ def kd_rows_triton_(
     beta: float,
     student_softcap: float,
     teacher_softcap: float,
-    block: int = _BLOCK,
+    block: int | None = None,
     gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `kd_rows_` does, without scratch: two or three sweeps over a row; -inf is always understood.
@@ -346,7 +415,7 @@ def kd_rows_triton_(
         beta: As in `kd_rows_`.
         student_softcap: As in `kd_rows_`.
         teacher_softcap: As in `kd_rows_`.
-        block: Classes of a tile, a power of two.
+        block: Classes of a tile, a power of two; None: what `_BLOCK_BYTES` hold.
         gradient: Takes the gradient in place of `student_logits`, which then stay.
     """
     rows, classes = student_logits.shape
@@ -355,7 +424,7 @@ def kd_rows_triton_(
     if not rows:
         return soft, hard
     gradient = student_logits if gradient is None else gradient
-    block = min(block, triton.next_power_of_2(classes))
+    block = min(block or _BLOCK_BYTES // student_logits.element_size(), triton.next_power_of_2(classes))
     sides = student_logits, teacher_logits, gradient
     # Vectors of eight classes, where not each row begins with one.
     shifted = classes > 8 and student_logits.stride(0) % 8 > 0 and len({side.stride(0) for side in sides}) == 1
@@ -385,6 +454,11 @@ def kd_rows_triton_(
         native=not student_logits.is_cpu and torch.version.hip is None,
         tiles=triton.cdiv(classes + 7 if shifted else classes, block),
         block=block,
+        group=min(_GROUP, block),
+        # 1, 2 and 4: a power of two by a few products in place of one more of the slow instructions a class
+        squarings={1.0: 0, 2.0: 1, 4.0: 2}.get(float(temperature), -1),
+        zigzag=_ZIGZAG,
+        stages=_STAGES,
         num_warps=_WARPS,
         enable_fp_fusion=True,
     )

@@ -19,6 +19,9 @@ from shared_core.errors import TrainingError
 
 # Products of so many rows are near full speed, and larger chunks only cost memory; a GPU's are fuller of work.
 _CPU_BUDGET, _DEVICE_BUDGET = 64 << 20, 512 << 20
+# On a GPU the teacher's logits of a chunk are made in so many parts. The student's chunk is the larger then: each
+# chunk's product reads and writes the sum of the head's gradient.
+_TEACHER_PARTS = 2
 # float16 keeps numbers down to 6e-8, which a class of 128k has less than: gradients are lifted before they are rounded
 _FLOAT16_LIFT = 1024.0
 
@@ -149,6 +152,9 @@ def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> T
     # in float32, where the scale of a loss cannot overflow; in place, for a head's gradient can be the largest tensor
     # float32 gradients are not copied by `to`, so that `mul_` writes over the ones of forward. Half ones are copied.
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    if grad.is_cuda and dtype != wide.dtype:
+        # one pass over the largest gradient in place of two; a CPU would make a whole product first
+        return torch.mul(wide, scale, out=torch.empty_like(wide, dtype=dtype))
     return (wide * scale if kept else wide.mul_(scale)).to(dtype)
 
 
@@ -173,10 +179,9 @@ def _chunks(
     """Return the sums of the soft and of the hard loss, and the total's gradients by hidden, weight and bias."""
     count = hidden.shape[0] if rows is None else rows.numel()
     dtype, classes, device = student.dtype, student.classes, hidden.device
-    # two buffers and the scratch beside them weigh what two chunks do
-    # Chosen so that 2 * size + scratch rows are at most 2 * chunk_rows rows of logits.
-    scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device)
-    size = even_rows(count, max(1, chunk_rows - (scratch + 1) // 2))
+    # both buffers and the scratch beside them weigh what two chunks do
+    scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device, teacher.dtype)
+    size, part = chunk_sizes(count, 2 * chunk_rows - scratch, _TEACHER_PARTS if hidden.is_cuda else 1)
     (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
     # a logit is -inf where its bias is
     ruled_out = bias is not None or teacher_bias is not None
@@ -186,9 +191,10 @@ def _chunks(
     # `kd_rows_` always multiplies by T²; this takes it out again where scale_by_temperature is off.
     soft_factor = terms.factor / terms.temperature**2
 
-    # (size, classes) each, made once: the allocator would else hold two generations of them between chunks.
+    # (size, classes) and (part, classes), made once: the allocator would else hold two generations of them between
+    # chunks.
     logits = torch.empty(size, classes, dtype=dtype, device=device)
-    teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
+    teacher_logits = torch.empty(part, classes, dtype=teacher.dtype, device=device)
     # One loss a row, summed once at the end: a running float32 sum over many chunks would lose digits.
     losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
     gradients = HeadGradients(hidden, student, needs, dtype, several=count > size)
@@ -197,24 +203,29 @@ def _chunks(
         index = here if rows is None else rows[here]
         inputs, n = hidden[index].to(dtype), here.stop - first
         product(inputs, weight, bias, logits[:n])
-        # `rows` lies on the student's device; a teacher on another one is indexed there, so that only its rows cross.
-        index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
-        product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
-        # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
-        # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
-        losses[0, here], losses[1, here] = kd_rows_(
-            logits[:n],
-            teacher_logits[:n],
-            None if labels is None or not terms.hard_weight else labels[index],
-            terms.temperature,
-            terms.soft_weight * soft_factor * lift,
-            terms.hard_weight * lift,
-            terms.divergence,
-            terms.beta,
-            student.softcap,
-            teacher.softcap,
-            ruled_out,
-        )
+        for start in range(first, here.stop, part):
+            there = slice(start, min(start + part, here.stop))
+            some = there if rows is None else rows[there]
+            ours, theirs = logits[start - first : there.stop - first], teacher_logits[: there.stop - start]
+            # `rows` lies on the student's device; a teacher on another one is indexed there, so that only its rows
+            # cross.
+            some_there = some if isinstance(some, slice) else some.to(teacher_hidden.device)
+            product(teacher_hidden[some_there].to(teacher.dtype), teacher_weight, teacher_bias, theirs)
+            # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
+            # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
+            losses[0, there], losses[1, there] = kd_rows_(
+                ours,
+                theirs,
+                None if labels is None or not terms.hard_weight else labels[some],
+                terms.temperature,
+                terms.soft_weight * soft_factor * lift,
+                terms.hard_weight * lift,
+                terms.divergence,
+                terms.beta,
+                student.softcap,
+                teacher.softcap,
+                ruled_out,
+            )
         # logits[:n] holds ∂total/∂z times `lift` now; the products divide it out before they are rounded.
         gradients.add(index, logits[:n], inputs, weight, 1 / lift)
     # Both buffers are free before the sums and casts of the gradients take memory.
@@ -268,6 +279,27 @@ def even_rows(count: int, most: int) -> int:
     return max(1, -(-count // chunks))
 
 
+def chunk_sizes(count: int, budget: int, parts: int) -> tuple[int, int]:
+    """Return how many rows of the student's and of the teacher's logits fit into a budget of rows.
+
+    Args:
+        count: Rows that there are.
+        budget: Rows that both may have together.
+        parts: The teacher's are so many times fewer, a multiple of eight.
+
+    Example:
+        >>> chunk_sizes(8192, 2048, 1), chunk_sizes(8192, 2092, 2)
+        ((1024, 1024), (1366, 688))
+    """
+    # of eight rows each of any length begins where a vector of eight numbers does
+    most = (budget - 8) * parts // (parts + 1)
+    if parts == 1 or count <= budget // 2 or most < 8 * parts:
+        size = even_rows(count, max(1, budget // 2))
+        return size, size
+    size = even_rows(count, most)
+    return size, -(-size // (8 * parts)) * 8
+
+
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Put ``rows weightᵀ + bias`` into `out`."""
     if rows.device != out.device:
@@ -282,6 +314,12 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return ``scale * left right``."""
     # scaled before it is rounded to float16, where a lifted product could overflow
     return left @ right if scale == 1.0 else torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=scale)
+
+
+def adds_wider(factor: Tensor, total: Tensor) -> bool:
+    """Return whether a product of half factors can be added to a float32 sum in its GEMM: cuBLAS alone does it."""
+    half = factor.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
+    return half and factor.is_cuda and torch.version.hip is None
 
 
 class WeightGradient:
@@ -300,9 +338,12 @@ class WeightGradient:
         """Add ``scale * gradᵀ inputs``."""
         total = self._sum[: self._classes]
         # Same dtype: the GEMM adds in place (beta 1), with no temporary of the weight's size.
+        # beta 0 ignores what is there
+        factors = {"beta": float(self._begun), "alpha": scale}
         if grad.dtype == total.dtype:
-            # beta 0 ignores what is there
-            total.addmm_(grad.t(), inputs, beta=float(self._begun), alpha=scale)
+            total.addmm_(grad.t(), inputs, **factors)
+        elif adds_wider(grad, total):
+            torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total, **factors)
         elif self._begun:
             total.add_(scaled_product(grad.t(), inputs, scale))
         else:

@@ -137,9 +137,13 @@ def checked_rows(
     shape: tuple[int, ...],
     device: torch.device,
     classes: int,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return flat labels with -1 where a row has none, and the indices of rows that count, None for all."""
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return flat labels, -1 where a row has none; the indices of rows that count, None for all; how many have labels.
+
+    The host waits for the device once.
+    """
     check_mask(_WHERE, mask, shape)
+    kept, labelled = None if mask is None else mask.to(device).reshape(-1), 0
     if labels is not None:
         if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != shape:
             raise ConfigError(
@@ -149,20 +153,23 @@ def checked_rows(
             )
         labels = labels.to(device).reshape(-1).long()
         ignored = labels == ignore_index
-        # One host synchronisation. Out-of-range labels would else read outside the buffer on a GPU.
-        if bool(((labels < 0) | (labels >= classes)).logical_and_(~ignored).any()):
+        # Out-of-range labels would read outside the buffer on a GPU.
+        wrong = ((labels < 0) | (labels >= classes)).logical_and_(~ignored)
+        kept = ~ignored if kept is None else kept
+        refused, number, labelled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
+        if refused:
             wrong = labels[~ignored]
             raise ConfigError(
                 _WHERE,
                 f"labels must be in 0 to {classes - 1} or {ignore_index}, got {int(wrong.min())} to {int(wrong.max())}",
             )
         labels = labels.masked_fill(ignored, -1)
-        mask = ~ignored if mask is None else mask
-    if mask is None:
-        return labels, None
-    mask = mask.to(device).reshape(-1)
-    # None for all rows: slices of `hidden` are views, an index would copy it. `-1` marks a row without a label.
-    return labels, None if bool(mask.all()) else mask.nonzero().squeeze(-1)
+    elif kept is not None:
+        number = int(kept.sum())
+    # None for all rows: slices of `hidden` are views, an index would copy it.
+    if kept is None or number == len(kept):
+        return labels, None, labelled
+    return labels, torch.nonzero_static(kept, size=number).squeeze(-1), labelled
 
 
 def checked_chunk_rows(
@@ -328,10 +335,9 @@ def _sums(
             _WHERE,
             f"teacher_hidden must have the rows of student_hidden, {shape}, got {tuple(teacher_hidden.shape[:-1])}",
         )
-    labels, rows = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
+    labels, rows, labelled = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
-    labelled = 0 if labels is None else int((labels if rows is None else labels[rows]).ge(0).sum())
     if reduction == "mean" and labelled:
         # The soft term is divided by `count` at the end, the hard one must be by `labelled`: its weight makes up for
         # it.

@@ -125,3 +125,15 @@ def test_compiled_around():
     loss(*ours[:2]).backward()
     (2 * chunked_kd_loss(theirs[0] * 1.5, theirs[1], teacher[0], teacher[1])).backward()
     assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_rows_of_both_buffers_stay_within_the_budget(parts):
+    for count in (1, 7, 131, 8100, 8192):
+        for budget in (2, 3, 17, 40, 56, 2092):
+            size, part = chunked_autograd.chunk_sizes(count, budget, parts)
+            assert 1 <= part <= size
+            assert size + part <= budget
+            assert part == size or part % 8 == 0
+            alone = chunked_autograd.chunk_sizes(count, budget, 1)
+            assert alone[0] == alone[1] <= size
