@@ -1,8 +1,8 @@
 """`eff_kernels.fp8.quantize` in Triton: amax, scale and codes in as few sweeps as the blocks allow.
 
-One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two. What
-is not finite, or the largest magnitude, is noted by the same launches. Matrices are read where they lie, transposed
-ones too.
+One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two, and for
+the rows of a large matrix and of its transpose. What is not finite, or the largest magnitude, is noted by the same
+launches. Matrices are read where they lie, transposed ones too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ _IN_REGISTERS = 16384
 _MULTIPLE = 16
 # of a sweep: enough to fill a GPU, and few enough for each to look at the maxima of all
 _PROGRAMS, _TILE = 1024, 16384
+# of a matrix with scales of its rows and of its columns: elements up to which a second launch costs more than it saves
+_IN_ONE_LAUNCH = 2**22
+# height and width of a tile, and warps: with as many threads as columns the compiler transposes what it reads, not codes
+_MEASURED_LINES, _CAST_LINES = (128, 128, 8), (32, 128, 4)
 
 
 def _loaded(
@@ -295,6 +299,69 @@ def _row_codes(
         )  # fmt: skip
 
 
+def _line_maxima(
+    x: tl.tensor,
+    maxima: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Raise what is zero to the largest magnitudes of the rows, and `turned_width` behind them of the columns."""
+    across = (columns + width - 1) // width
+    i = tl.program_id(0) // across * height + tl.arange(0, height)
+    j = tl.program_id(0) % across * width + tl.arange(0, width)
+    tile = magnitude(loaded(x, i[:, None], j[None, :], rows, columns, row_stride, column_stride))
+    # programs touch the same numbers, but a launch sees all that the one before it wrote
+    tl.atomic_max(maxima + i, tl.max(tile, 1), mask=i < rows, sem="relaxed")
+    tl.atomic_max(maxima + turned_width + j, tl.max(tile, 0), mask=j < columns, sem="relaxed")
+
+
+def _line_codes(
+    x: tl.tensor,
+    maxima: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned_scale: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    seen_as: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Cast tiles under the scales of their rows, and their transposes under those of the columns."""
+    across = (columns + width - 1) // width
+    # what was measured last is still in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, column = program // across, program % across
+    i = row * height + tl.arange(0, height)[:, None]
+    j = column * width + tl.arange(0, width)[None, :]
+    tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
+    amax = tl.load(maxima + i, mask=i < rows, other=0)
+    s = scale_of(amax, mantissa, rounding)
+    turned_s = scale_of(tl.load(maxima + turned_width + j, mask=j < columns, other=0), mantissa, rounding)
+    # one tile of a row, and one of a column, tells their scale
+    first = i < tl.where(column == 0, rows, 0)
+    tl.store(scale + i, s, mask=first)
+    tl.store(turned_scale + j, turned_s, mask=j < tl.where(row == 0, columns, 0))
+    noted(seen + i * 0, amax, first, seen_as)
+    code = fp8_code(divided(tile, s, rounding), mantissa, native)
+    tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
+    code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
+    tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
+
+
 def _quantized_tile(
     tile: tl.tensor,
     high: tl.constexpr,
@@ -415,6 +482,8 @@ if has_triton():
         _tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers
     )
     row_codes = triton.jit(_row_codes)
+    line_maxima = triton.jit(_line_maxima)
+    line_codes = triton.jit(_line_codes)
     store_scale = triton.jit(_store_scale)
     block_codes = triton.jit(_block_codes)
 
@@ -536,8 +605,34 @@ def _rows(source: Source, dtype: torch.dtype, block: Block, constants: dict[str,
     scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     turned_scale = x.new_empty((x.shape[1], 1) if source.both else 0, dtype=torch.float32)
     out, other = codes.view(torch.uint8), turned.view(torch.uint8)
-    _launch_rows(source, scale, out, turned_scale, other, constants | {"values": False})
+    if source.both and x.numel() > _IN_ONE_LAUNCH:
+        _launch_lines(source, scale, out, turned_scale, other, constants)
+    else:
+        _launch_rows(source, scale, out, turned_scale, other, constants | {"values": False})
     return Cast(codes, scale, turned, turned_scale, None)
+
+
+def _launch_lines(
+    source: Source, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor, constants: dict[str, Any]
+) -> None:
+    x = source.x
+    (rows, columns), turned_width = x.shape, x.shape[0] + -x.shape[0] % _MULTIPLE
+    maxima = x.new_zeros(turned_width + columns, dtype=torch.int32)
+    given = rows, columns, *x.stride(), turned_width
+    measured, cast = (
+        {"height": height, "width": width, "num_warps": warps, "enable_fp_fusion": False}
+        for height, width, warps in (_MEASURED_LINES, _CAST_LINES)
+    )
+    line_maxima[_tiles(x, measured),](x, maxima, *given, **measured)
+    line_codes[_tiles(x, cast),](
+        x, maxima, x if source.seen is None else source.seen, scale, codes, turned_scale, turned, *given,
+        **_seen([source]), **constants | cast,
+    )  # fmt: skip
+
+
+def _tiles(x: Tensor, tile: dict[str, int]) -> int:
+    tiles: int = triton.cdiv(x.shape[0], tile["height"]) * triton.cdiv(x.shape[1], tile["width"])
+    return tiles
 
 
 def _launch_rows(
