@@ -1,7 +1,7 @@
 """`eff_kernels.fp8.quantize` in Triton: amax, scale and codes in as few sweeps as the blocks allow.
 
-One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two, and for
-the rows of a large matrix and of its transpose. What is not finite, or the largest magnitude, is noted by the same
+One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two, and
+for the rows of a large matrix and of its transpose. What is not finite, or the largest magnitude, is noted by the same
 launches. Matrices are read where they lie, transposed ones too.
 """
 
@@ -30,8 +30,10 @@ _MULTIPLE = 16
 _PROGRAMS, _TILE = 1024, 16384
 # of a matrix with scales of its rows and of its columns: elements up to which a second launch costs more than it saves
 _IN_ONE_LAUNCH = 2**22
-# height and width of a tile, and warps: with as many threads as columns the compiler transposes what it reads, not codes
+# height and width of a tile, and warps; with a thread for each column the compiler transposes what it reads, not codes
 _MEASURED_LINES, _CAST_LINES = (128, 128, 8), (32, 128, 4)
+# of blocks of a row and of the transpose: rows at a time, and warps
+_VECTORS = 32, 8
 
 
 def _loaded(
@@ -469,6 +471,57 @@ def _block_codes(
         )  # fmt: skip
 
 
+def _vector_codes(
+    x: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned_scale: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    length: tl.constexpr,
+    seen_as: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+    height: tl.constexpr,
+) -> None:
+    """Cast blocks of one row, and blocks of one row of the transpose: as many of either as fill a square.
+
+    The square is read twice, the second time from a cache: of the columns only maxima stay in registers.
+    """
+    row, column = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    i = row * length + tl.arange(0, height)[:, None]
+    j = column * length + tl.arange(0, length)[None, :]
+    largest = tl.zeros((height, length), tl.int32)
+    for start in range(0, length, height):
+        tile = loaded(x, start + i, j, rows, columns, row_stride, column_stride)
+        largest = tl.maximum(largest, magnitude(tile))
+    turned_s = scale_of(tl.max(largest, 0), mantissa, rounding)[None, :]
+    told = turned_scale + row.to(tl.int64) * columns + j
+    tl.store(told, turned_s, mask=j < columns)
+    # read again, and so in the layout of the transpose, into which the compiler then turns x and not its codes
+    tl.debug_barrier()
+    for start in range(0, length, height):
+        k = start + i
+        tile = loaded(x, k, j, rows, columns, row_stride, column_stride)
+        amax = tl.max(magnitude(tile), 1)[:, None]
+        s = scale_of(amax, mantissa, rounding)
+        # a program may lie behind the last column
+        here = k < tl.where(column * length < columns, rows, 0)
+        tl.store(scale + column.to(tl.int64) * rows + k, s, mask=here)
+        noted(seen + k * 0, amax, here, seen_as)
+        code = fp8_code(divided(tile, s, rounding), mantissa, native)
+        tl.store(codes + k.to(tl.int64) * columns + j, code, mask=(k < rows) & (j < columns))
+        turned_s = tl.load(told, mask=j < columns, other=1.0)
+        code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
+        tl.store(turned + j.to(tl.int64) * turned_width + k, code, mask=(k < turned_width) & (j < columns))
+
+
 if has_triton():
     loaded = triton.jit(_loaded)
     converted = triton.jit(_converted)
@@ -486,6 +539,7 @@ if has_triton():
     line_codes = triton.jit(_line_codes)
     store_scale = triton.jit(_store_scale)
     block_codes = triton.jit(_block_codes)
+    vector_codes = triton.jit(_vector_codes)
 
 
 class Cast(NamedTuple):
@@ -668,13 +722,22 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     codes = x.new_empty(x.shape, dtype=dtype)
     scale, sizes = _block_scale(x, rows, columns, block, swizzled)
     turned_scale, turned_sizes = _block_scale(x, columns, rows, block, swizzled) if both else (scale, sizes)
-    # two casts of a tile take twice the registers
-    constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
-    block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
+    grid, turned_width = grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width)), rows + -rows % _MULTIPLE
+    given = (
         x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
-        turned.view(torch.uint8), rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE, *turned_sizes,
-        high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **_seen([source]), **constants,
+        turned.view(torch.uint8), rows, columns, *x.stride(),
     )  # fmt: skip
+    constants = constants | _seen([source])
+    if both and block == (1, 128):
+        part, warps = _VECTORS
+        vector_codes[grid](*given, turned_width, length=wide, height=part, **constants | {"num_warps": warps})
+    else:
+        # two casts of a tile take twice the registers
+        constants["num_warps"] = 2 * _WARPS if both else _WARPS
+        block_codes[grid](
+            *given, *sizes, turned_width, *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled,
+            height=height, width=width, **constants,
+        )  # fmt: skip
     return Cast(codes, scale, turned, turned_scale, None)
 
 
