@@ -334,6 +334,7 @@ def _line_codes(
     columns: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
+    codes_width: tl.tensor,
     turned_width: tl.tensor,
     seen_as: tl.constexpr,
     mantissa: tl.constexpr,
@@ -359,7 +360,7 @@ def _line_codes(
     tl.store(turned_scale + j, turned_s, mask=j < tl.where(row == 0, columns, 0))
     noted(seen + i * 0, amax, first, seen_as)
     code = fp8_code(divided(tile, s, rounding), mantissa, native)
-    tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
+    tl.store(codes + i.to(tl.int64) * codes_width + j, code, mask=(i < rows) & (j < codes_width))
     code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
     tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
 
@@ -482,6 +483,7 @@ def _vector_codes(
     columns: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
+    codes_width: tl.tensor,
     turned_width: tl.tensor,
     length: tl.constexpr,
     seen_as: tl.constexpr,
@@ -516,7 +518,7 @@ def _vector_codes(
         tl.store(scale + column.to(tl.int64) * rows + k, s, mask=here)
         noted(seen + k * 0, amax, here, seen_as)
         code = fp8_code(divided(tile, s, rounding), mantissa, native)
-        tl.store(codes + k.to(tl.int64) * columns + j, code, mask=(k < rows) & (j < columns))
+        tl.store(codes + k.to(tl.int64) * codes_width + j, code, mask=(k < rows) & (j < codes_width))
         turned_s = tl.load(told, mask=j < columns, other=1.0)
         code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
         tl.store(turned + j.to(tl.int64) * turned_width + k, code, mask=(k < turned_width) & (j < columns))
@@ -669,19 +671,27 @@ def _rows(source: Source, dtype: torch.dtype, block: Block, constants: dict[str,
 def _launch_lines(
     source: Source, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor, constants: dict[str, Any]
 ) -> None:
-    x = source.x
-    (rows, columns), turned_width = x.shape, x.shape[0] + -x.shape[0] % _MULTIPLE
-    maxima = x.new_zeros(turned_width + columns, dtype=torch.int32)
-    given = rows, columns, *x.stride(), turned_width
+    x, scale, codes, turned_scale, turned = _as_it_lies(source.x, scale, codes, turned_scale, turned)
+    maxima = x.new_zeros(turned.shape[1] + x.shape[1], dtype=torch.int32)
     measured, cast = (
         {"height": height, "width": width, "num_warps": warps, "enable_fp_fusion": False}
         for height, width, warps in (_MEASURED_LINES, _CAST_LINES)
     )
-    line_maxima[_tiles(x, measured),](x, maxima, *given, **measured)
+    given = *x.shape, *x.stride()
+    line_maxima[_tiles(x, measured),](x, maxima, *given, turned.shape[1], **measured)
     line_codes[_tiles(x, cast),](
         x, maxima, x if source.seen is None else source.seen, scale, codes, turned_scale, turned, *given,
-        **_seen([source]), **constants | cast,
+        codes.shape[1], turned.shape[1], **_seen([source]), **constants | cast,
     )  # fmt: skip
+
+
+def _as_it_lies(
+    x: Tensor, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return these, or of a transposed matrix what it is the transpose of, whose rows lie in one piece."""
+    if x.stride(0) == 1 != x.stride(1):
+        return x.t(), turned_scale, turned, scale, codes
+    return x, scale, codes, turned_scale, turned
 
 
 def _tiles(x: Tensor, tile: dict[str, int]) -> int:
@@ -722,23 +732,24 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     codes = x.new_empty(x.shape, dtype=dtype)
     scale, sizes = _block_scale(x, rows, columns, block, swizzled)
     turned_scale, turned_sizes = _block_scale(x, columns, rows, block, swizzled) if both else (scale, sizes)
-    grid, turned_width = grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width)), rows + -rows % _MULTIPLE
-    given = (
-        x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
-        turned.view(torch.uint8), rows, columns, *x.stride(),
-    )  # fmt: skip
+    made = Cast(codes, scale, turned, turned_scale, None)
+    out, other, seen = codes.view(torch.uint8), turned.view(torch.uint8), x if source.seen is None else source.seen
     constants = constants | _seen([source])
     if both and block == (1, 128):
         part, warps = _VECTORS
-        vector_codes[grid](*given, turned_width, length=wide, height=part, **constants | {"num_warps": warps})
+        x, scale, out, turned_scale, other = _as_it_lies(x, scale, out, turned_scale, other)
+        vector_codes[grid_of_tiles(triton.cdiv(x.shape[0], wide), triton.cdiv(x.shape[1], wide))](
+            x, seen, scale, out, turned_scale, other, *x.shape, *x.stride(), out.shape[1], other.shape[1],
+            length=wide, height=part, **constants | {"num_warps": warps},
+        )  # fmt: skip
     else:
         # two casts of a tile take twice the registers
         constants["num_warps"] = 2 * _WARPS if both else _WARPS
-        block_codes[grid](
-            *given, *sizes, turned_width, *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled,
-            height=height, width=width, **constants,
+        block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
+            x, seen, scale, out, turned_scale, other, rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE,
+            *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **constants,
         )  # fmt: skip
-    return Cast(codes, scale, turned, turned_scale, None)
+    return made
 
 
 def _block_scale(x: Tensor, rows: int, columns: int, block: Block, swizzled: bool) -> tuple[Tensor, tuple[int, ...]]:
