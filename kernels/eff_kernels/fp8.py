@@ -136,7 +136,8 @@ def quantize(
 ) -> Quantized:
     """Return `x` in FP8: `block_amax`, `block_scale` and `cast`; scales of 1x32 blocks, rounded "mx", as bytes.
 
-    On CUDA in one launch, or in two with one scale a tensor, where the blocks allow it.
+    On CUDA in one launch, where the blocks allow it; in two with one scale a tensor, or with the transpose of a large
+    matrix and a scale for each row.
 
     Args:
         x: (R, K) of any floating type and strides, not empty.

@@ -1,8 +1,8 @@
 """`eff_kernels.fp8.quantize` in Triton: amax, scale and codes in as few sweeps as the blocks allow.
 
-One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two. What
-is not finite, or the largest magnitude, is noted by the same launches. Matrices are read where they lie, transposed
-ones too.
+One launch for blocks and rows, with the transpose; two for a scale of the whole tensor, of one matrix or of two, and
+for the rows of a large matrix and of its transpose. What is not finite, or the largest magnitude, is noted by the same
+launches. Matrices are read where they lie, transposed ones too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ _IN_REGISTERS = 16384
 _MULTIPLE = 16
 # of a sweep: enough to fill a GPU, and few enough for each to look at the maxima of all
 _PROGRAMS, _TILE = 1024, 16384
+# of a matrix with scales of its rows and of its columns: elements up to which a second launch costs more than it saves
+_IN_ONE_LAUNCH = 2**22
+# height and width of a tile, and warps; with a thread for each column the compiler transposes what it reads, not codes
+_MEASURED_LINES, _CAST_LINES = (128, 128, 8), (32, 128, 4)
+# of blocks of a row and of the transpose: rows at a time, and warps
+_VECTORS = 32, 8
 
 
 def _loaded(
@@ -295,6 +301,70 @@ def _row_codes(
         )  # fmt: skip
 
 
+def _line_maxima(
+    x: tl.tensor,
+    maxima: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    turned_width: tl.tensor,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Raise what is zero to the largest magnitudes of the rows, and `turned_width` behind them of the columns."""
+    across = (columns + width - 1) // width
+    i = tl.program_id(0) // across * height + tl.arange(0, height)
+    j = tl.program_id(0) % across * width + tl.arange(0, width)
+    tile = magnitude(loaded(x, i[:, None], j[None, :], rows, columns, row_stride, column_stride))
+    # programs touch the same numbers, but a launch sees all that the one before it wrote
+    tl.atomic_max(maxima + i, tl.max(tile, 1), mask=i < rows, sem="relaxed")
+    tl.atomic_max(maxima + turned_width + j, tl.max(tile, 0), mask=j < columns, sem="relaxed")
+
+
+def _line_codes(
+    x: tl.tensor,
+    maxima: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned_scale: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    codes_width: tl.tensor,
+    turned_width: tl.tensor,
+    seen_as: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """Cast tiles under the scales of their rows, and their transposes under those of the columns."""
+    across = (columns + width - 1) // width
+    # what was measured last is still in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, column = program // across, program % across
+    i = row * height + tl.arange(0, height)[:, None]
+    j = column * width + tl.arange(0, width)[None, :]
+    tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
+    amax = tl.load(maxima + i, mask=i < rows, other=0)
+    s = scale_of(amax, mantissa, rounding)
+    turned_s = scale_of(tl.load(maxima + turned_width + j, mask=j < columns, other=0), mantissa, rounding)
+    # one tile of a row, and one of a column, tells their scale
+    first = i < tl.where(column == 0, rows, 0)
+    tl.store(scale + i, s, mask=first)
+    tl.store(turned_scale + j, turned_s, mask=j < tl.where(row == 0, columns, 0))
+    noted(seen + i * 0, amax, first, seen_as)
+    code = fp8_code(divided(tile, s, rounding), mantissa, native)
+    tl.store(codes + i.to(tl.int64) * codes_width + j, code, mask=(i < rows) & (j < codes_width))
+    code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
+    tl.store(turned + j.to(tl.int64) * turned_width + i, code, mask=(i < turned_width) & (j < columns))
+
+
 def _quantized_tile(
     tile: tl.tensor,
     high: tl.constexpr,
@@ -402,6 +472,58 @@ def _block_codes(
         )  # fmt: skip
 
 
+def _vector_codes(
+    x: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    turned_scale: tl.tensor,
+    turned: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    codes_width: tl.tensor,
+    turned_width: tl.tensor,
+    length: tl.constexpr,
+    seen_as: tl.constexpr,
+    mantissa: tl.constexpr,
+    rounding: tl.constexpr,
+    native: tl.constexpr,
+    height: tl.constexpr,
+) -> None:
+    """Cast blocks of one row, and blocks of one row of the transpose: as many of either as fill a square.
+
+    The square is read twice, the second time from a cache: of the columns only maxima stay in registers.
+    """
+    row, column = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    i = row * length + tl.arange(0, height)[:, None]
+    j = column * length + tl.arange(0, length)[None, :]
+    largest = tl.zeros((height, length), tl.int32)
+    for start in range(0, length, height):
+        tile = loaded(x, start + i, j, rows, columns, row_stride, column_stride)
+        largest = tl.maximum(largest, magnitude(tile))
+    turned_s = scale_of(tl.max(largest, 0), mantissa, rounding)[None, :]
+    told = turned_scale + row.to(tl.int64) * columns + j
+    tl.store(told, turned_s, mask=j < columns)
+    # read again, and so in the layout of the transpose, into which the compiler then turns x and not its codes
+    tl.debug_barrier()
+    for start in range(0, length, height):
+        k = start + i
+        tile = loaded(x, k, j, rows, columns, row_stride, column_stride)
+        amax = tl.max(magnitude(tile), 1)[:, None]
+        s = scale_of(amax, mantissa, rounding)
+        # a program may lie behind the last column
+        here = k < tl.where(column * length < columns, rows, 0)
+        tl.store(scale + column.to(tl.int64) * rows + k, s, mask=here)
+        noted(seen + k * 0, amax, here, seen_as)
+        code = fp8_code(divided(tile, s, rounding), mantissa, native)
+        tl.store(codes + k.to(tl.int64) * codes_width + j, code, mask=(k < rows) & (j < codes_width))
+        turned_s = tl.load(told, mask=j < columns, other=1.0)
+        code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
+        tl.store(turned + j.to(tl.int64) * turned_width + k, code, mask=(k < turned_width) & (j < columns))
+
+
 if has_triton():
     loaded = triton.jit(_loaded)
     converted = triton.jit(_converted)
@@ -415,8 +537,11 @@ if has_triton():
         triton.jit(_tensor_codes, do_not_specialize=["programs", "y_programs"], do_not_specialize_on_alignment=_numbers)
     )
     row_codes = remembering(triton.jit(_row_codes))
+    line_maxima = remembering(triton.jit(_line_maxima))
+    line_codes = remembering(triton.jit(_line_codes))
     store_scale = triton.jit(_store_scale)
     block_codes = remembering(triton.jit(_block_codes))
+    vector_codes = remembering(triton.jit(_vector_codes))
 
 
 class Cast(NamedTuple):
@@ -536,8 +661,42 @@ def _rows(source: Source, dtype: torch.dtype, block: Block, constants: dict[str,
     scale = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     turned_scale = x.new_empty((x.shape[1], 1) if source.both else 0, dtype=torch.float32)
     out, other = codes.view(torch.uint8), turned.view(torch.uint8)
-    _launch_rows(source, scale, out, turned_scale, other, constants | {"values": False})
+    if source.both and x.numel() > _IN_ONE_LAUNCH:
+        _launch_lines(source, scale, out, turned_scale, other, constants)
+    else:
+        _launch_rows(source, scale, out, turned_scale, other, constants | {"values": False})
     return Cast(codes, scale, turned, turned_scale, None)
+
+
+def _launch_lines(
+    source: Source, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor, constants: dict[str, Any]
+) -> None:
+    x, scale, codes, turned_scale, turned = _as_it_lies(source.x, scale, codes, turned_scale, turned)
+    maxima = x.new_zeros(turned.shape[1] + x.shape[1], dtype=torch.int32)
+    measured, cast = (
+        {"height": height, "width": width, "num_warps": warps, "enable_fp_fusion": False}
+        for height, width, warps in (_MEASURED_LINES, _CAST_LINES)
+    )
+    given = *x.shape, *x.stride()
+    line_maxima[_tiles(x, measured),](x, maxima, *given, turned.shape[1], **measured)
+    line_codes[_tiles(x, cast),](
+        x, maxima, x if source.seen is None else source.seen, scale, codes, turned_scale, turned, *given,
+        codes.shape[1], turned.shape[1], **_seen([source]), **constants | cast,
+    )  # fmt: skip
+
+
+def _as_it_lies(
+    x: Tensor, scale: Tensor, codes: Tensor, turned_scale: Tensor, turned: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return these, or of a transposed matrix what it is the transpose of, whose rows lie in one piece."""
+    if x.stride(0) == 1 != x.stride(1):
+        return x.t(), turned_scale, turned, scale, codes
+    return x, scale, codes, turned_scale, turned
+
+
+def _tiles(x: Tensor, tile: dict[str, int]) -> int:
+    tiles: int = triton.cdiv(x.shape[0], tile["height"]) * triton.cdiv(x.shape[1], tile["width"])
+    return tiles
 
 
 def _launch_rows(
@@ -573,14 +732,24 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     codes = x.new_empty(x.shape, dtype=dtype)
     scale, sizes = _block_scale(x, rows, columns, block, swizzled)
     turned_scale, turned_sizes = _block_scale(x, columns, rows, block, swizzled) if both else (scale, sizes)
-    # two casts of a tile take twice the registers
-    constants = constants | {"num_warps": 2 * _WARPS if both else _WARPS}
-    block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
-        x, x if source.seen is None else source.seen, scale, codes.view(torch.uint8), turned_scale,
-        turned.view(torch.uint8), rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE, *turned_sizes,
-        high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **_seen([source]), **constants,
-    )  # fmt: skip
-    return Cast(codes, scale, turned, turned_scale, None)
+    made = Cast(codes, scale, turned, turned_scale, None)
+    out, other, seen = codes.view(torch.uint8), turned.view(torch.uint8), x if source.seen is None else source.seen
+    constants = constants | _seen([source])
+    if both and block == (1, 128):
+        part, warps = _VECTORS
+        x, scale, out, turned_scale, other = _as_it_lies(x, scale, out, turned_scale, other)
+        vector_codes[grid_of_tiles(triton.cdiv(x.shape[0], wide), triton.cdiv(x.shape[1], wide))](
+            x, seen, scale, out, turned_scale, other, *x.shape, *x.stride(), out.shape[1], other.shape[1],
+            length=wide, height=part, **constants | {"num_warps": warps},
+        )  # fmt: skip
+    else:
+        # two casts of a tile take twice the registers
+        constants["num_warps"] = 2 * _WARPS if both else _WARPS
+        block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
+            x, seen, scale, out, turned_scale, other, rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE,
+            *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **constants,
+        )  # fmt: skip
+    return made
 
 
 def _block_scale(x: Tensor, rows: int, columns: int, block: Block, swizzled: bool) -> tuple[Tensor, tuple[int, ...]]:
