@@ -34,7 +34,7 @@ def operands():
         ops[0].count_magnitudes: ([x, w], bits_of_threshold(2.0**-14)),
         ops[0].count_exponents: (x,),
         ops[0].unscale_and_scan_: ([x.clone(), w.clone()], torch.zeros(1), torch.ones(1)),
-        ops[0].rank_groups: (x, 2, 4, 1),
+        ops[0].rank_groups: (x, 2, 4, 1, True),
         ops[0].packed_bits: (mask,),
         ops[0].unpacked_bits: (torch.ops.eff_kernels.packed_bits(mask), [32, 16]),
         ops[0].count_digits_: (torch.zeros(256, dtype=torch.int64), x, torch.zeros(1, dtype=torch.int64), -1, 24),

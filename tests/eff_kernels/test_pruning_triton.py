@@ -73,7 +73,7 @@ def test_masks_of_the_largest_in_the_interpreter(rank):
 
     scores = [*spread(), torch.zeros(0)]
     masks, expected = ([torch.empty(score.shape, dtype=torch.bool) for score in scores] for _ in range(2))
-    told = mark_largest_triton_(masks, scores, rank, warps=1, tiles=1, rounds=1 + rank % 2)
+    told = mark_largest_triton_(masks, scores, rank, warps=1, vectors=1, tiles=1, rounds=1 + rank % 2)
     assert torch.equal(told, digits.mark_largest_(expected, scores, rank))
     assert all(map(torch.equal, masks, expected))
     order = torch.cat([score.float().reshape(-1) for score in scores]).flip(0).sort(stable=True).indices
@@ -117,6 +117,12 @@ def test_on_a_gpu():
     there = [score.cuda() for score in scores]
     for rank in (1, 1_000_000, 2_999_999):
         assert kth_smallest(there, rank) == kth_smallest(scores, rank)
+    for rank in (1, 1_000_000, 3_000_100, 3_000_594):
+        expected = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
+        told = digits.mark_largest_(expected, scores, rank)
+        found, told_there = digits.marked_largest(there, rank)
+        assert torch.equal(told_there.cpu(), told)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="k must be in"):
         kth_smallest(there, 10_000_000)
     keep = torch.rand(scores[0].shape) < 0.5

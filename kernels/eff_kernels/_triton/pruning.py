@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import tensor_tables
+from eff_kernels._triton.tallies import FULL
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -21,7 +22,7 @@ _CHUNK, _WARPS = 1 << 14, 8
 _BLOCK, _TILES = 4096, 8
 # A histogram of so many bins is a program's own, in shared memory; more are counted in global memory.
 _PRIVATE_BITS = 8
-_RANK_WARPS, _RANK_TILES, _RANK_ROUNDS = 8, 15, 2
+_RANK_WARPS, _RANK_VECTORS = 8, 2
 _SHIFTS = 27, 22, 17, 12, 7, 2, 0
 """Of the digits of five bits by which scores are ranked, the last of two."""
 
@@ -308,8 +309,9 @@ def mark_largest_triton_(
     scores: Sequence[Tensor],
     num_pruned: int,
     warps: int = _RANK_WARPS,
-    tiles: int = _RANK_TILES,
-    rounds: int = _RANK_ROUNDS,
+    vectors: int = _RANK_VECTORS,
+    tiles: int = FULL,
+    rounds: int = 1,
 ) -> Tensor:
     """Do as `eff_kernels.top_k.mark_largest_`: nine launches for scores of one type, and nothing waits.
 
@@ -318,12 +320,14 @@ def mark_largest_triton_(
         scores: float16, bfloat16 or float32, contiguous.
         num_pruned: How many go.
         warps: Of a program.
-        tiles: How often a program takes a vector a thread before counts are widened, up to 15.
-        rounds: How often it does so; a program takes fewer than 2^16 scores.
+        vectors: Of 16 bytes that a thread takes at a time.
+        tiles: How often it does so before counts are widened, up to 15.
+        rounds: How often that is done; a program takes fewer than 2^16 scores.
     """
     device = scores[0].device
     # A launch of one width for all types, so that a part of a tensor is the same in all launches.
-    block = 32 * warps * 16 // max(score.element_size() for score in scores)
+    lanes = 16 // max(score.element_size() for score in scores)
+    block = vectors * 32 * warps * lanes
     chunk = rounds * tiles * block
     chunks = [triton.cdiv(score.numel(), chunk) for score in scores]
     bins = torch.empty(sum(chunks), 32, dtype=torch.int64, device=device)
@@ -349,7 +353,7 @@ def mark_largest_triton_(
                 tiles=tiles,
                 rounds=rounds,
                 block=block,
-                lanes=block // (32 * warps),
+                lanes=lanes,
                 num_warps=warps,
                 enable_fp_fusion=True,
             )
