@@ -47,7 +47,8 @@ def test_n_of_m_in_the_interpreter():
     for inner in (1, 3):
         values = torch.zeros(2, 4, inner)
         values[1, 3] = math.nan
-        assert rank_groups_triton(values, 2, 4, inner, block=8)[1]
+        for magnitudes, dtype in ((False, torch.float32), *((True, dtype) for dtype in DTYPES)):
+            assert rank_groups_triton(-values.to(dtype), 2, 4, inner, magnitudes, block=8)[1]
         with pytest.raises(ValueError, match="must not be NaN"):
             n_of_m_mask(values, 2, 4, 1)
 
@@ -59,7 +60,7 @@ def test_bits_in_the_interpreter(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
     if len(shape) == 1:  # from an odd address
         mask = torch.cat((mask, mask))[-shape[0] :]
-    packed = pack_bits_triton(mask, block=256)
+    packed = pack_bits_triton(mask, block=256, tiles=2, warps=1)
     assert packed.tolist() == np.packbits(mask.numpy().reshape(-1)).tolist() == pack_bits(mask).tolist()
     for unpacked in (unpack_bits_triton(packed, shape, block=256), unpack_bits(packed, shape)):
         assert unpacked.dtype == torch.bool
