@@ -197,7 +197,7 @@ def _counted_masks(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tens
 def _marked(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Tensor] | None:
     """Return what `marked_largest` does of scores that are at hand, or so few that they can be."""
     like: Sequence[Tensor] = getattr(scores, "tensors", scores)
-    if not like or not like[0].is_cuda or sum(tensor.numel() for tensor in like) > _HELD and scores is not like:
+    if not like or not like[0].is_cuda or (sum(tensor.numel() for tensor in like) > _HELD and scores is not like):
         return None
     return marked_largest([scores[index] for index in range(len(scores))], num_pruned)
 

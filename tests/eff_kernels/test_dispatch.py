@@ -59,11 +59,12 @@ def test_masks_of_a_gpu_are_those_of_the_cpu(monkeypatch):
 
     generator = torch.Generator().manual_seed(0)
     scores = [torch.randint(0, 9, (7, 5), generator=generator) / 4, torch.zeros(3), torch.rand(40, generator=generator)]
-    expected = [prune_masks(scores, share, most) for share in (0.2, 0.6) for most in (None, [10, 1, 40])]
+    asked = [(share, most) for share in (0.2, 0.6) for most in (None, [10, 1, 40])]
+    expected = [mask for each in asked for mask in prune_masks(scores, *each)]
     pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(selection, "_marked", lambda scores, number: top_k.marked_largest(list(scores), number))
-    found = [prune_masks(scores, share, most) for share in (0.2, 0.6) for most in (None, [10, 1, 40])]
-    assert all(map(torch.equal, sum(found, []), sum(expected, [])))
+    found = [mask for each in asked for mask in prune_masks(scores, *each)]
+    assert all(map(torch.equal, found, expected))
     scores[1][2] = torch.nan
     with pytest.raises(ConfigError, match="must not be NaN, got one in tensor 1"):
         prune_masks(scores, 0.5)

@@ -42,9 +42,13 @@ def _tally(
         @s add.u32 $3, $3, one;
     }
     """
-    types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     return tl.inline_asm_elementwise(
-        code, "=&r,=&r,=&r,=&r,r,r,r,r,r", [bin, a, b, c, d], dtype=types, is_pure=True, pack=1
+        code,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [bin, a, b, c, d],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
     )
 
 
