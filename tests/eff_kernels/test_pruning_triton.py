@@ -73,7 +73,7 @@ def test_masks_of_the_largest_in_the_interpreter(rank):
 
     scores = [*spread(), torch.zeros(0)]
     masks, expected = ([torch.empty(score.shape, dtype=torch.bool) for score in scores] for _ in range(2))
-    told = mark_largest_triton_(masks, scores, rank, warps=1, vectors=1, tiles=1, rounds=1 + rank % 2)
+    told = mark_largest_triton_(masks, scores, rank, warps=1, each=8, tiles=1, rounds=1 + rank % 2)
     assert torch.equal(told, digits.mark_largest_(expected, scores, rank))
     assert all(map(torch.equal, masks, expected))
     order = torch.cat([score.float().reshape(-1) for score in scores]).flip(0).sort(stable=True).indices

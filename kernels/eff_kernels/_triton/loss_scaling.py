@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is not None:
     from eff_kernels._triton.launch import pointer, row_of_program
     from eff_kernels._triton.tallies import as_bytes, tally, totals
 
-_BLOCK, _TILES, _WARPS, _VECTORS = 4096, 8, 8, 2
+_BLOCK, _TILES, _WARPS, _EACH = 4096, 8, 8, 8
 _BINS = 256
 
 
@@ -169,7 +169,7 @@ def scan_triton_(
     tensors: Sequence[Tensor],
     bound: int,
     warps: int = _WARPS,
-    vectors: int = _VECTORS,
+    each: int = _EACH,
     tiles: int = FULL,
     rounds: int = 1,
 ) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ def scan_triton_(
         tensors: Dense, float16, bfloat16, float32 or float64.
         bound: Bits of the float32 below which a magnitude is small.
         warps: Of a program.
-        vectors: Of 16 bytes that a thread takes at a time.
+        each: How many a thread takes at a time, a multiple of what 16 bytes hold.
         tiles: How often it does so before counts are widened, up to 15.
         rounds: How often that is done; a program takes fewer than 2^16 elements.
 
@@ -190,7 +190,7 @@ def scan_triton_(
     rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=tensors[0].device)
     # a launch of one width for all types
     lanes = 16 // max(tensor.element_size() for tensor in tensors)
-    block = vectors * 32 * warps * lanes
+    block = 32 * warps * each
     for part in tensor_tables(rounds * tiles * block, tensors):
         count[(len(part.owners),)](
             part.table,

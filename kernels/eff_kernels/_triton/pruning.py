@@ -22,7 +22,7 @@ _CHUNK, _WARPS = 1 << 14, 8
 _BLOCK, _TILES = 4096, 8
 # A histogram of so many bins is a program's own, in shared memory; more are counted in global memory.
 _PRIVATE_BITS = 8
-_RANK_WARPS, _RANK_VECTORS = 8, 2
+_RANK_WARPS, _RANK_EACH = 8, 8
 _SHIFTS = 27, 22, 17, 12, 7, 2, 0
 """Of the digits of five bits by which scores are ranked, the last of two."""
 
@@ -309,7 +309,7 @@ def mark_largest_triton_(
     scores: Sequence[Tensor],
     num_pruned: int,
     warps: int = _RANK_WARPS,
-    vectors: int = _RANK_VECTORS,
+    each: int = _RANK_EACH,
     tiles: int = FULL,
     rounds: int = 1,
 ) -> Tensor:
@@ -320,14 +320,14 @@ def mark_largest_triton_(
         scores: float16, bfloat16 or float32, contiguous.
         num_pruned: How many go.
         warps: Of a program.
-        vectors: Of 16 bytes that a thread takes at a time.
+        each: How many a thread takes at a time, a multiple of what 16 bytes hold.
         tiles: How often it does so before counts are widened, up to 15.
         rounds: How often that is done; a program takes fewer than 2^16 scores.
     """
     device = scores[0].device
     # A launch of one width for all types, so that a part of a tensor is the same in all launches.
     lanes = 16 // max(score.element_size() for score in scores)
-    block = vectors * 32 * warps * lanes
+    block = 32 * warps * each
     chunk = rounds * tiles * block
     chunks = [triton.cdiv(score.numel(), chunk) for score in scores]
     bins = torch.empty(sum(chunks), 32, dtype=torch.int64, device=device)
