@@ -46,7 +46,7 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
 
 
 @torch.no_grad()
-def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
+def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int, *, magnitudes: bool = False) -> tuple[Tensor, Tensor]:
     """Return `n_of_m_mask`, and a flag, bool of one element: whether a score was NaN.
 
     Args:
@@ -54,27 +54,30 @@ def ranked_n_of_m(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Te
         n: As there.
         m: As there.
         axis: As there.
+        magnitudes: Whether scores count without their sign.
     """
     axis %= scores.ndim
     if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
-        mask, has_nan = rank_groups(scores.detach(), n, m, axis)
+        mask, has_nan = rank_groups(scores.detach(), n, m, axis, magnitudes)
         return mask, has_nan
+    scores = scores.abs() if magnitudes else scores
     return _rank_groups(scores, n, m, axis), _has_nan(scores)
 
 
 @torch.library.custom_op("eff_kernels::rank_groups", mutates_args=())
-def rank_groups(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
-    """Return `n_of_m_mask` as one operator, and a flag, bool ``[1]``: whether a score was NaN."""
+def rank_groups(scores: Tensor, n: int, m: int, axis: int, magnitudes: bool) -> tuple[Tensor, Tensor]:
+    """Return `ranked_n_of_m` as one operator, the flag as bool ``[1]``."""
     if not scores.is_cuda:
+        scores = scores.abs() if magnitudes else scores
         return _rank_groups(scores, n, m, axis), _has_nan(scores).view(1)
     from eff_kernels._triton.masks import rank_groups_triton
 
     with torch.cuda.device(scores.device):
-        return rank_groups_triton(scores, n, m, math.prod(scores.shape[axis + 1 :]))
+        return rank_groups_triton(scores, n, m, math.prod(scores.shape[axis + 1 :]), magnitudes)
 
 
 @rank_groups.register_fake
-def _(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, n: int, m: int, axis: int, magnitudes: bool) -> tuple[Tensor, Tensor]:
     mask = scores.new_empty(scores.shape, dtype=torch.bool)
     return mask, mask.new_empty(1)
 

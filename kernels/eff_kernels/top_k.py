@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eff_kernels._triton.launch import runs_in_one_launch
+
 _WIDTH = 32
 _DIGITS = (8, 8, 16)
 """Bits a pass, from the top: few scores share the first 16, so that counts of the last 16 collide seldom."""
@@ -84,3 +86,57 @@ def count_digits_(counts: Tensor, values: Tensor, prefix: Tensor, left_out: int,
 @count_digits_.register_fake
 def _(counts: Tensor, values: Tensor, prefix: Tensor, left_out: int, shift: int) -> None:
     pass
+
+
+_MARKED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def marked_largest(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Tensor] | None:
+    """Return masks, and what `mark_largest_` tells of them, for which nothing waits; None where Triton cannot do so.
+
+    Args:
+        scores: At hand, any shapes.
+        num_pruned: How many of all go.
+    """
+    if not 0 < num_pruned <= sum(score.numel() for score in scores) or not runs_in_one_launch(scores):
+        return None
+    if not all(score.dtype in _MARKED and score.is_contiguous() for score in scores):
+        return None
+    masks = [torch.empty_like(score, dtype=torch.bool) for score in scores]
+    told: Tensor = mark_largest_(masks, [score.detach() for score in scores], num_pruned)
+    return masks, told
+
+
+@torch.library.custom_op("eff_kernels::mark_largest_", mutates_args={"masks"})
+def mark_largest_(masks: list[Tensor], scores: list[Tensor], num_pruned: int) -> Tensor:
+    """Set each mask to where the scores are not among the `num_pruned` smallest of all.
+
+    Among equal scores the earlier tensor, then the lowest flat index is kept.
+
+    Args:
+        masks: bool, contiguous, one a tensor of scores; overwritten.
+        scores: float16, bfloat16 or float32, contiguous, on one device.
+        num_pruned: How many go, from 1 to the number of scores.
+
+    Returns:
+        int64 ``[n, 2]``: of each tensor how many are kept, and not 0 if a score is NaN; the masks are undefined then.
+    """
+    if scores[0].is_cuda:
+        from eff_kernels._triton.pruning import mark_largest_triton_
+
+        with torch.cuda.device(scores[0].device):
+            return mark_largest_triton_(masks, scores, num_pruned)
+    flat = torch.cat([score.reshape(-1).float() for score in scores])
+    # from the end, so that of equal ones the last goes first
+    order = flat.flip(0).argsort(stable=True)[:num_pruned]
+    kept = torch.ones_like(flat, dtype=torch.bool)
+    kept[len(flat) - 1 - order] = False
+    for mask, part in zip(masks, kept.split([mask.numel() for mask in masks]), strict=True):
+        mask.copy_(part.view(mask.shape))
+    told = [[int(mask.count_nonzero()), int(score.isnan().any())] for mask, score in zip(masks, scores, strict=True)]
+    return torch.tensor(told)
+
+
+@mark_largest_.register_fake
+def _(masks: list[Tensor], scores: list[Tensor], num_pruned: int) -> Tensor:
+    return masks[0].new_empty(len(masks), 2, dtype=torch.int64)

@@ -142,13 +142,13 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
         raise ConfigError(
             "nm_mask", f"the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
         )
-    return nm_mask_of_scores(weight.detach().abs(), n, m, axis=axis)
+    return nm_mask_of_scores(weight.detach(), n, m, axis=axis, magnitudes=True)
 
 
 @torch.no_grad()
-def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
-    """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
-    mask, has_nan = ranked_n_of_m(scores, n, m, axis)
+def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int, magnitudes: bool = False) -> Tensor:
+    """Return `nm_mask` of scores, whose sign counts but for `magnitudes`: the `n` largest of each group stay."""
+    mask, has_nan = ranked_n_of_m(scores, n, m, axis, magnitudes=magnitudes)
     refuse(has_nan, lambda: ConfigError("nm_mask", "scores must not be NaN"))
     return mask
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from eff_kernels.pruning import keep_largest_, kth_smallest, kth_smallest_there, rank_below_
+from eff_kernels.top_k import marked_largest
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import whole
@@ -101,8 +102,8 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
     # one tensor at least.
     competing = list(range(len(sizes)))
     while competing:
-        masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
-        counts = count_kept([masks[i] for i in competing])
+        found, counts = _counted_masks(some(scores, competing), left)
+        masks |= zip(competing, found, strict=True)
         over = [i for i, count in zip(competing, counts, strict=True) if sizes[i] - count > limits[i]]
         if not over:
             break
@@ -165,8 +166,7 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
     if not flat.numel():
         return
     if not flat.is_cpu:
-        error = ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index}")
-        refuse(flat.max().isnan(), lambda: error)
+        refuse(flat.max().isnan(), lambda: _nan_in(index))
         return
     peak = int(flat.numpy().argmax())  # a NaN counts as largest
     if flat[peak].isnan():
@@ -174,8 +174,36 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
 
 
 def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
+    if (marked := _marked(scores, num_pruned)) is not None:
+        masks, told = marked
+        for index, nan in enumerate(told[:, 1].bool().unbind()):
+            refuse(nan, lambda index=index: _nan_in(index))  # type: ignore[misc]
+        return masks
     # The sample gives up (None) where it cannot be exact; the histogram always is.
     return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)
+
+
+def _counted_masks(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], list[int]]:
+    """Return the masks, and how many elements each keeps; a GPU is read once."""
+    if (marked := _marked(scores, num_pruned)) is None:
+        masks = _masks(scores, num_pruned)
+        return masks, count_kept(masks)
+    kept, nan = marked[1].T.tolist()
+    if any(nan):
+        raise _nan_in(next(index for index, found in enumerate(nan) if found))
+    return marked[0], kept
+
+
+def _marked(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Tensor] | None:
+    """Return what `marked_largest` does of scores that are at hand, or so few that they can be."""
+    like: Sequence[Tensor] = getattr(scores, "tensors", scores)
+    if not like or not like[0].is_cuda or (sum(tensor.numel() for tensor in like) > _HELD and scores is not like):
+        return None
+    return marked_largest([scores[index] for index in range(len(scores))], num_pruned)
+
+
+def _nan_in(index: int) -> ConfigError:
+    return ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index}")
 
 
 def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] | None:

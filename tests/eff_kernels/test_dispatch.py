@@ -4,13 +4,13 @@ import weakref
 
 import pytest
 import torch
-from eff_kernels import loss_scaling, masks, pruning
+from eff_kernels import loss_scaling, masks, pruning, top_k
 from eff_kernels import loss_scaling as unscaling
 from eff_kernels._triton.launch import tensor_tables
 
 
 def pretend_a_gpu(patch):
-    for module in (loss_scaling, masks, pruning, unscaling):
+    for module in (loss_scaling, masks, pruning, top_k, unscaling):
         patch.setattr(module, "runs_in_one_launch", lambda *columns: True)
     patch.setattr(pruning, "_one_gpu", lambda tensors: torch.device("cpu"))
 
@@ -51,6 +51,25 @@ def test_operators_give_what_their_functions_do_on_cpu(name, monkeypatch):
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_masks_of_a_gpu_are_those_of_the_cpu(monkeypatch):
+    from shared_core.errors import ConfigError
+    from shared_core.pruning import prune_masks, selection
+
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randint(0, 9, (7, 5), generator=generator) / 4, torch.zeros(3), torch.rand(40, generator=generator)]
+    asked = [(share, most) for share in (0.2, 0.6) for most in (None, [10, 1, 40])]
+    expected = [mask for each in asked for mask in prune_masks(scores, *each)]
+    pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(selection, "_marked", lambda scores, number: top_k.marked_largest(list(scores), number))
+    found = [mask for each in asked for mask in prune_masks(scores, *each)]
+    assert all(map(torch.equal, found, expected))
+    scores[1][2] = torch.nan
+    with pytest.raises(ConfigError, match="must not be NaN, got one in tensor 1"):
+        prune_masks(scores, 0.5)
+    with pytest.raises(ConfigError, match="must not be NaN, got one in tensor 0"):
+        selection.prune_mask(scores[1], 0.5)
 
 
 def test_operators_refuse_as_their_functions_do(monkeypatch):

@@ -67,6 +67,30 @@ def test_thresholds_in_the_interpreter(monkeypatch):
         assert (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32) == ordered[rank - 1]
 
 
+@pytest.mark.parametrize("rank", [1, 170, 480, 556, 593, 594])
+def test_masks_of_the_largest_in_the_interpreter(rank):
+    from eff_kernels._triton.pruning import mark_largest_triton_
+
+    scores = [*spread(), torch.zeros(0)]
+    masks, expected = ([torch.empty(score.shape, dtype=torch.bool) for score in scores] for _ in range(2))
+    told = mark_largest_triton_(masks, scores, rank, warps=1, each=8, tiles=1, rounds=1 + rank % 2)
+    assert torch.equal(told, digits.mark_largest_(expected, scores, rank))
+    assert all(map(torch.equal, masks, expected))
+    order = torch.cat([score.float().reshape(-1) for score in scores]).flip(0).sort(stable=True).indices
+    kept = torch.cat([mask.reshape(-1) for mask in masks])
+    assert set((~kept).nonzero().view(-1).tolist()) == set((len(kept) - 1 - order[:rank]).tolist())
+
+
+def test_a_score_that_is_nan_is_told():
+    from eff_kernels._triton.pruning import mark_largest_triton_
+
+    for sign in (1, -1):
+        scores = [torch.ones(3), torch.full((5,), sign * float("nan"))]
+        masks = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
+        for mark in (mark_largest_triton_, digits.mark_largest_):
+            assert mark(masks, scores, 2)[:, 1].tolist() == [0, 1]
+
+
 def test_the_operators_are_what_they_say():
     found, masks = weights([(3, 5)])
     torch.library.opcheck(store_zeros_, (found, masks))
@@ -93,6 +117,12 @@ def test_on_a_gpu():
     there = [score.cuda() for score in scores]
     for rank in (1, 1_000_000, 2_999_999):
         assert kth_smallest(there, rank) == kth_smallest(scores, rank)
+    for rank in (1, 1_000_000, 3_000_100, 3_000_594):
+        expected = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
+        told = digits.mark_largest_(expected, scores, rank)
+        found, told_there = digits.marked_largest(there, rank)
+        assert torch.equal(told_there.cpu(), told)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="k must be in"):
         kth_smallest(there, 10_000_000)
     keep = torch.rand(scores[0].shape) < 0.5

@@ -178,9 +178,10 @@ def measure(family: str, architecture: str) -> dict[Key, Row]:
                     found.append((key, Row(moved, case.wide, launch.programs, {}), sample))
     rows: dict[Key, Row] = {}
     for (key, row, _), code in zip(found, read(architecture, [sample for _, _, sample in found]), strict=True):
-        while key in rows:
-            key = (*key[:2], f"{key[2]} again", key[3])
         row.codes[architecture] = code
+        # launches of one code are one row
+        while key in rows and rows[key] != row:
+            key = (*key[:2], f"{key[2]} again", key[3])
         rows[key] = row
     return rows
 

@@ -244,11 +244,11 @@ def masks_sweep() -> Iterator[Call]:
     counts = 1, 3, 16, 17, N, 2**27 + 1, 2**28
     groups = (1, 1), (1, 2), (2, 4), (4, 8), (5, 12), (8, 16)
     for dtype, (n, m), count in itertools.product((*DTYPES, torch.float64), groups, counts):
-        for inner in (1, 9, 16):
+        for inner, magnitudes in ((1, False), (1, True), (9, False), (16, True)):
             if count * m * inner > 2**33:
                 continue
             scores = flat(count * m * inner, dtype, count % 2)
-            yield lambda s=scores, n=n, m=m, inner=inner: rank_groups_triton(s, n, m, inner)
+            yield lambda o=(scores, n, m, inner, magnitudes): rank_groups_triton(*o)
     for count in (*counts, 2**31 + 16, 2**31 + 17):
         mask, packed = flat(count, torch.bool, count % 2), flat((count + 7) // 8, torch.uint8, count % 2)
         yield lambda mask=mask: pack_bits_triton(mask)
@@ -261,7 +261,7 @@ def masks_measured(dtype: torch.dtype) -> Iterator[Measured]:
     scores = empty(N, N, dtype=dtype)
     for n, m in ((2, 4), (4, 8), (8, 16))[: 2 if dtype == H else 3]:
         moved = dtype.itemsize + 1
-        call = lambda n=n, m=m: rank_groups_triton(scores, n, m, 1)  # noqa: E731
+        call = lambda n=n, m=m: rank_groups_triton(scores, n, m, 1, True)  # noqa: E731
         yield Measured(f"{n}:{m}", call, N * N, (moved,), dtype.itemsize)
     if dtype == B:
         yield Measured("2:4 first axis", lambda: rank_groups_triton(scores, 2, 4, N), N * N, (3,), 2)
@@ -271,8 +271,11 @@ def masks_measured(dtype: torch.dtype) -> Iterator[Measured]:
 
 
 def pruning_sweep() -> Iterator[Call]:
-    from eff_kernels._triton.pruning import apply_mask_triton_, count_digits_triton_
+    from eff_kernels._triton.pruning import apply_mask_triton_, count_digits_triton_, mark_largest_triton_
 
+    for dtype, counts, rank in itertools.product(DTYPES, ((1,), (3, 16), (17, N), (2**31 + 16,)), (1, 16, 2**31)):
+        masks, scores = [flat(n, torch.bool, n % 2) for n in counts], [flat(n, dtype, n % 2) for n in counts]
+        yield lambda m=masks, s=scores, rank=rank: mark_largest_triton_(m, s, rank)
     for bits in (torch.int16, torch.int32, torch.int64):
         for counts in ((1,), (3, 16), (17, N), (2**31 + 16,), (2**31 + 17, 1)):
             weights = [flat(count, bits, count % 2) for count in counts]
@@ -286,7 +289,7 @@ def pruning_sweep() -> Iterator[Call]:
 
 
 def pruning_measured(dtype: torch.dtype) -> Iterator[Measured]:
-    from eff_kernels._triton.pruning import apply_mask_triton_, count_digits_triton_
+    from eff_kernels._triton.pruning import apply_mask_triton_, count_digits_triton_, mark_largest_triton_
 
     size, bits = dtype.itemsize, _PATTERNS[dtype][0]
     if dtype != H:  # to the kernel, the bits are all the same
@@ -295,6 +298,10 @@ def pruning_measured(dtype: torch.dtype) -> Iterator[Measured]:
             call = lambda w=weights, m=masks: apply_mask_triton_(w, m)  # noqa: E731
             yield Measured(name, call, N * N, (2 * size + 1,), size + 1, count == N * N)
     values = flat(N * N, dtype)
+    if dtype != H:
+        masks = [flat(N * N, torch.bool)]
+        moved = *[size] * 7, 1, size + 1
+        yield Measured("largest", lambda: mark_largest_triton_(masks, [values], N), N * N, moved, size)
     for shift, width in ((24, 8), (0, 16))[: 2 if dtype == F else 1]:
         operands = flat(1 << width, torch.int64), values, flat(1, torch.int64), -1, shift
         yield Measured(f"{width}-bit digits", lambda o=operands: count_digits_triton_(*o), N * N, (size,), size)

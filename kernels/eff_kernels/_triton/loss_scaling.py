@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import remembering, tensor_tables
+from eff_kernels._triton.tallies import FULL
 
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
     from eff_kernels._triton.launch import pointer, row_of_program
+    from eff_kernels._triton.tallies import as_bytes, tally, totals
 
-_BLOCK, _TILES, _WARPS = 4096, 8, 8
+_BLOCK, _TILES, _WARPS, _EACH = 4096, 8, 8, 8
 _BINS = 256
 
 
@@ -30,67 +32,104 @@ def _magnitude_bits(x: tl.tensor) -> tl.tensor:
     return bits & 0x7FFFFFFF
 
 
-def _scan(
+def _unscale(
     table: tl.tensor,
     owners: tl.tensor,
     like: tl.tensor,
     inv_scale: tl.tensor,
     found_inf: tl.tensor,
-    histogram: tl.tensor,
-    rest: tl.tensor,
-    bound: tl.tensor,
-    unscaled: tl.constexpr,
-    edge: tl.constexpr,
+    largest_of: tl.tensor,
     aligned: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     row, start, size, index = row_of_program(table, owners, 1, chunk, aligned)
     values = pointer(row, 0, like, aligned)
-    factor = 1.0
-    if unscaled:
-        factor = tl.load(inv_scale)
-    # Counts of a program's own in registers, summed at its end: one atomic a column, not one a number. What lies
-    # behind the tensor counts as zeros, which are taken off then: each number is counted without a condition.
-    bins = tl.zeros((512,), tl.int32)
-    below = tl.zeros((block,), tl.int32)
+    factor = tl.load(inv_scale)
     largest = tl.zeros((block,), tl.int32)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
         inside = places < size
         x = tl.load(values + places, mask=inside, other=0.0)
-        bits = magnitude_bits(x)
-        if unscaled:
-            largest = tl.maximum(largest, bits)
-            # Multiplied in float32 and rounded once to the gradient's type, as torch's own kernel does.
-            x = (x.to(tl.float32) * factor).to(x.dtype)
-            tl.store(values + places, x, mask=inside)
-        else:
-            # Bin 0 for zero, and behind it the columns.
-            bins += tl.histogram(tl.minimum(bits, (bits >> 23) + 1), 512)
+        largest = tl.maximum(largest, magnitude_bits(x))
+        # Multiplied in float32 and rounded once to the gradient's type, as torch's own kernel does.
+        x = (x.to(tl.float32) * factor).to(x.dtype)
+        tl.store(values + places, x, mask=inside)
+    highest = tl.max(largest, 0)
+    if highest >= 0x7F800000:
+        # Every program that finds one stores the same number: no atomic is needed.
+        tl.store(found_inf, 1.0)
+    # Bits of magnitudes are ordered as integers, so an integer maximum is one of numbers, and needs no float atomic.
+    tl.atomic_max(largest_of + index, tl.minimum(highest, 0x7F800000).to(tl.int64), sem="relaxed")
+
+
+def _count(
+    table: tl.tensor,
+    owners: tl.tensor,
+    like: tl.tensor,
+    histogram: tl.tensor,
+    rest: tl.tensor,
+    bound: tl.tensor,
+    edge: tl.constexpr,
+    aligned: tl.constexpr,
+    tiles: tl.constexpr,
+    rounds: tl.constexpr,
+    block: tl.constexpr,
+    lanes: tl.constexpr,
+) -> None:
+    chunk: tl.constexpr = rounds * tiles * block
+    row, start, size, index = row_of_program(table, owners, 1, chunk, aligned)
+    values = pointer(row, 0, like, aligned)
+    columns = histogram + index * 256
+    # Gradients lie in few powers of two: those up to 4 above the largest of the first block are counted in registers.
+    places = start + tl.arange(0, block)
+    first = magnitude_bits(tl.load(values + places, mask=places < size, other=0.0))
+    lowest = tl.maximum(tl.minimum((tl.max(first, 0) >> 23) + 4, 255) - 31, 1)
+    below = tl.zeros((block,), tl.int32)
+    largest = tl.zeros((block,), tl.int32)
+    total = tl.zeros((block // lanes, 8), tl.int32)
+    for i in range(rounds):
+        a = tl.zeros((block,), tl.int32)
+        b = tl.zeros((block,), tl.int32)
+        c = tl.zeros((block,), tl.int32)
+        d = tl.zeros((block,), tl.int32)
+        for j in range(tiles):
+            places = start + (i * tiles + j) * block + tl.arange(0, block)
+            bits = magnitude_bits(tl.load(values + places, mask=places < size, other=0.0))
+            a, b, c, d = tally(((bits >> 23) - lowest).to(tl.uint32, bitcast=True), a, b, c, d)
             if not edge:
                 # Columns tell magnitudes apart by powers of two only. -1 for each one below the threshold.
                 below += (bits - bound) >> 31
             # By this sum infinity and NaN become negative.
             largest = tl.maximum(largest, bits + 0x00800000)
-    highest = tl.max(largest, 0)
-    if unscaled:
-        if highest >= 0x7F800000:
-            # Every program that finds one stores the same number: no atomic is needed.
-            tl.store(found_inf, 1.0)
-        highest = tl.minimum(highest, 0x7F800000)
-    else:
-        highest = tl.maximum(highest - 0x00800000, 0)
-        bin = tl.arange(0, 512)
-        zeros = tl.sum(tl.where(bin == 0, bins, 0), 0)
-        small = -tl.sum(tl.where(bin <= bound >> 23, -bins, 0) if edge else below, 0) - zeros
-        behind = tl.maximum(start + chunk - size, 0).to(tl.int32)
-        bins -= tl.where(bin == 0, behind, 0)
-        column = tl.maximum(bin - 1, 0)
-        tl.atomic_add(histogram + index * 256 + column, bins.to(tl.int64), mask=bins > 0, sem="relaxed")
-        tl.atomic_add(rest + index * 3, (zeros - behind).to(tl.int64), sem="relaxed")
-        tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64), sem="relaxed")
-    # Bits of magnitudes are ordered as integers, so an integer maximum is one of numbers, and needs no float atomic.
+        total += as_bytes(a, b, c, d, lanes)
+    found, bin = totals(total)
+    tl.atomic_add(columns + lowest + bin, found.to(tl.int64), mask=found > 0, sem="relaxed")
+    small = tl.sum(tl.where(lowest + bin < bound >> 23, found, 0), 0)
+    num_zeros = 0
+    # Zeros and the rare others are looked for where there are any.
+    if tl.sum(found, 0) < chunk:
+        zeros = tl.zeros((block,), tl.int32)
+        others = tl.zeros((256,), tl.int32)
+        for i in range(rounds * tiles):
+            places = start + i * block + tl.arange(0, block)
+            bits = magnitude_bits(tl.load(values + places, mask=places < size, other=0.0))
+            exponent = bits >> 23
+            zeros += (bits == 0).to(tl.int32)
+            left = (bits != 0) & ((exponent - lowest).to(tl.uint32, bitcast=True) >= 32)
+            if tl.max(left.to(tl.int32), 0) > 0:
+                others += tl.histogram(exponent, 256, mask=left)
+        # what lies behind the tensor was read as zeros
+        num_zeros = tl.sum(zeros, 0) - tl.maximum(start + chunk - size, 0).to(tl.int32)
+        column = tl.arange(0, 256)
+        tl.atomic_add(columns + column, others.to(tl.int64), mask=others > 0, sem="relaxed")
+        small += tl.sum(tl.where(column < bound >> 23, others, 0), 0)
+        tl.atomic_add(columns, num_zeros.to(tl.int64), mask=num_zeros > 0, sem="relaxed")
+        tl.atomic_add(rest + index * 3, num_zeros.to(tl.int64), mask=num_zeros > 0, sem="relaxed")
+    if not edge:
+        small = -tl.sum(below, 0) - tl.maximum(start + chunk - size, 0).to(tl.int32) - num_zeros
+    tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64), mask=small > 0, sem="relaxed")
+    highest = tl.maximum(tl.max(largest, 0) - 0x00800000, 0)
     tl.atomic_max(rest + index * 3 + 2, highest.to(tl.int64), sem="relaxed")
 
 
@@ -121,27 +160,54 @@ def _exponents(
 
 if importlib.util.find_spec("triton") is not None:
     magnitude_bits = triton.jit(_magnitude_bits)
-    scan = remembering(triton.jit(_scan))
+    unscale = remembering(triton.jit(_unscale))
+    count = remembering(triton.jit(_count))
     exponents = remembering(triton.jit(_exponents))
 
 
 def scan_triton_(
-    tensors: Sequence[Tensor], bound: int, block: int = _BLOCK, tiles: int = _TILES
+    tensors: Sequence[Tensor],
+    bound: int,
+    warps: int = _WARPS,
+    each: int = _EACH,
+    tiles: int = FULL,
+    rounds: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return the histogram, and beside it the zeros, the small ones and the bits of the largest, in one pass.
 
     Args:
         tensors: Dense, float16, bfloat16, float32 or float64.
         bound: Bits of the float32 below which a magnitude is small.
-        block: Elements at a time, a power of two.
-        tiles: How often a program takes so many.
+        warps: Of a program.
+        each: How many a thread takes at a time, a multiple of what 16 bytes hold.
+        tiles: How often it does so before counts are widened, up to 15.
+        rounds: How often that is done; a program takes fewer than 2^16 elements.
 
     Returns:
         int64 ``[n, 256]`` and ``[n, 3]``.
     """
     histogram = torch.zeros(len(tensors), _BINS, dtype=torch.int64, device=tensors[0].device)
     rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=tensors[0].device)
-    _launch(tensors, rest, rest, histogram, rest, bound, False, block, tiles)
+    # a launch of one width for all types
+    lanes = 16 // max(tensor.element_size() for tensor in tensors)
+    block = 32 * warps * each
+    for part in tensor_tables(rounds * tiles * block, tensors):
+        count[(len(part.owners),)](
+            part.table,
+            part.owners,
+            part.like[0],
+            histogram,
+            rest,
+            bound,
+            edge=bound & 0x7FFFFF == 0,
+            aligned=part.is_aligned,
+            tiles=tiles,
+            rounds=rounds,
+            block=block,
+            lanes=lanes,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
     return histogram, rest
 
 
@@ -160,41 +226,22 @@ def unscale_triton_(
     Returns:
         int64 ``[n]``.
     """
-    rest = torch.zeros(len(grads), 3, dtype=torch.int64, device=grads[0].device)
-    _launch(grads, inv_scale, found_inf, rest, rest, 0, True, block, tiles)
-    return rest[:, 2]
-
-
-def _launch(
-    tensors: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    histogram: Tensor,
-    rest: Tensor,
-    bound: int,
-    unscaled: bool,
-    block: int,
-    tiles: int,
-) -> None:
-    chunk = tiles * block
-    for part in tensor_tables(chunk, tensors):
-        scan[(len(part.owners),)](
+    largest = torch.zeros(len(grads), dtype=torch.int64, device=grads[0].device)
+    for part in tensor_tables(tiles * block, grads):
+        unscale[(len(part.owners),)](
             part.table,
             part.owners,
             part.like[0],
             inv_scale,
             found_inf,
-            histogram,
-            rest,
-            bound,
-            unscaled=unscaled,
-            edge=bound & 0x7FFFFF == 0,
+            largest,
             aligned=part.is_aligned,
-            chunk=chunk,
+            chunk=tiles * block,
             block=block,
             num_warps=_WARPS,
             enable_fp_fusion=True,
         )
+    return largest
 
 
 def count_exponents_triton(

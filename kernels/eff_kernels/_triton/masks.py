@@ -16,11 +16,32 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
 _GROUPS, _BYTES, _WARPS = 1024, 2048, 4
+_WORD_TILES, _WORD_WARPS = 4, 8
 
 
-def _widened(x: tl.tensor) -> tl.tensor:
-    # float64 keeps its order only as it is
-    return x if x.dtype == tl.float64 else x.to(tl.float32)
+def _widened(x: tl.tensor, magnitudes: tl.constexpr) -> tl.tensor:
+    """Return scores that compare as these do: magnitudes of up to 32 bits as theirs without the sign, uint32."""
+    bits: tl.constexpr = x.dtype.primitive_bitwidth
+    if magnitudes and bits == 16:
+        y = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 17
+    elif magnitudes and bits == 32:
+        y = x.to(tl.uint32, bitcast=True) << 1
+    elif magnitudes:
+        y = tl.abs(x)
+    else:
+        # float64 keeps its order only as it is
+        y = x if bits == 64 else x.to(tl.float32)
+    return y
+
+
+def _nan_marks(y: tl.tensor) -> tl.tensor:
+    """Return of widened scores uint32 above what infinity has as a magnitude's bits where one was NaN."""
+    return (y != y).to(tl.uint32) * 0xFFFFFFFF if y.dtype.is_floating() else y
+
+
+def _has_nan(marks: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    infinity: tl.constexpr = 0xF8000000 if dtype == tl.float16 else 0xFF000000
+    return tl.max(marks, 0) > infinity
 
 
 def _of_four(x: tl.tensor) -> tuple[tl.tensor, ...]:
@@ -81,7 +102,8 @@ def _sorted_eight(a: tl.tuple) -> tl.tuple:
 def _larger_half(x: tl.tensor, block: tl.constexpr) -> tl.tensor:
     """Return which of sixteen scores of 16 bits are the eight largest, ``(block, 16)``."""
     place = tl.arange(0, 16)[None, :]
-    keys = ordered(tl.reshape(x, (block, 16)), place)
+    scores = tl.reshape(x, (block, 16))
+    keys = ordered(scores, place) if x.dtype.is_floating() else scores | (15 - place).to(tl.uint32)
     even, odd = tl.split(tl.reshape(keys, (8 * block, 2)))
     p, q = sorted_eight(of_eight(even)), sorted_eight(of_eight(odd))
     # The larger of the i-th smallest on one side and the i-th largest on the other: the larger half of all.
@@ -98,11 +120,12 @@ def _rank_vectors(
     size: tl.tensor,
     n: tl.constexpr,
     m: tl.constexpr,
+    magnitudes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     places = tl.program_id(0).to(tl.int64) * (m * block) + tl.arange(0, m * block)
-    x = widened(tl.load(scores + places, mask=places < size, other=0.0))
-    if tl.max((x != x).to(tl.int32), 0) > 0:
+    x = widened(tl.load(scores + places, mask=places < size, other=0.0), magnitudes)
+    if has_nan_in(nan_marks(x), scores.dtype.element_ty):
         tl.store(has_nan, 1)
     if m == 16 and n == 8 and scores.dtype.element_ty.primitive_bitwidth == 16:
         kept = larger_half(x, block)
@@ -136,29 +159,30 @@ def _rank_groups(
     inner: tl.tensor,
     n: tl.constexpr,
     m: tl.constexpr,
+    magnitudes: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     group = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = group < groups
     # m neighbours along an axis lie `inner` elements apart: the product of the dims behind it.
     first = group // inner * m * inner + group % inner
-    nan = tl.zeros((block,), tl.int32)
+    nan = tl.zeros((block,), tl.uint32)
     kept = tl.zeros((block,), tl.int32)  # bits: a store between the loads would make the compiler repeat them
     for i in tl.static_range(m):
-        x = widened(tl.load(scores + first + i * inner, mask=inside, other=0.0))
+        x = widened(tl.load(scores + first + i * inner, mask=inside, other=0.0), magnitudes)
         earlier = tl.zeros((block,), tl.int32)
         for j in tl.static_range(m):
-            y = widened(tl.load(scores + first + j * inner, mask=inside, other=0.0))
+            y = widened(tl.load(scores + first + j * inner, mask=inside, other=0.0), magnitudes)
             # Ties: an equal earlier score comes before, an equal later one does not.
             if j < i:
                 earlier += (y >= x).to(tl.int32)
             if j > i:
                 earlier += (y > x).to(tl.int32)
-        nan = tl.maximum(nan, (x != x).to(tl.int32))
+        nan = tl.maximum(nan, nan_marks(x))
         kept |= (earlier < n).to(tl.int32) << i
     for i in tl.static_range(m):
         tl.store(mask + first + i * inner, ((kept >> i) & 1).to(tl.uint8), mask=inside)
-    if tl.max(nan, 0) > 0:
+    if has_nan_in(nan, scores.dtype.element_ty):
         tl.store(has_nan, 1)
 
 
@@ -172,6 +196,27 @@ def _pack(mask: tl.tensor, packed: tl.tensor, size: tl.tensor, block: tl.constex
     tl.store(packed + byte, tl.sum(bits << (7 - bit)[None, :], 1).to(tl.uint8), mask=byte * 8 < size)
 
 
+def _pack_words(
+    mask: tl.tensor,
+    words: tl.tensor,
+    packed: tl.tensor,
+    size: tl.tensor,
+    tiles: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    start = tl.program_id(0).to(tl.int64) * (tiles * block)
+    last = size // 8
+    for i in tl.static_range(tiles):
+        byte = start + i * block + tl.arange(0, block)
+        # Eight elements at a time: the product moves each to its bit of the highest byte, and no two meet elsewhere.
+        eight = tl.load(words + byte, mask=byte < last, other=0).to(tl.uint64, bitcast=True)
+        tl.store(packed + byte, ((eight * 0x8040201008040201) >> 56).to(tl.uint8), mask=byte < last)
+    if (size % 8 > 0) & (last // (tiles * block) == tl.program_id(0)):
+        bit = tl.arange(0, 8)
+        bits = tl.load(mask + last * 8 + bit, mask=bit < size % 8, other=0).to(tl.int32)
+        tl.store(packed + last, tl.sum(bits << (7 - bit), 0).to(tl.uint8))
+
+
 def _unpack(packed: tl.tensor, mask: tl.tensor, size: tl.tensor, block: tl.constexpr) -> None:
     byte = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     bit = tl.arange(0, 8)
@@ -182,6 +227,8 @@ def _unpack(packed: tl.tensor, mask: tl.tensor, size: tl.tensor, block: tl.const
 
 if importlib.util.find_spec("triton") is not None:
     widened = triton.jit(_widened)
+    nan_marks = triton.jit(_nan_marks)
+    has_nan_in = triton.jit(_has_nan)
     of_four = triton.jit(_of_four)
     of_eight = triton.jit(_of_eight)
     ranked = triton.jit(_ranked)
@@ -192,10 +239,13 @@ if importlib.util.find_spec("triton") is not None:
     rank_vectors = remembering(triton.jit(_rank_vectors))
     rank_groups = remembering(triton.jit(_rank_groups))
     pack = remembering(triton.jit(_pack))
+    pack_words = remembering(triton.jit(_pack_words))
     unpack = remembering(triton.jit(_unpack))
 
 
-def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = _GROUPS) -> tuple[Tensor, Tensor]:
+def rank_groups_triton(
+    scores: Tensor, n: int, m: int, inner: int, magnitudes: bool = False, block: int = _GROUPS
+) -> tuple[Tensor, Tensor]:
     """Return which scores are among the `n` largest of their groups, and whether one was NaN, bool ``[1]``.
 
     Args:
@@ -203,6 +253,7 @@ def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = 
         n: How many of each group stay.
         m: Size of a group.
         inner: How many elements lie from one of a group to its next.
+        magnitudes: Whether scores count without their sign.
         block: Groups at a time, a power of two.
     """
     mask = torch.empty_like(scores, dtype=torch.uint8)
@@ -210,31 +261,37 @@ def rank_groups_triton(scores: Tensor, n: int, m: int, inner: int, block: int = 
     # the groups of a thread stay in registers
     block = max(1, block * 8 // max(8, triton.next_power_of_2(m)))
     grid = (triton.cdiv(scores.numel(), m * block),)
+    options = {"n": n, "m": m, "magnitudes": magnitudes, "block": block, "num_warps": _WARPS, "enable_fp_fusion": True}
     if not scores.numel():
         pass
     elif m in (4, 8, 16) and inner == 1:
-        rank_vectors[grid](
-            scores, mask, has_nan, scores.numel(), n=n, m=m, block=block, num_warps=_WARPS, enable_fp_fusion=True
-        )
+        rank_vectors[grid](scores, mask, has_nan, scores.numel(), **options)
     else:
-        groups = scores.numel() // m
-        rank_groups[grid](
-            scores, mask, has_nan, groups, inner, n=n, m=m, block=block, num_warps=_WARPS, enable_fp_fusion=True
-        )
+        rank_groups[grid](scores, mask, has_nan, scores.numel() // m, inner, **options)
     return mask.view(torch.bool), has_nan.view(torch.bool)
 
 
-def pack_bits_triton(mask: Tensor, block: int = _BYTES) -> Tensor:
+def pack_bits_triton(mask: Tensor, block: int = _BYTES, tiles: int = _WORD_TILES, warps: int = _WORD_WARPS) -> Tensor:
     """Return `eff_kernels.masks.pack_bits` of a contiguous mask.
 
     Args:
         mask: bool.
-        block: Bytes of a program, a power of two.
+        block: Bytes of a program, a power of two, where the address is odd.
+        tiles: How often a thread takes sixteen elements, where eight divides the address.
+        warps: Of a program, there.
     """
-    packed = torch.empty((mask.numel() + 7) // 8, dtype=torch.uint8, device=mask.device)
-    if mask.numel():
-        grid = (triton.cdiv(len(packed), block),)
-        pack[grid](mask.view(torch.uint8), packed, mask.numel(), block=block, num_warps=_WARPS, enable_fp_fusion=True)
+    size = mask.numel()
+    packed = torch.empty((size + 7) // 8, dtype=torch.uint8, device=mask.device)
+    flat = mask.view(-1).view(torch.uint8)
+    if size >= 8 and flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0:
+        words, wide = flat[: size // 8 * 8].view(torch.int64), 64 * warps
+        pack_words[(triton.cdiv(len(packed), wide * tiles),)](
+            flat, words, packed, size, tiles=tiles, block=wide, num_warps=warps, enable_fp_fusion=True
+        )
+    elif size:
+        pack[(triton.cdiv(len(packed), block),)](
+            flat, packed, size, block=block, num_warps=_WARPS, enable_fp_fusion=True
+        )
     return packed
 
 
