@@ -131,7 +131,7 @@ def mark_largest_(masks: list[Tensor], scores: list[Tensor], num_pruned: int) ->
     order = flat.flip(0).argsort(stable=True)[:num_pruned]
     kept = torch.ones_like(flat, dtype=torch.bool)
     kept[len(flat) - 1 - order] = False
-    for mask, part in zip(masks, kept.split([mask.numel() for mask in masks]), strict=True):
+    for mask, part in zip(masks, torch.split(kept, [mask.numel() for mask in masks]), strict=True):
         mask.copy_(part.view(mask.shape))
     told = [[int(mask.count_nonzero()), int(score.isnan().any())] for mask, score in zip(masks, scores, strict=True)]
     return torch.tensor(told)

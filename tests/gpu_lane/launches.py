@@ -266,7 +266,9 @@ def masks_measured(dtype: torch.dtype) -> Iterator[Measured]:
     if dtype == B:
         yield Measured("2:4 first axis", lambda: rank_groups_triton(scores, 2, 4, N), N * N, (3,), 2)
         mask, packed = empty(N, N, dtype=torch.bool), flat(N * N // 8, torch.uint8)
+        odd = flat(N * N, torch.bool, 1)
         yield Measured("pack", lambda: pack_bits_triton(mask), N * N, (1.125,), 1)
+        yield Measured("pack odd", lambda: pack_bits_triton(odd), N * N, (1.125,), 1, False)
         yield Measured("unpack", lambda: unpack_bits_triton(packed, (N, N)), N * N, (1.125,), 0.125, False)
 
 

@@ -373,7 +373,6 @@ def test_no_step_mixes_devices_or_waits(name, dtype, tmp_path, capsys):
 
 MORE = {
     "primary_weights stochastic": "gradients are summed in float32; the peer sums them in bfloat16",
-    "prune cubic": "scores are checked for NaN, layers have a limit, ties go one way; the peer sorts in one operator",
     "qat": "the peer's operator observes, averages, finds the scale and rounds, in several kernels that count as one",
     "loss_scale auto": "exponents of gradients are counted, to find the scale",
 }

@@ -76,6 +76,7 @@ def _count(
     rounds: tl.constexpr,
     block: tl.constexpr,
     lanes: tl.constexpr,
+    threads: tl.constexpr,
 ) -> None:
     chunk: tl.constexpr = rounds * tiles * block
     row, start, size, index = row_of_program(table, owners, 1, chunk, aligned)
@@ -114,11 +115,15 @@ def _count(
         for i in range(rounds * tiles):
             places = start + i * block + tl.arange(0, block)
             bits = magnitude_bits(tl.load(values + places, mask=places < size, other=0.0))
-            exponent = bits >> 23
             zeros += (bits == 0).to(tl.int32)
-            left = (bits != 0) & ((exponent - lowest).to(tl.uint32, bitcast=True) >= 32)
-            if tl.max(left.to(tl.int32), 0) > 0:
-                others += tl.histogram(exponent, 256, mask=left)
+            far = (bits != 0) & (((bits >> 23) - lowest).to(tl.uint32, bitcast=True) >= 32)
+            if tl.max(far.to(tl.int32), 0) > 0:
+                # in parts: a histogram of all at once needs registers that every program would be given
+                for part in range(block // threads):
+                    few = start + i * block + part * threads + tl.arange(0, threads)
+                    some = magnitude_bits(tl.load(values + few, mask=few < size, other=0.0))
+                    apart = (some != 0) & (((some >> 23) - lowest).to(tl.uint32, bitcast=True) >= 32)
+                    others += tl.histogram(some >> 23, 256, mask=apart)
         # what lies behind the tensor was read as zeros
         num_zeros = tl.sum(zeros, 0) - tl.maximum(start + chunk - size, 0).to(tl.int32)
         column = tl.arange(0, 256)
@@ -205,6 +210,7 @@ def scan_triton_(
             rounds=rounds,
             block=block,
             lanes=lanes,
+            threads=32 * warps,
             num_warps=warps,
             enable_fp_fusion=True,
         )

@@ -333,8 +333,8 @@ def mark_largest_triton_(
     bins = torch.empty(sum(chunks), 32, dtype=torch.int64, device=device)
     steps = len(_SHIFTS)
     room = torch.zeros(steps * 32 + (steps + 1) * 2 + 2 * len(scores), dtype=torch.int64, device=device)
-    counts, states, told = room.split((steps * 32, (steps + 1) * 2, 2 * len(scores)))
-    columns = [*scores], [mask.view(torch.uint8) for mask in masks], bins.split(chunks)
+    counts, states, told = torch.split(room, [steps * 32, (steps + 1) * 2, 2 * len(scores)])
+    columns = [*scores], [mask.view(torch.uint8) for mask in masks], torch.split(bins, chunks)
     parts = list(tensor_tables(chunk, *columns))
     for step, shift in enumerate(_SHIFTS):
         for part in parts:
@@ -371,4 +371,5 @@ def mark_largest_triton_(
             num_warps=warps,
             enable_fp_fusion=True,
         )
-    return told.view(-1, 2)
+    found: Tensor = told.view(-1, 2)
+    return found

@@ -42,7 +42,7 @@ def _tally(
         @s add.u32 $3, $3, one;
     }
     """
-    return tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(  # type: ignore[no-any-return]
         code,
         "=&r,=&r,=&r,=&r,r,r,r,r,r",
         [bin, a, b, c, d],
