@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
 from eff_kernels._triton.fp8 import measure_amax
-from eff_kernels._triton.launch import grid_of_tiles, has_triton, remembering
+from eff_kernels._triton.launch import cdiv, grid_of_tiles, has_triton, next_power_of_2, remembering
 
 if has_triton():
     import triton
@@ -129,6 +129,6 @@ def nvfp4_round_triton(x: Tensor, per_tensor_scale: Tensor | None, dtype: torch.
 def _tiles(x: Tensor, group_size: int) -> tuple[int, int, int, int, tuple[int, int, int]]:
     columns = x.shape[-1]
     rows = x.numel() // columns
-    width = max(group_size, min(_WIDEST, triton.next_power_of_2(columns)))
-    height = max(1, min(triton.next_power_of_2(rows), _TILE // width))
-    return rows, columns, height, width, grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))
+    width = max(group_size, min(_WIDEST, next_power_of_2(columns)))
+    height = max(1, min(next_power_of_2(rows), _TILE // width))
+    return rows, columns, height, width, grid_of_tiles(cdiv(rows, height), cdiv(columns, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import has_triton, remembering
+from eff_kernels._triton.launch import cdiv, has_triton, next_power_of_2, remembering
 
 if has_triton():
     import triton
@@ -15,7 +15,7 @@ _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
 # Bytes of a tile: sixteen half classes of each side in the registers of a thread, or eight float32 ones.
 _BLOCK_BYTES, _WARPS = 8192, 8
 # Tiles that are on their way from memory at a time, in shared memory where there are several.
-_STAGES = 1
+_STAGES = 3
 # Classes that a thread reads at once, of which it keeps the largest and sums by itself: one reduction over a row's
 # threads at the end of a sweep in place of one in each tile.
 _GROUP = 8
@@ -424,7 +424,7 @@ def kd_rows_triton_(
     if not rows:
         return soft, hard
     gradient = student_logits if gradient is None else gradient
-    block = min(block or _BLOCK_BYTES // student_logits.element_size(), triton.next_power_of_2(classes))
+    block = min(block or _BLOCK_BYTES // student_logits.element_size(), next_power_of_2(classes))
     sides = student_logits, teacher_logits, gradient
     # Vectors of eight classes, where not each row begins with one.
     shifted = classes > 8 and student_logits.stride(0) % 8 > 0 and len({side.stride(0) for side in sides}) == 1
@@ -452,7 +452,7 @@ def kd_rows_triton_(
         labelled=labels is not None,
         shifted=shifted,
         native=not student_logits.is_cpu and torch.version.hip is None,
-        tiles=triton.cdiv(classes + 7 if shifted else classes, block),
+        tiles=cdiv(classes + 7 if shifted else classes, block),
         block=block,
         group=min(_GROUP, block),
         # 1, 2 and 4: a power of two by a few products in place of one more of the slow instructions a class

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
-from eff_kernels._triton.launch import grid_of_tiles, has_triton, remembering
+from eff_kernels._triton.launch import cdiv, grid_of_tiles, has_triton, next_power_of_2, remembering
 from eff_kernels.fp8 import Block, Source, is_swizzled
 
 if has_triton():
@@ -31,9 +31,7 @@ _PROGRAMS, _TILE = 1024, 16384
 # of a matrix with scales of its rows and of its columns: elements up to which a second launch costs more than it saves
 _IN_ONE_LAUNCH = 2**22
 # height and width of a tile, and warps; with a thread for each column the compiler transposes what it reads, not codes
-_MEASURED_LINES, _CAST_LINES = (128, 128, 8), (32, 128, 4)
-# of blocks of a row and of the transpose: rows at a time, and warps
-_VECTORS = 32, 8
+_MEASURED_LINES, _CAST_LINES = (64, 128, 4), (32, 128, 4)
 
 
 def _loaded(
@@ -472,58 +470,6 @@ def _block_codes(
         )  # fmt: skip
 
 
-def _vector_codes(
-    x: tl.tensor,
-    seen: tl.tensor,
-    scale: tl.tensor,
-    codes: tl.tensor,
-    turned_scale: tl.tensor,
-    turned: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    row_stride: tl.tensor,
-    column_stride: tl.tensor,
-    codes_width: tl.tensor,
-    turned_width: tl.tensor,
-    length: tl.constexpr,
-    seen_as: tl.constexpr,
-    mantissa: tl.constexpr,
-    rounding: tl.constexpr,
-    native: tl.constexpr,
-    height: tl.constexpr,
-) -> None:
-    """Cast blocks of one row, and blocks of one row of the transpose: as many of either as fill a square.
-
-    The square is read twice, the second time from a cache: of the columns only maxima stay in registers.
-    """
-    row, column = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    i = row * length + tl.arange(0, height)[:, None]
-    j = column * length + tl.arange(0, length)[None, :]
-    largest = tl.zeros((height, length), tl.int32)
-    for start in range(0, length, height):
-        tile = loaded(x, start + i, j, rows, columns, row_stride, column_stride)
-        largest = tl.maximum(largest, magnitude(tile))
-    turned_s = scale_of(tl.max(largest, 0), mantissa, rounding)[None, :]
-    told = turned_scale + row.to(tl.int64) * columns + j
-    tl.store(told, turned_s, mask=j < columns)
-    # read again, and so in the layout of the transpose, into which the compiler then turns x and not its codes
-    tl.debug_barrier()
-    for start in range(0, length, height):
-        k = start + i
-        tile = loaded(x, k, j, rows, columns, row_stride, column_stride)
-        amax = tl.max(magnitude(tile), 1)[:, None]
-        s = scale_of(amax, mantissa, rounding)
-        # a program may lie behind the last column
-        here = k < tl.where(column * length < columns, rows, 0)
-        tl.store(scale + column.to(tl.int64) * rows + k, s, mask=here)
-        noted(seen + k * 0, amax, here, seen_as)
-        code = fp8_code(divided(tile, s, rounding), mantissa, native)
-        tl.store(codes + k.to(tl.int64) * codes_width + j, code, mask=(k < rows) & (j < codes_width))
-        turned_s = tl.load(told, mask=j < columns, other=1.0)
-        code = fp8_code(divided(tile, turned_s, rounding), mantissa, native)
-        tl.store(turned + j.to(tl.int64) * turned_width + k, code, mask=(k < turned_width) & (j < columns))
-
-
 if has_triton():
     loaded = triton.jit(_loaded)
     converted = triton.jit(_converted)
@@ -541,7 +487,6 @@ if has_triton():
     line_codes = remembering(triton.jit(_line_codes))
     store_scale = triton.jit(_store_scale)
     block_codes = remembering(triton.jit(_block_codes))
-    vector_codes = remembering(triton.jit(_vector_codes))
 
 
 class Cast(NamedTuple):
@@ -628,13 +573,10 @@ def _sweep(sources: Sequence[Source], made: Sequence[Cast], constants: dict[str,
     first = sources[0]
     turning = any(source.both or source.x.stride(1) != 1 for source in sources)
     # of a few long rows wide tiles
-    height = 128 if turning else min(64, triton.next_power_of_2(max(source.x.shape[0] for source in sources)))
+    height = 128 if turning else min(64, next_power_of_2(max(source.x.shape[0] for source in sources)))
     tile = _TILE // 2 if turning and any(source.x.itemsize == 4 for source in sources) else _TILE  # or registers spill
     width = tile // height
-    counts = [
-        min(_PROGRAMS, triton.cdiv(source.x.shape[0], height) * triton.cdiv(source.x.shape[1], width))
-        for source in sources
-    ]
+    counts = [min(_PROGRAMS, cdiv(source.x.shape[0], height) * cdiv(source.x.shape[1], width)) for source in sources]
     maxima = first.x.new_empty(sum(counts), dtype=torch.int32)
     given: list[Any] = []
     for source, out, count in zip(sources, made, counts, strict=True):
@@ -695,7 +637,7 @@ def _as_it_lies(
 
 
 def _tiles(x: Tensor, tile: dict[str, int]) -> int:
-    tiles: int = triton.cdiv(x.shape[0], tile["height"]) * triton.cdiv(x.shape[1], tile["width"])
+    tiles: int = cdiv(x.shape[0], tile["height"]) * cdiv(x.shape[1], tile["width"])
     return tiles
 
 
@@ -706,8 +648,8 @@ def _launch_rows(
     (rows, columns), turned_width = x.shape, x.shape[0] + -x.shape[0] % _MULTIPLE
     in_registers, height, width = _row_tile(rows, columns, x.stride(1))
     turned_in_registers, turned_height, turned_wide = _row_tile(columns, turned_width, x.stride(0))
-    programs = triton.cdiv(rows, height)
-    row_codes[(programs + (triton.cdiv(columns, turned_height) if source.both else 0),)](
+    programs = cdiv(rows, height)
+    row_codes[(programs + (cdiv(columns, turned_height) if source.both else 0),)](
         x, x if source.seen is None else source.seen, scale, codes, turned_scale, turned, rows, columns, *x.stride(),
         turned_width, programs, both=source.both, in_registers=in_registers, height=height, width=width,
         turned_in_registers=turned_in_registers, turned_height=turned_height, turned_wide=turned_wide,
@@ -720,8 +662,8 @@ def _row_tile(rows: int, width: int, stride: int) -> tuple[bool, int, int]:
         return False, 32, 128
     if width > _IN_REGISTERS:
         return False, 1, 4096
-    width = triton.next_power_of_2(width)
-    return True, max(1, min(triton.next_power_of_2(rows), 4096 // width)), width
+    width = next_power_of_2(width)
+    return True, max(1, min(next_power_of_2(rows), 4096 // width)), width
 
 
 def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[str, Any]) -> Cast:
@@ -735,29 +677,21 @@ def _blocks(source: Source, dtype: torch.dtype, block: Block, constants: dict[st
     made = Cast(codes, scale, turned, turned_scale, None)
     out, other, seen = codes.view(torch.uint8), turned.view(torch.uint8), x if source.seen is None else source.seen
     constants = constants | _seen([source])
-    if both and block == (1, 128):
-        part, warps = _VECTORS
-        x, scale, out, turned_scale, other = _as_it_lies(x, scale, out, turned_scale, other)
-        vector_codes[grid_of_tiles(triton.cdiv(x.shape[0], wide), triton.cdiv(x.shape[1], wide))](
-            x, seen, scale, out, turned_scale, other, *x.shape, *x.stride(), out.shape[1], other.shape[1],
-            length=wide, height=part, **constants | {"num_warps": warps},
-        )  # fmt: skip
-    else:
-        # two casts of a tile take twice the registers
-        constants["num_warps"] = 2 * _WARPS if both else _WARPS
-        block_codes[grid_of_tiles(triton.cdiv(rows, height), triton.cdiv(columns, width))](
-            x, seen, scale, out, turned_scale, other, rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE,
-            *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **constants,
-        )  # fmt: skip
+    # two casts of a tile take twice the registers
+    constants["num_warps"] = 2 * _WARPS if both and block != (1, 128) else _WARPS
+    block_codes[grid_of_tiles(cdiv(rows, height), cdiv(columns, width))](
+        x, seen, scale, out, turned_scale, other, rows, columns, *x.stride(), *sizes, rows + -rows % _MULTIPLE,
+        *turned_sizes, high=high, wide=wide, both=both, swizzled=swizzled, height=height, width=width, **constants,
+    )  # fmt: skip
     return made
 
 
 def _block_scale(x: Tensor, rows: int, columns: int, block: Block, swizzled: bool) -> tuple[Tensor, tuple[int, ...]]:
     """Return an empty scale of blocks, laid out as cuBLAS reads it, and its size and strides; in tiles if swizzled."""
-    down, along = triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1])
+    down, along = cdiv(rows, block[0]), cdiv(columns, block[1])
     if swizzled:
-        tiles = triton.cdiv(along, 4)
-        return x.new_empty(512 * triton.cdiv(down, 128) * tiles, dtype=torch.uint8), (down, along, tiles, 1)
+        tiles = cdiv(along, 4)
+        return x.new_empty(512 * cdiv(down, 128) * tiles, dtype=torch.uint8), (down, along, tiles, 1)
     if block == (1, 128):
         scale = x.new_empty(along, down, dtype=torch.float32).t()
     else:

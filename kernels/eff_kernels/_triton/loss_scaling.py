@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import remembering, tensor_tables
+from eff_kernels._triton.launch import cdiv, remembering, tensor_tables
 from eff_kernels._triton.tallies import FULL
 
 if importlib.util.find_spec("triton") is not None:
@@ -266,7 +266,7 @@ def count_exponents_triton(
     counts = torch.zeros(columns, dtype=torch.int64, device=values.device)
     chunk = tiles * block
     if values.numel():
-        exponents[(triton.cdiv(values.numel(), chunk),)](
+        exponents[(cdiv(values.numel(), chunk),)](
             values,
             counts,
             values.numel(),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import remembering
+from eff_kernels._triton.launch import cdiv, next_power_of_2, remembering
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -259,8 +259,8 @@ def rank_groups_triton(
     mask = torch.empty_like(scores, dtype=torch.uint8)
     has_nan = torch.zeros(1, dtype=torch.uint8, device=scores.device)
     # the groups of a thread stay in registers
-    block = max(1, block * 8 // max(8, triton.next_power_of_2(m)))
-    grid = (triton.cdiv(scores.numel(), m * block),)
+    block = max(1, block * 8 // max(8, next_power_of_2(m)))
+    grid = (cdiv(scores.numel(), m * block),)
     options = {"n": n, "m": m, "magnitudes": magnitudes, "block": block, "num_warps": _WARPS, "enable_fp_fusion": True}
     if not scores.numel():
         pass
@@ -285,13 +285,11 @@ def pack_bits_triton(mask: Tensor, block: int = _BYTES, tiles: int = _WORD_TILES
     flat = mask.view(-1).view(torch.uint8)
     if size >= 8 and flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0:
         words, wide = flat[: size // 8 * 8].view(torch.int64), 64 * warps
-        pack_words[(triton.cdiv(len(packed), wide * tiles),)](
+        pack_words[(cdiv(len(packed), wide * tiles),)](
             flat, words, packed, size, tiles=tiles, block=wide, num_warps=warps, enable_fp_fusion=True
         )
     elif size:
-        pack[(triton.cdiv(len(packed), block),)](
-            flat, packed, size, block=block, num_warps=_WARPS, enable_fp_fusion=True
-        )
+        pack[(cdiv(len(packed), block),)](flat, packed, size, block=block, num_warps=_WARPS, enable_fp_fusion=True)
     return packed
 
 
@@ -305,7 +303,5 @@ def unpack_bits_triton(packed: Tensor, shape: Sequence[int], block: int = _BYTES
     """
     mask = torch.empty(tuple(shape), dtype=torch.uint8, device=packed.device)
     if size := math.prod(shape):
-        unpack[(triton.cdiv(size, 8 * block),)](
-            packed, mask, size, block=block, num_warps=_WARPS, enable_fp_fusion=True
-        )
+        unpack[(cdiv(size, 8 * block),)](packed, mask, size, block=block, num_warps=_WARPS, enable_fp_fusion=True)
     return mask.view(torch.bool)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import remembering, tensor_tables
+from eff_kernels._triton.launch import cdiv, remembering, tensor_tables
 from eff_kernels._triton.tallies import FULL
 
 if importlib.util.find_spec("triton") is not None:
@@ -288,7 +288,7 @@ def count_digits_triton_(
     bits = len(counts).bit_length() - 1
     chunk = tiles * block
     if values.numel():
-        count_digits[(triton.cdiv(values.numel(), chunk),)](
+        count_digits[(cdiv(values.numel(), chunk),)](
             values,
             counts,
             prefix,
@@ -329,7 +329,7 @@ def mark_largest_triton_(
     lanes = 16 // max(score.element_size() for score in scores)
     block = 32 * warps * each
     chunk = rounds * tiles * block
-    chunks = [triton.cdiv(score.numel(), chunk) for score in scores]
+    chunks = [cdiv(score.numel(), chunk) for score in scores]
     bins = torch.empty(sum(chunks), 32, dtype=torch.int64, device=device)
     steps = len(_SHIFTS)
     room = torch.zeros(steps * 32 + (steps + 1) * 2 + 2 * len(scores), dtype=torch.int64, device=device)

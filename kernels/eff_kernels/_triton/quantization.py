@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eff_kernels._triton.launch import has_triton, remembering
+from eff_kernels._triton.launch import cdiv, has_triton, next_power_of_2, remembering
 
 if has_triton():
     import triton
@@ -307,8 +307,8 @@ _ACROSS = 64
 
 
 def _tile(rows: int, columns: int, most: int) -> tuple[int, int]:
-    wide = min(triton.next_power_of_2(columns), most)
-    return max(1, min(triton.next_power_of_2(rows), most // wide)), wide
+    wide = min(next_power_of_2(columns), most)
+    return max(1, min(next_power_of_2(rows), most // wide)), wide
 
 
 def _grid(shape: tuple[int, int], scales: int, most: int) -> tuple[int, int, bool, int, int]:
@@ -317,8 +317,8 @@ def _grid(shape: tuple[int, int], scales: int, most: int) -> tuple[int, int, boo
     if columns > 1 or scales == 1:
         return rows, columns, False, *_tile(rows, columns, most)
     rows, columns = rows // scales, scales
-    wide = min(triton.next_power_of_2(columns), _ACROSS)
-    return rows, columns, True, max(1, min(triton.next_power_of_2(rows), 2 * most // wide)), wide
+    wide = min(next_power_of_2(columns), _ACROSS)
+    return rows, columns, True, max(1, min(next_power_of_2(rows), 2 * most // wide)), wide
 
 
 def _warps(block_rows: int, block_columns: int, across: bool = False) -> int:
@@ -351,8 +351,8 @@ def grid_forward_triton(
     """
     y = torch.empty_like(x)
     rows, columns, across, block_rows, block_columns = _grid(shape, scale.numel(), block)
-    splits = triton.cdiv(columns, block_columns)
-    grid_forward[(triton.cdiv(rows, block_rows) * splits,)](
+    splits = cdiv(columns, block_columns)
+    grid_forward[(cdiv(rows, block_rows) * splits,)](
         x,
         scale,
         scale if zero_point is None else zero_point,
@@ -394,7 +394,7 @@ def grid_backward_triton(
     """Return what `eff_kernels.quantization.affine.grid_gradients` does; arguments as in `grid_forward_triton`."""
     x_grad = torch.empty_like(x)
     rows, columns, across, block_rows, block_columns = _grid(shape, scale.numel(), block)
-    splits, programs = triton.cdiv(columns, block_columns), triton.cdiv(rows, block_rows)
+    splits, programs = cdiv(columns, block_columns), cdiv(rows, block_rows)
     outputs = 0 if kind == "fixed" else 1 if zero_point is None else 2
     parts = (programs, columns, 1) if across else (rows // scale.numel(), scale.numel(), splits)
     sums = x.new_empty((outputs, *parts), dtype=torch.float32)
@@ -453,12 +453,12 @@ def rows_forward_triton(
     rows = x.numel() // columns
     block_rows, block_columns = _tile(rows, columns, block)
     if block_columns < columns <= row_block:
-        block_columns = triton.next_power_of_2(columns)
+        block_columns = next_power_of_2(columns)
     held, warps = columns <= block_columns, _warps(block_rows, block_columns)
     if held and block_rows > 1:
         # A thread divides once a row: its vectors of 16 bytes lie in one, of which neighbours read 128 bytes or more.
         block_columns //= max(1, min(x.itemsize, block_columns * x.itemsize // 128))
-    rows_forward[(triton.cdiv(rows, block_rows),)](
+    rows_forward[(cdiv(rows, block_rows),)](
         x,
         x if noise is None else noise,
         y,
@@ -469,7 +469,7 @@ def rows_forward_triton(
         symmetric=symmetric,
         stochastic=noise is not None,
         held=held,
-        tiles=triton.cdiv(columns, block_columns),
+        tiles=cdiv(columns, block_columns),
         block_rows=block_rows,
         block_columns=block_columns,
         num_warps=warps,

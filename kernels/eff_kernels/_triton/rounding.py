@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.encoding import device_of, has_native_fp8
-from eff_kernels._triton.launch import has_triton, remembering
+from eff_kernels._triton.launch import cdiv, has_triton, remembering
 
 if has_triton():
     import triton
@@ -197,7 +197,7 @@ def round_triton_(
         out = out.view(torch.uint8)
     if x.numel():
         with device_of(x):
-            rounded[(triton.cdiv(x.numel(), _BLOCK),)](
+            rounded[(cdiv(x.numel(), _BLOCK),)](
                 x, out, x if seed is None else seed, x if noise is None else noise.contiguous(), x.numel(), largest,
                 beyond, infinite, overflow=overflow, patched=overflow != "code" and infinite != beyond,
                 rounding=rounding, noisy=noise is not None, mantissa=mantissa, bias=bias, code=code,
