@@ -74,7 +74,7 @@ def run_tests() -> dict[str, Any]:
     """Return a row: whether every test of the GPU passed, and which did not."""
     begun = time.perf_counter()
     files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.gpu\n" in file.read_text()]
-    processes = str(min(8, os.cpu_count() or 1))  # kernels are compiled on CPUs
+    processes = str(min(12, os.cpu_count() or 1))  # kernels are compiled on CPUs
     command = python("-P", "-m", "pytest", "-q", "-m", "gpu", "-n", processes, "--tb=line", "-rfEs", *sorted(files))
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     try:
