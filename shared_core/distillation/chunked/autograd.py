@@ -319,7 +319,8 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 def adds_wider(factor: Tensor, total: Tensor) -> bool:
     """Return whether a product of half factors can be added to a float32 sum in its GEMM: cuBLAS alone does it."""
     half = factor.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
-    return half and factor.is_cuda and torch.version.hip is None
+    # torch before 2.11 may refuse the sum: it had to have the factors' type
+    return half and factor.is_cuda and torch.version.hip is None and torch.__version__ >= "2.11"
 
 
 class WeightGradient:
