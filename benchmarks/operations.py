@@ -102,13 +102,13 @@ def usable_peers(case: Case, until: float = math.inf) -> tuple[dict[str, Call], 
     return usable, reasons
 
 
-def timed(calls: Mapping[str, Call], device: torch.device, rounds: int = ROUNDS) -> Times:
+def timed(calls: Mapping[str, Call], device: torch.device, rounds: int, hosts: Mapping[str, float]) -> Times:
     """Return the seconds of each call, one entry a round: a GPU's by events, its L2 flushed before, or of CPU time."""
     if device.type != "cuda":
         return in_turn({name: _clocked(call) for name, call in calls.items()}, rounds=rounds, seconds=CPU_SECONDS)
     waste = torch.empty(FLUSHED, dtype=torch.uint8, device=device)
     times: Times = {name: [] for name in calls}
-    names, hosts, start = list(calls), host_seconds(calls, device), time.perf_counter()
+    names, start = list(calls), time.perf_counter()
     for i in range(rounds):
         if i >= FEWEST and time.perf_counter() - start > GPU_SECONDS:
             break
@@ -180,9 +180,8 @@ def ceilings(at: At) -> Ceilings:
         calls["product"] = lambda: a @ b
     for call in calls.values():
         call()
-    best = {
-        name: statistics.median(times) for name, times in timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3)).items()
-    }
+    found = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3), host_seconds(calls, at.device))
+    best = {name: statistics.median(times) for name, times in found.items()}
     return Ceilings(2 * source.nbytes / best["copy"], 2 * width**3 / best["product"] if width else 0.0)
 
 
@@ -191,9 +190,10 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
     peers, reasons = usable_peers(case, until)
     calls = {"ours": case.ours, **peers}
     peaks = {name: peak_of(call, at.device) for name, call in calls.items()}
-    times = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3))
+    hosts = host_seconds(calls, at.device)
+    times = timed(calls, at.device, at.size(ROUNDS, ROUNDS, 3), hosts)
     seconds = {name: statistics.median(found) for name, found in times.items()}
-    hosts = {name: f" (host {1e3 * found:.3f})" for name, found in host_seconds(calls, at.device).items()}
+    told = {name: f" (host {1e3 * found:.3f})" for name, found in hosts.items()}
     bound = Spread.of([1e3 * value for value in times["ours"]])
     shares = []
     if case.moved:
@@ -202,10 +202,10 @@ def measured(case: Case, at: At, best: Ceilings, until: float = math.inf) -> Row
         shares.append(f"{case.flops / seconds['ours'] / best.flops:.2f} of a bf16 product")
     return Row(
         case.name,
-        f"{bound.text(3)} ms{hosts.get('ours', '')}",
+        f"{bound.text(3)} ms{told.get('ours', '')}",
         "; ".join(
             [
-                *(f"{name} {1e3 * seconds[name]:.3f} ms{hosts.get(name, '')}" for name in peers),
+                *(f"{name} {1e3 * seconds[name]:.3f} ms{told.get(name, '')}" for name in peers),
                 *(f"{name}: {reason}" for name, reason in reasons.items()),
             ]
         ),

@@ -130,6 +130,27 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+def _stock(model: nn.Module) -> None: ...
+
+
+def _started(
+    at: At,
+    width: int,
+    layers: int,
+    options: dict[str, Any],
+    change: Callable[[nn.Module], object] = _stock,
+) -> tuple[nn.Sequential, torch.optim.Optimizer, Session]:
+    torch.manual_seed(0)
+    with torch.device(at.device):
+        model = nn.Sequential(*(Block(width, heads=width // at.size(128, 16, 16)) for _ in range(layers)))
+    change(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    session = Session(Recipe.from_dict(options))
+    session.attach(model)
+    session.begin([optimizer], total_steps=1_000_000)
+    return model, optimizer, session
+
+
 def training_step(at: At, recipe: str) -> Case:
     """Return a step in fp16 of 1.2 B parameters with one recipe, beside the same with torch's GradScaler alone."""
     width, layers = at.size(2048, 128, 32), at.size(24, 2, 2)
@@ -138,13 +159,7 @@ def training_step(at: At, recipe: str) -> Case:
     dtype = torch.float16 if at.device.type == "cuda" else torch.bfloat16
 
     def step_of(options: dict[str, Any]) -> Call:
-        torch.manual_seed(0)
-        with torch.device(at.device):
-            model = nn.Sequential(*(Block(width, heads=width // at.size(128, 16, 16)) for _ in range(layers)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        session = Session(Recipe.from_dict(options))
-        session.attach(model)
-        session.begin([optimizer], total_steps=1_000_000)
+        model, optimizer, session = _started(at, width, layers, options)
         scaling: Any = session.techniques.get("loss_scale")
         scaler = scaling.make_scaler(at.device.type) if scaling else torch.amp.GradScaler(at.device.type)
 
@@ -202,14 +217,7 @@ def narrow_step(at: At, recipe: str) -> Case:
     options, by_torchao = NARROW[recipe]
 
     def step_of(options: dict[str, Any], change: Callable[[nn.Module], object], compiled: bool) -> Call:
-        torch.manual_seed(0)
-        with torch.device(at.device):
-            model = nn.Sequential(*(Block(width, heads=width // at.size(128, 16, 16)) for _ in range(layers)))
-        change(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        session = Session(Recipe.from_dict(options))
-        session.attach(model)
-        session.begin([optimizer], total_steps=1_000_000)
+        model, optimizer, session = _started(at, width, layers, options, change)
         for block in model if compiled else ():
             block.compile(backend=at.compiler)
 
@@ -225,22 +233,19 @@ def narrow_step(at: At, recipe: str) -> Case:
 
         return step
 
-    def stock(model: nn.Module) -> None: ...
-
-    peers = {"bf16": step_of({}, stock, False), "torchao": step_of({}, by_torchao, False)}
+    peers = {"bf16": step_of({}, _stock, False), "torchao": step_of({}, by_torchao, False)}
     if at.compiler:
         peers |= {
-            "bf16 compiled": step_of({}, stock, True),
+            "bf16 compiled": step_of({}, _stock, True),
             "torchao compiled": step_of({}, by_torchao, True),
-            "ours compiled": step_of(options, stock, True),
+            "ours compiled": step_of(options, _stock, True),
         }
     parameters = 12 * layers * width**2
     return Case(
         f"training step with {recipe}, {parameters / 1e9:.2f} B parameters, {batch * length} tokens, bfloat16",
-        step_of(options, stock, False),
+        step_of(options, _stock, False),
         peers,
         flops=6 * parameters * batch * length,
-        tolerance=0.05,
         unlike=tuple(peers),  # each trains a model of its own
     )
 

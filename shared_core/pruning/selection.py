@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
     if (marked := _marked(scores, num_pruned)) is not None:
         masks, told = marked
         for index, nan in enumerate(told[:, 1].bool().unbind()):
-            refuse(nan, lambda index=index: _nan_in(index))  # type: ignore[misc]
+            refuse(nan, partial(_nan_in, index))
         return masks
     # The sample gives up (None) where it cannot be exact; the histogram always is.
     return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)

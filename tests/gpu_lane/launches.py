@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -261,8 +262,7 @@ def masks_measured(dtype: torch.dtype) -> Iterator[Measured]:
     scores = empty(N, N, dtype=dtype)
     for n, m in ((2, 4), (4, 8), (8, 16))[: 2 if dtype == H else 3]:
         moved = dtype.itemsize + 1
-        call = lambda n=n, m=m: rank_groups_triton(scores, n, m, 1, True)  # noqa: E731
-        yield Measured(f"{n}:{m}", call, N * N, (moved,), dtype.itemsize)
+        yield Measured(f"{n}:{m}", partial(rank_groups_triton, scores, n, m, 1, True), N * N, (moved,), dtype.itemsize)
     if dtype == B:
         yield Measured("2:4 first axis", lambda: rank_groups_triton(scores, 2, 4, N), N * N, (3,), 2)
         mask, packed = empty(N, N, dtype=torch.bool), flat(N * N // 8, torch.uint8)

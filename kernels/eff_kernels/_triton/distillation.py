@@ -19,8 +19,6 @@ _STAGES = 3
 # Classes that a thread reads at once, of which it keeps the largest and sums by itself: one reduction over a row's
 # threads at the end of a sweep in place of one in each tile.
 _GROUP = 8
-# Every other sweep goes backwards, and finds in the cache what the one before read last.
-_ZIGZAG = True
 
 
 def _power_of_two(x: tl.tensor, native: tl.constexpr) -> tl.tensor:
@@ -232,7 +230,6 @@ def _kd_rows(
     block: tl.constexpr,
     group: tl.constexpr,
     squarings: tl.constexpr,
-    zigzag: tl.constexpr,
     stages: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -315,7 +312,8 @@ def _kd_rows(
     if kind != 0:
         of_students = tl.zeros((block // group,), tl.float32)
         for i in tl.range(0, tiles, num_stages=stages):
-            places, inside = tile(tiles - 1 - i if zigzag else i, shift, classes, shifted, block)
+            # every other sweep goes backwards, and finds in the cache what the one before read last
+            places, inside = tile(tiles - 1 - i, shift, classes, shifted, block)
             # Read and softened again: 128k classes do not fit into registers.
             a = softened(student, places, inside, scale, student_softcap, student_capped)
             b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
@@ -343,7 +341,7 @@ def _kd_rows(
         soft_weight *= 1.0 - beta
     cap = 1.0 / (scale * student_softcap) if student_capped else 1.0
     for i in tl.range(0, tiles, num_stages=stages):
-        places, inside = tile(tiles - 1 - i if zigzag and kind == 0 else i, shift, classes, shifted, block)
+        places, inside = tile(tiles - 1 - i if kind == 0 else i, shift, classes, shifted, block)
         a = softened(student, places, inside, scale, student_softcap, student_capped)
         b = softened(teacher, places, inside, scale, teacher_softcap, teacher_capped)
         grad, of_tile = gradient_of(
@@ -457,7 +455,6 @@ def kd_rows_triton_(
         group=min(_GROUP, block),
         # 1, 2 and 4: a power of two by a few products in place of one more of the slow instructions a class
         squarings={1.0: 0, 2.0: 1, 4.0: 2}.get(float(temperature), -1),
-        zigzag=_ZIGZAG,
         stages=_STAGES,
         num_warps=_WARPS,
         enable_fp_fusion=True,
