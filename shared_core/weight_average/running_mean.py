@@ -84,6 +84,14 @@ class RunningAverage:
         self.num_updates += 1
 
     @torch.no_grad()
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Take in the names that are new, as if their values had been these at all updates so far."""
+        new = {name: value for name, value in values.items() if self.kept and name not in self.kept[0]}
+        for kept in self.kept:
+            for name, value in new.items():
+                kept[name] = value.to(value.dtype if self.kind == "last_k" else _wide(value), copy=True)
+
+    @torch.no_grad()
     def average(self, name: str) -> Tensor:
         """Return the average of one name: for ``ema`` and ``swa`` the tensor that updates write to, else a new one."""
         mean, *later = (values[name] for values in self.kept)

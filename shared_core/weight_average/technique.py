@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
-from operator import is_
 from typing import Any, ClassVar, cast
 
 import torch
@@ -17,7 +15,7 @@ from shared_core.engine.claims import Claim, Same
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.preview import Event, Touched, every, trained
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.soup.averaging import batch_norms, estimate_norms_
 from shared_core.weight_average.config import AverageConfig
@@ -39,15 +37,12 @@ class StandIn:
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor] = ()) -> None:
-        # The dicts themselves: who replaces a parameter puts another into one of them, and a step can compare without
-        # names.
-        self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
-        self._own, known = self._now_own(), set(map(id, trained))
+        self._model, known = model, set(map(id, trained))
         named = model.named_parameters()
         # Also what trained when the run began: layers that are frozen in turns stay in the average.
         self.parameters = {name: value for name, value in named if is_trained(value) or id(value) in known}
         averaged = set(map(id, self.parameters.values()))
-        self._others = [value for value in self._own if value is not None and id(value) not in averaged]
+        self._others = [value for value in model.parameters() if id(value) not in averaged]
         self.norms = {
             name: buffer
             for name, buffer in model.named_buffers()
@@ -60,20 +55,9 @@ class StandIn:
         self._aside: dict[str, Tensor] = {}
         self._exchanged: set[str] = set()
 
-    def changed(self) -> list[str]:
-        """Return the names of the parameters that became trainable since then, or were replaced."""
-        # every step asks: names, which take long to put together, are looked up where there is a difference alone
-        own = self._now_own()
-        are_same = len(own) == len(self._own) and all(map(is_, own, self._own))
-        if are_same and not any(map(is_trained, self._others)):
-            return []
-        reshard_(self._model)  # a whole one may be in the place of FSDP2's part
-        now, before = dict(self._model.named_parameters()), self.parameters
-        replaced = {name for name, value in before.items() if now.get(name) is not value}
-        return sorted(replaced | {name for name, value in now.items() if is_trained(value) and name not in before})
-
-    def _now_own(self) -> list[Tensor | None]:
-        return [*chain.from_iterable(map(dict.values, self._owned))]
+    def is_short(self) -> bool:
+        """Return whether parameters train that did not then."""
+        return any(map(is_trained, self._others))
 
     def live(self) -> Mapping[str, Tensor]:
         """Return what is averaged, as it is in the model now, to use without gradients."""
@@ -270,6 +254,10 @@ class WeightAverage(Technique):
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return [(self._first, first), (None, "the model holds the average, if it was updated")]
 
+    def holds(self) -> Mapping[str, Tensor]:
+        """Return the averaged parameters, from the first update on."""
+        return self._stand_in.parameters if self._running.kept else {}
+
     def unreached(self, context: Context) -> str | None:
         """Return that there is no average yet."""
         return None if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}"
@@ -291,11 +279,11 @@ class WeightAverage(Technique):
     # -- one step
 
     def after_optimizer_step(self, context: Context) -> None:
-        """Take the new weights into the average if that is due, and prune it when they are.
-
-        Raises:
-            TrainingError: If parameters became trainable or were replaced since the first update.
-        """
+        """Take the new weights into the average if that is due, and prune it when they are."""
+        if self._running.kept and self._stand_in.is_short():
+            # Unfrozen since: the value of now, one step after the frozen one, stands for those of earlier updates.
+            self._stand_in = StandIn(context.model, self._stand_in.parameters.values())
+            self._running.add(context.in_full_precision(self._stand_in.live()))
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
         is_due &= not context.is_beyond_plan
         if is_due:
@@ -311,12 +299,6 @@ class WeightAverage(Technique):
         if not self._running.kept:
             # At the first update and not before: layers may be replaced or frozen until then.
             self._stand_in = StandIn(context.model, self._trained)
-        if odd := self._stand_in.changed():
-            raise TrainingError(
-                "average",
-                f"trained parameters must stay the same from the first update on, got a difference at {odd[0]}",
-                "begin after the last unfreezing or replacing",
-            )
         self._running.update(context.in_full_precision(self._stand_in.live()))
 
     # -- in the weights' place
@@ -476,8 +458,6 @@ class WeightAverage(Technique):
         self._saved = dict(state)
 
     def _restore(self, state: Mapping[str, Any], context: Context) -> None:
-        stand_in = StandIn(context.model)
-        like = {**stand_in.parameters, **stand_in.norms}
         try:
             kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
             # A larger k than now: the newest copies stay.
@@ -489,12 +469,15 @@ class WeightAverage(Technique):
             raise CheckpointError(
                 "average", f"saved average must be of kind {self.config.kind}, got {kind}", "resume with that kind"
             )
-        odd = sorted(set(shapes) ^ set(stand_in.live())) if kept else []
+        # With the layers that were frozen since: the best checkpoint may be of an earlier step.
+        stand_in = StandIn(context.model, [value for name, value in context.model.named_parameters() if name in shapes])
+        like = {**stand_in.parameters, **stand_in.norms}
+        odd = sorted(set(shapes) - set(stand_in.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
         if odd:
             raise CheckpointError(
                 "average",
-                f"saved average must be of the parameters trained now, got a difference at {odd[0]}",
+                f"saved average must be of this model's parameters, got a difference at {odd[0]}",
                 "resume with the model and recipe that wrote the checkpoint",
             )
         self._stand_in = stand_in
@@ -504,6 +487,7 @@ class WeightAverage(Technique):
             {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
             for values in kept
         ]
+        self._running.add(context.in_full_precision(stand_in.live()))  # what trains since the checkpoint
         self._estimated = {name: tensor.to(like[name].device, copy=True) for name, tensor in norms.items()}
         self._estimated_at = updates
 

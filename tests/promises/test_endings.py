@@ -96,7 +96,6 @@ HF = {
 }
 # where a callback does what a technique cannot go on from: the error names the callback, or what it did
 REFUSED = {
-    ("average", "finetuning"): "begin after the last unfreezing",
     ("lottery", "finetuning"): "must be a ticket of this model's weights",
     ("dp", "finetuning"): "must get its gradient",
     ("dp", "learning_rate"): "LearningRateFinder",

@@ -11,7 +11,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
-from shared_core.weight_average import AverageConfig
+from shared_core.weight_average import AverageConfig, RunningAverage
 
 
 class Services(BareServices):
@@ -387,15 +387,35 @@ def test_what_cannot_be_right_is_refused():
         Run(bn_batches=1, more={"prune": {"sparsity": 0.5, "criterion": "wanda"}})
     run = Run().step(2)
     run.model[0].bias = nn.Parameter(torch.zeros(4))
-    with pytest.raises(TrainingError, match=r"stay the same .* a difference at 0\.bias"):
-        run.step()
-    model = make_model()
+    with pytest.raises(TrainingError, match=r"0\.bias must stay in the model .* another object in its place by step 3"):
+        run.step().averaged()
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa", "last_k"])
+def test_what_is_unfrozen_later_is_averaged_as_if_its_first_value_had_been_there_before(kind):
+    options = {"kind": kind, "begin": 1, **({"k": 3} if kind == "last_k" else {})}
+    model = make_model(norm=False)
     model[2].requires_grad_(False)
-    run = Run(model).step(2)
-    for number in (0, 2):  # as many as before, but others
-        model[number].requires_grad_(number == 2)
-    with pytest.raises(TrainingError, match="stay the same"):
-        run.step()
+    run = Run(model, **options).step(2)
+    state = run.session.state_dict()
+    model[2].requires_grad_(True)
+    mean = RunningAverage(kind, decay=run.technique.config.decay, k=3)
+    run.step()
+    for _ in range(2):
+        mean.update({"": model[2].weight.detach()})
+    mean.update({"": model[2].weight.detach()})
+    mean.update({"": run.step().model[2].weight.detach()})
+    assert torch.equal(run.averaged()["2.weight"], mean.average(""))
+    assert run.technique.report()["parameters"] == 4
+    # the checkpoint before, put back when more trains: the layers that it has not are at the values of now
+    values, average, both = run.weights(), run.averaged(), run.session.state_dict()
+    run.session.detach()
+    again = Run(model, state=state, **options)
+    assert torch.equal(again.averaged()["2.weight"], values["2.weight"])
+    again.session.detach()
+    # and one of all, put back when fewer train
+    model[0].requires_grad_(False)
+    assert_equal(Run(model, state=both, **options).averaged(), average)
 
 
 def test_steps_beyond_the_plan_are_told_and_leave_the_average_as_it_was():
