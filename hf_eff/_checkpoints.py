@@ -26,7 +26,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from shared_core.checkpoint_formats import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
 from shared_core.checkpoint_formats.module_folders import MODULES, parts_of
-from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import (
     world_size,
 )
@@ -156,14 +155,17 @@ def clean_run(run: Path | str) -> None:
         clean_strays(folder)
 
 
-def complete_saved(folder: str, session: Session, model: nn.Module | None) -> None:
-    """Write what a deployment needs beside the weights that the trainer saved; those of factors get another name."""
+@contextlib.contextmanager
+def factors_renamed(folder: Path, model: nn.Module) -> Iterator[None]:
+    """Give weights that a block saves, and counts again, another name behind it if they are of factorised layers."""
     from shared_core.low_rank.layers import factorised
     from shared_core.low_rank.saving import hide
 
-    write_deployment(folder, session.deployment())
-    if model is not None and factorised(model):
-        hide(folder)
+    try:
+        yield
+    finally:
+        if factorised(model):
+            hide(folder)
 
 
 def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:

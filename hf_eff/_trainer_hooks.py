@@ -17,7 +17,7 @@ from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
     checkpoint_folder,
     clean_run,
-    complete_saved,
+    factors_renamed,
     load_renamed_,
     resumed_from,
     save_whole,
@@ -41,6 +41,7 @@ from hf_eff._run_environment import (
     run_environment,
 )
 from hf_eff._services import TrainerServices
+from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
@@ -625,19 +626,22 @@ class SessionCallback(TrainerCallback):
         self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
         # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
-        self._baking = not _internal_call and self.session.is_attached and not is_peft(self._trainer.model)
-        try:
-            with self.session.saving(baked=not _internal_call):
-                method(output_dir, _internal_call)
-                if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
-                    complete_saved(output_dir or str(self._trainer.args.output_dir), self.session, self._trainer.model)
-        finally:
-            self._baking = False
-        if not _internal_call and self.session.is_finished:
-            folder = Path(output_dir or str(self._trainer.args.output_dir))
-            self._verify_saved(folder, Where.END)
-            if self._trainer.is_world_process_zero():
-                leave_section(folder, self.session.receipt())
+        trainer, session = self._trainer, self.session
+        self._baking = not _internal_call and session.is_attached and not is_peft(trainer.model)
+        folder = Path(output_dir or str(trainer.args.output_dir))
+        is_complete = not _internal_call and trainer.args.should_save and session.has_begun
+        with factors_renamed(folder, trainer.model) if is_complete else contextlib.nullcontext():
+            try:
+                with session.saving(baked=not _internal_call):
+                    method(output_dir, _internal_call)
+                    if is_complete:
+                        write_deployment(folder, session.deployment())
+            finally:
+                self._baking = False
+            if not _internal_call and session.is_finished:
+                self._verify_saved(folder, Where.END)
+                if trainer.is_world_process_zero():
+                    leave_section(folder, session.receipt())
         # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:

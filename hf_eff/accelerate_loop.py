@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from hf_eff._adapters.teacher import load_teacher
-from hf_eff._checkpoints import complete_saved, weights_of
+from hf_eff._checkpoints import factors_renamed, weights_of
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._model_card import leave_section
 from hf_eff._run_environment import accelerator_environment, inner_optimizer, is_peft
+from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.own_generators import OwnGenerators
@@ -486,12 +487,13 @@ class AcceleratedLoop(ScriptLoop):
         self._folder = Path(folder)
         if not self.accelerator.is_main_process or not self.session.has_begun:
             return
-        complete_saved(str(folder), self.session, self.inner)
-        if self.session.is_finished:
-            if not is_peft(self.inner):
-                self.session.verify(weights_of(self._folder, self.inner), str(folder))
-            self.session.receipt().write(self._folder)
-            leave_section(self._folder, self.session.receipt())
+        with factors_renamed(self._folder, self.inner):
+            write_deployment(self._folder, self.session.deployment())
+            if self.session.is_finished:
+                if not is_peft(self.inner):
+                    self.session.verify(weights_of(self._folder, self.inner), str(folder))
+                self.session.receipt().write(self._folder)
+                leave_section(self._folder, self.session.receipt())
 
     # --- the end
 

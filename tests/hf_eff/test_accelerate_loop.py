@@ -135,6 +135,14 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
         loop.steps(1)
 
 
+def test_factors_are_counted_in_what_is_saved_and_get_a_name_that_from_pretrained_does_not_look_for(make, tmp_path):
+    loop = Loop(make, {"low_rank": {"rank": 4, "min_size": 0}}).steps()
+    model = loop.accelerator.unwrap_model(loop.model)
+    model.save_pretrained(tmp_path / "end")
+    assert not (tmp_path / "end" / "model.safetensors").exists()
+    assert load_file(tmp_path / "end" / "low_rank.safetensors").keys() == model.state_dict().keys()
+
+
 def test_a_validation_sees_the_average_and_checkpoints_do_not(make, tmp_path):
     loop = Loop(make, {"average": {"kind": "ema", "decay": 0.5}}).steps(2)
     trained = loop.model.classifier.weight.clone()
