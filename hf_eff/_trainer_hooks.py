@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._adapters.adapter import Adapter
@@ -630,7 +630,7 @@ class SessionCallback(TrainerCallback):
         self._baking = not _internal_call and session.is_attached and not is_peft(trainer.model)
         folder = Path(output_dir or str(trainer.args.output_dir))
         is_complete = not _internal_call and trainer.args.should_save and session.has_begun
-        with factors_renamed(folder, trainer.model) if is_complete else contextlib.nullcontext():
+        with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
             try:
                 with session.saving(baked=not _internal_call):
                     method(output_dir, _internal_call)

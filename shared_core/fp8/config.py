@@ -89,6 +89,7 @@ class Fp8Config(TechniqueConfig):
     )
     include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
     skip: tuple[str, ...] = option((), help="modules to leave in high precision: name patterns, types, first, last")
+    min_size: int = option(0, help="leave modules with fewer weights in high precision", low=0)
 
     def validate(self) -> None:
         """Refuse a format or a backend that the recipe does not have."""

@@ -48,7 +48,14 @@ def select_layers(
         CompatibilityError: If a layer that `include` names cannot be adapted.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
-    matched = match_modules(model, (*kinds, StackedExperts), where="lora", include=config.include, skip=config.skip)
+    matched = match_modules(
+        model,
+        (*kinds, StackedExperts),
+        where="lora",
+        include=config.include,
+        skip=config.skip,
+        min_size=config.min_size,
+    )
     linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
     # remove_duplicate=False counts a tied parameter once for each holder.

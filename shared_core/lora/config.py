@@ -71,6 +71,7 @@ class LoraConfig(TechniqueConfig):
         (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
     )
     skip: tuple[str, ...] = option((), help="linear layers to freeze without an adapter: name patterns, types, places")
+    min_size: int = option(0, help="freeze linear layers with fewer weights without an adapter", low=0)
     train: tuple[str, ...] = option(
         (),
         help="modules trained whole beside the adapters: name patterns, types, last; none: nothing; empty: the output "

@@ -109,6 +109,7 @@ class QatConfig(OverridableConfig):
     )
     include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
     skip: tuple[str, ...] = option((), help="modules to leave in float: name patterns, types, first, last")
+    min_size: int = option(0, help="leave modules with fewer weights in float", low=0)
     overrides: tuple[str, ...] = option(
         (),
         help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping too",

@@ -24,7 +24,7 @@ _ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
 
 
 def select_layers(
-    model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...], *, trains: bool = False
+    model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...], min_size: int = 0, *, trains: bool = False
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return (name → layer to quantise, name → why a matched layer stays in float).
 
@@ -38,6 +38,7 @@ def select_layers(
             but tables of positions and token types: what they round a row by is in all tokens alike, which no sum over
             tokens averages out, and they are few rows.
         skip: As in `match_modules`.
+        min_size: As in `match_modules`.
         trains: Whether training must see every quantised weight: then one that other code reads stays in float.
 
     Raises:
@@ -50,7 +51,7 @@ def select_layers(
         raise CompatibilityError("qat", "model must have no quantisers yet", "detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
     reach = [_reach_bases(model, patterns, list(adapted)) for patterns in (include, skip)]
-    matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1])
+    matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1], min_size=min_size)
     # a module under two names is one owner: `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     replaced = {id(inner) for module in model.modules() for inner in _originals(module)}

@@ -81,7 +81,9 @@ class QuantizationAwareTraining(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to quantise; observe nothing yet."""
         config = self.config
-        self.layers, self.left_out = select_layers(model, config.include, config.skip, trains=self._trains)
+        self.layers, self.left_out = select_layers(
+            model, config.include, config.skip, config.min_size, trains=self._trains
+        )
         self.schemes = layer_schemes(config, self.layers)
         self.policy = make_policy(config, self.schemes)
         modules = {plain_name(name): module for name, module in model.named_modules()}

@@ -196,6 +196,17 @@ def test_the_user_may_mean_it():
         assert notes(mixtral(), {"prune": {"sparsity": 0.5, "skip": [pattern]}})
 
 
+@pytest.mark.parametrize("key", ["prune", "cluster", "low_rank", "lora", "qat", "fp8"])
+def test_the_smallest_size_leaves_smaller_layers_which_are_told_and_stop_nothing(key):
+    need = {"prune": {"sparsity": 0.5}, "cluster": {"bits": 2}, "low_rank": {"rank": 2}, "fp8": {"recipe": "tensorwise"},
+            "lora": {"rank": 2, "base": "none", "include": ["Linear"]}, "qat": {"scheme": "int8"}}  # fmt: skip
+    sizes = (16, 16), (16, 64), (64, 16), (16, 16)  # fp8 leaves the first and the last by itself
+    net = nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in sizes))
+    session = began(net, {key: {**need[key], "min_size": 1024, **({"skip": []} if key == "low_rank" else {})}})
+    assert session.coverage[key].within == 2 * 1024
+    assert "2 of Linear (smaller than min_size 1024)" in session.coverage[key].line()
+
+
 def test_a_frozen_backbone_is_out_of_reach_of_what_trains_weights_alone():
     with pytest.raises(MatchError, match=r"got 11\.1 %; left as they are: 88\.9 % in 1 of Linear \(frozen; name its"):
         notes(frozen_backbone(), {"prune": {"sparsity": 0.5}})
