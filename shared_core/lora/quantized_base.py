@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from shared_core.quantization.layers.fake_quant_layers import is_quantized
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
 _INT8_MAX = 127.0
+_BLOCK = 64
+"""Weights under one scale: bitsandbytes' default for 4 bits, which `freeze` leaves."""
 
 
 def library(name: str, extra: str) -> Any:
@@ -108,7 +111,8 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.register_forward_pre_hook(_in_rows)
             layer.register_forward_hook(_as_given)
         else:
-            layer = bnb.nn.Linear4bit(inputs, outputs, compute_dtype=weight.dtype, **shape)
+            kind = _linear4bit_of_part_blocks() if inputs % _BLOCK else bnb.nn.Linear4bit
+            layer = kind(inputs, outputs, compute_dtype=weight.dtype, **shape)
             # .to() is what quantises: bitsandbytes (0.50) does it as the parameter reaches its device.
             layer.weight = bnb.nn.Params4bit(
                 weight,
@@ -130,6 +134,46 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         )
     frozen: nn.Module = layer.train(linear.training)
     return frozen
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """``x·Wᵀ`` of codes, which alone are kept for backward, as bitsandbytes has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, _dequantized(layer.weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0] @ _dequantized(ctx.layer.weight).to(grads[0].dtype), None
+
+
+@cache
+def _linear4bit_of_part_blocks() -> Any:
+    """Return bitsandbytes' layer for rows that are not made of whole blocks, right on a CPU too."""
+    bnb = library("bitsandbytes", "bnb")
+
+    class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[name-defined,misc]
+        def forward(self, x: Tensor) -> Tensor:
+            if x.device.type != "cpu":
+                return super().forward(x)  # type: ignore[no-any-return]
+            product: Tensor = _FourBitProduct.apply(x.to(self.compute_dtype), self)  # type: ignore[no-untyped-call]
+            return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
+
+    return Linear4bit
+
+
+def _dequantized(weight: Any) -> Tensor:
+    """Return what 4-bit codes stand for."""
+    state = weight.quant_state
+    if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:
+        # bitsandbytes' AVX-512 kernel (0.50) finds the scales by the rows' whole blocks: with 96 columns those of the
+        # third block and all later ones are another's. Rows of one block each are read rightly.
+        numel, state = state.shape.numel(), copy.copy(state)
+        state.shape = torch.Size((1, numel) if numel % state.blocksize else (numel // state.blocksize, state.blocksize))
+    found: Tensor = library("bitsandbytes", "bnb").functional.dequantize_4bit(weight.data, state)
+    return found.reshape(weight.quant_state.shape)
 
 
 def _follow_codes(layer: Any, args: Any) -> None:
@@ -168,8 +212,7 @@ def float_weight(layer: Any) -> Tensor:
     if is_quantized(layer) and layer.quantizer.bank.quantizing:
         return on_qat_grid(layer, weight.detach())
     if getattr(weight, "quant_state", None) is not None:
-        dequantized: Tensor = library("bitsandbytes", "bnb").functional.dequantize_4bit(weight.data, weight.quant_state)
-        return dequantized
+        return _dequantized(weight)
     if weight.dtype == torch.int8:
         codes: Tensor = weight.data
         # LLM.int8(): each row is scaled by its largest magnitude over 127.

@@ -44,11 +44,22 @@ def block_round(weight, block=64):
     return torch.cat(rounded).reshape(weight.shape)
 
 
-def test_nf4_is_the_nearest_code_of_a_block():
-    linear = net()[0]
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(24, 64), (64, 16), (10, 10), (3, 96), (33, 312), (3, 33)], ids=str)
+def test_nf4_is_the_nearest_code_of_a_block(shape, bias):
+    # rows of part blocks too, of which bitsandbytes' AVX-512 kernel takes other blocks' scales
+    torch.manual_seed(0)
+    linear = nn.Linear(*shape[::-1], bias=bias)
+    linear.weight.data *= torch.logspace(-2, 0, len(linear.weight))[:, None]  # blocks of other scales
     frozen = freeze(linear, LoraConfig(rank=1, double_quant=False))
-    torch.testing.assert_close(float_weight(frozen).double(), block_round(linear.weight.detach()), atol=1e-6, rtol=0)
-    assert frozen_tensors(frozen)["codes"].numel() == linear.weight.numel() / 2
+    expected = block_round(linear.weight.detach())
+    torch.testing.assert_close(float_weight(frozen).double(), expected, atol=1e-6, rtol=0)
+    assert frozen_tensors(frozen)["codes"].numel() == math.ceil(linear.weight.numel() / 2)
+    x = torch.randn(5, shape[1], requires_grad=True)
+    product = x.double() @ expected.T + (linear.bias.double() if bias else 0)
+    torch.testing.assert_close(frozen(x).double(), product, atol=1e-5, rtol=0)
+    (gradient,) = torch.autograd.grad(frozen(x).square().sum(), x)
+    torch.testing.assert_close(gradient.double(), 2 * product @ expected, atol=1e-4, rtol=1e-4)
 
 
 def test_int8_is_refused_where_its_sums_saturate(monkeypatch):
