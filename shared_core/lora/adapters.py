@@ -30,6 +30,7 @@ from shared_core.lora.quantized_base import (
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name, read_past_forward
 from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.numerics.noise import sqnr
 from shared_core.quantization.layers.plain_state import LEARNED
 
 _ADAPTER = "default"
@@ -239,6 +240,7 @@ def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: to
     layer.register_state_dict_post_hook(_plain_keys)
     layer.register_load_state_dict_pre_hook(_load_plain)
     layer.eff_config = config
+    layer.eff_loaded_db = None
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:
@@ -350,6 +352,7 @@ def set_base_(layer: Any, weight: Tensor) -> None:
         # Quantised anew by the same rules, and restored in place, as optimizers and state dicts hold the tensors.
         frozen = freeze(linear_of(as_rows(user, value)), layer.eff_config)
         restore_(layer.base_layer, frozen_tensors(frozen))
+        layer.eff_loaded_db = sqnr(value, base_weight(layer))  # told at the end: rounding was not asked for
     # B = 0: adapters were of another base.
     adapters(layer)[1].zero_()
 

@@ -267,6 +267,7 @@ class Lora(Technique):
         Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
         """
         reshard_(model)
+        self._tell_loaded(context)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
             # The merge in float64 is the measure: how large the adapters are, and what rounding to the weight's dtype
@@ -283,6 +284,15 @@ class Lora(Technique):
                 told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
             restore_layer(model, layer, merged)
         self.layers = {}
+
+    def _tell_loaded(self, context: Context) -> None:
+        ratios = [getattr(layer, "eff_loaded_db", None) for layer in self.layers.values()]
+        if found := [ratio for ratio in ratios if ratio is not None]:
+            context.note(
+                f"lora: weights were loaded into {len(found)} layers before the end of training: they were rounded to "
+                f"{self.config.base} again (from {min(found):.1f} dB) and their adapters began anew; load them after "
+                "training to keep them as they are"
+            )
 
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
         """Return that merged weights stay what they are, and that no adapter is left."""
@@ -343,6 +353,7 @@ class Lora(Technique):
                 raise ValueError(f"layers differ in {', '.join(sorted(set(saved) ^ set(self.layers))[:5])}")
             for name, layer in self.layers.items():
                 restore_(layer.base_layer, saved[name]["frozen"])
+                layer.eff_loaded_db = None
                 for matrix, value in zip(adapters(layer), saved[name]["adapters"], strict=True):
                     if value.shape != matrix.shape:
                         raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")

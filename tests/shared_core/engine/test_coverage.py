@@ -198,8 +198,8 @@ def test_the_user_may_mean_it():
 
 @pytest.mark.parametrize("key", ["prune", "cluster", "low_rank", "lora", "qat", "fp8"])
 def test_the_smallest_size_leaves_smaller_layers_which_are_told_and_stop_nothing(key):
-    need = {"prune": {"sparsity": 0.5}, "cluster": {"bits": 2}, "low_rank": {"rank": 2}, "fp8": {"recipe": "tensorwise"},
-            "lora": {"rank": 2, "base": "none", "include": ["Linear"]}, "qat": {"scheme": "int8"}}  # fmt: skip
+    need = {"prune": {"sparsity": 0.5}, "cluster": {"bits": 2}, "low_rank": {"rank": 2}, "qat": {"scheme": "int8"},
+            "lora": {"rank": 2, "base": "none", "include": ["Linear"]}, "fp8": {"recipe": "tensorwise"}}  # fmt: skip
     sizes = (16, 16), (16, 64), (64, 16), (16, 16)  # fp8 leaves the first and the last by itself
     net = nn.Sequential(*(nn.Linear(inputs, outputs) for inputs, outputs in sizes))
     session = began(net, {key: {**need[key], "min_size": 1024, **({"skip": []} if key == "low_rank" else {})}})

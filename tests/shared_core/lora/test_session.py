@@ -50,11 +50,23 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(base, stop, tmp_path):
         plain_step(again, second, resumed(X).square().mean())
     ours.finish()
     again.finish()
+    assert not [note for note in again.receipt().values["notes"] if "were loaded" in note]
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     for one, other in zip(optimizer.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one)
     assert again.state_dict()["techniques"]["lora"]["layers"]  # a run that trains on needs it after the end too
+
+
+@pytest.mark.parametrize("base", ["nf4", "none"])
+def test_weights_that_a_user_loads_into_rounded_layers_are_told(base):
+    model = net()
+    ours, _ = run(model, base=base)
+    model.load_state_dict(net().state_dict())
+    ours.finish()
+    told = [note for note in ours.receipt().values["notes"] if "loaded into 2 layers before the end" in note]
+    assert bool(told) == (base == "nf4")
+    assert torch.equal(model[0].weight, net()[0].weight) == (base == "none")
 
 
 @pytest.mark.parametrize("base", BASES)
