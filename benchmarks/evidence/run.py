@@ -219,7 +219,7 @@ def halved() -> dict[str, Any]:
 
 
 def voices() -> dict[str, Any]:
-    """Quantised LSTM of the speaker encoder, as files, beside torch's dynamic quantisation of the same weights."""
+    """Quantised LSTM of the speaker encoder, as files, beside torch's and onnxruntime's dynamic quantisation."""
     model, _ = models.voice_encoder()
     mel, who = models.utterances()
     eff("export models:voice_encoder --out made/voice.onnx")
@@ -228,12 +228,17 @@ def voices() -> dict[str, Any]:
         eff(f"quantize models:voice_encoder --scheme {scheme} --out made/voice-{scheme}")
         eff(f"export models:voice_encoder --weights made/voice-{scheme} --out made/voice-{scheme}.onnx")
         files[scheme] = f"voice-{scheme}.onnx"
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    files["peer: onnxruntime"] = "voice-peer.onnx"
+    quant_pre_process(str(MADE / "voice.onnx"), str(MADE / "prepared-voice.onnx"), skip_symbolic_shape=True)
+    peer_lstm("prepared-voice.onnx", files["peer: onnxruntime"])
     dynamic = torch.ao.quantization.quantize_dynamic
     peer = dynamic(models.voice_encoder()[0], {nn.LSTM, nn.Linear}, dtype=torch.qint8)
-    found = timed(files, mel[:1]) | {"peer": {}}
+    found = timed(files, mel[:1]) | {"peer: torch": {}}
     with torch.no_grad():
         whole = model(mel)
-        embeddings = {name: onnx(file)(mel)[0] for name, file in files.items()} | {"peer": peer(mel)}
+        embeddings = {name: onnx(file)(mel)[0] for name, file in files.items()} | {"peer: torch": peer(mel)}
     for name, each in embeddings.items():
         likeness = (each * whole).sum(1)
         rate = models.equal_error_rate(each, who)
