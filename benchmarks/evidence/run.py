@@ -1,4 +1,4 @@
-"""Compress three pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py [NAME ...]``.
+"""Compress four pretrained networks with ``eff``, beside a peer: ``python benchmarks/evidence/run.py [NAME ...]``.
 
 Every command is printed and run as a user runs it; a run that was cut off goes on. Writes the tables into
 ``benchmarks/results/``. Needs the packages that the Makefile names.
@@ -16,6 +16,7 @@ from typing import Any
 
 import models
 import numpy as np
+import pictures
 import sound
 import torch
 from models import MADE
@@ -27,7 +28,7 @@ sys.path.insert(0, str(HERE.parent))
 from measure import RESULTS, Runs, Spread, device, interleaved, today, versions  # noqa: E402
 
 TEST = 1024
-"""Frames of tones that CREPE is tested on."""
+"""Frames of tones that CREPE is tested on, and lines that EasyOCR's network reads."""
 TAUGHT, HEALED = 4, 4
 """Epochs of the distillations."""
 
@@ -88,6 +89,15 @@ def peer_static(source: str, file: str, batches: list[Any]) -> None:
         str(prepared), str(MADE / file), Batches(), per_channel=True, weight_type=QuantType.QInt8,
         activation_type=QuantType.QUInt8,
     )  # fmt: skip
+
+
+def peer_lstm(source: str, file: str) -> None:
+    """Write a file whose LSTM layers onnxruntime's dynamic quantiser has put into an operator of its own."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        MADE / source, MADE / file, op_types_to_quantize=["LSTM"], per_channel=True, weight_type=QuantType.QInt8
+    )
 
 
 def timed(files: dict[str, str], *inputs: Tensor) -> dict[str, dict[str, Any]]:
@@ -209,7 +219,7 @@ def halved() -> dict[str, Any]:
 
 
 def voices() -> dict[str, Any]:
-    """Quantised LSTM of the speaker encoder, as files, beside torch's dynamic quantisation of the same weights."""
+    """Quantised LSTM of the speaker encoder, as files, beside torch's and onnxruntime's dynamic quantisation."""
     model, _ = models.voice_encoder()
     mel, who = models.utterances()
     eff("export models:voice_encoder --out made/voice.onnx")
@@ -218,12 +228,17 @@ def voices() -> dict[str, Any]:
         eff(f"quantize models:voice_encoder --scheme {scheme} --out made/voice-{scheme}")
         eff(f"export models:voice_encoder --weights made/voice-{scheme} --out made/voice-{scheme}.onnx")
         files[scheme] = f"voice-{scheme}.onnx"
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    files["peer: onnxruntime"] = "voice-peer.onnx"
+    quant_pre_process(str(MADE / "voice.onnx"), str(MADE / "prepared-voice.onnx"), skip_symbolic_shape=True)
+    peer_lstm("prepared-voice.onnx", files["peer: onnxruntime"])
     dynamic = torch.ao.quantization.quantize_dynamic
     peer = dynamic(models.voice_encoder()[0], {nn.LSTM, nn.Linear}, dtype=torch.qint8)
-    found = timed(files, mel[:1]) | {"peer": {}}
+    found = timed(files, mel[:1]) | {"peer: torch": {}}
     with torch.no_grad():
         whole = model(mel)
-        embeddings = {name: onnx(file)(mel)[0] for name, file in files.items()} | {"peer": peer(mel)}
+        embeddings = {name: onnx(file)(mel)[0] for name, file in files.items()} | {"peer: torch": peer(mel)}
     for name, each in embeddings.items():
         likeness = (each * whole).sum(1)
         rate = models.equal_error_rate(each, who)
@@ -260,6 +275,27 @@ def detector() -> dict[str, Any]:
     return found
 
 
+def lines() -> dict[str, Any]:
+    """Static int8 of EasyOCR's reader of lines, its LSTM too or in float, beside onnxruntime's quantisers."""
+    eff("export models:reader --out made/reader.onnx")
+    files = {
+        "float": "reader.onnx",
+        "ours": int8("reader", "line_calibration", "reader-int8"),
+        "ours, LSTM in float": int8("reader", "line_calibration", "reader-int8-rnn", " --set skip=*.rnn"),
+        "peer": "reader-peer.onnx",
+        "peer, LSTM in float": "reader-peer-rnn.onnx",
+    }
+    peer_static(files["float"], files["peer, LSTM in float"], models.line_calibration())
+    peer_lstm(files["peer, LSTM in float"], files["peer"])
+    seen, texts = pictures.lines(TEST, seed=2)
+    found = timed(files, seen[:1])
+    for each, file in files.items():
+        call = onnx(file)
+        read = models.right_lines(torch.cat([call(part)[0] for part in seen.split(32)]), texts)
+        found[each] |= {"quality": f"{100 * read.float().mean():.1f} ± {100 * models.standard_error(read):.1f} %"}
+    return found
+
+
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -268,6 +304,7 @@ def main() -> None:
     cases = {
         "silero": detector,
         "voices": voices,
+        "reader": lines,
         "crepe-tiny": pitch,
         "crepe-half": halved,
         "crepe-taught": taught,

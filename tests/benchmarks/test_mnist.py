@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from mnist import Drawn, errors, mnist
-from papers import compression, lottery_ticket, one_shot_ticket, privacy
+from papers import compression, distillation, lottery_ticket, one_shot_ticket, privacy
 from replicas import Published, Runs, published_table, reaches
 
 from shared_core.errors import ConfigError
@@ -118,6 +118,46 @@ def test_private_directions_and_training_stay_within_epsilon(folder, monkeypatch
     found = privacy.run(0, 2.0, ((images, labels), test), quick=True)
     assert asked == [((2.0, 1 / 3, 3, 1e-5), [(7.0, 1.0, 1)])]  # the directions are paid for too
     assert found["epsilon"] == pytest.approx(epsilon([(7.0, 1.0, 1), (4.0, 1 / 3, 3)], 1e-5))
+
+
+def test_jittered_images_are_shifted_by_up_to_two_pixels():
+    images = torch.zeros(50, 1, 28, 28)
+    images[:, 0, 14, 10] = 1 + torch.arange(50)
+    shifted, labels = next(iter(distillation.Jittered((images, torch.arange(50)), 1, 50, seed=0)))
+    found, _, down, right = shifted.nonzero(as_tuple=True)
+    assert shifted.shape == images.shape
+    assert torch.equal(shifted.amax((1, 2, 3)), 1.0 + labels)
+    assert torch.equal(found, torch.arange(50))
+    assert set(down.tolist()) == {12, 13, 14, 15, 16}
+    assert set(right.tolist()) == {8, 9, 10, 11, 12}
+
+
+def test_the_bias_of_a_class_is_the_one_with_the_fewest_errors():
+    logits = torch.tensor([[0.0, 2.0], [0.0, 1.5], [0.0, -1.0]])
+    labels = torch.tensor([0, 0, 0])
+    assert distillation.wrong(logits, labels, 1, 0.0).tolist() == [True, True, False]
+    assert distillation.wrong(logits, labels, 1, -1.7).tolist() == [True, False, False]
+    assert distillation.best_bias(logits, labels, 1) <= -2.0
+    assert distillation.best_bias(logits, torch.tensor([1, 1, 1]), 1) >= 1.0
+
+
+def test_students_learn_from_what_the_teacher_told(folder, tmp_path, monkeypatch):
+    data = mnist(folder)
+    monkeypatch.setattr(distillation, "BATCH", 30)
+    monkeypatch.setattr(distillation, "TEACHER_BATCH", 30)
+    monkeypatch.setattr(distillation, "HIDDEN", 30)
+    rows = distillation.measure(data, True, Runs())
+    assert [row.paper.split(",")[0] for row in rows] == ["67", "146", "74", "72", "206", "109"]
+    made = distillation.Experiment(data, True, tmp_path)
+    monkeypatch.setattr(made, "steps", lambda *_: 30)
+    threes = data[0][1] == 3
+    others = data[0][0][~threes], data[0][1][~threes]
+    untaught, taught = (made.taught(0, others, alpha) for alpha in (1.0, 0.0))
+    kept = [torch.log_softmax(model(data[0][0][threes]) / 20, 1) for model in (made.teacher, untaught, taught)]
+    apart = [torch.nn.functional.kl_div(student, kept[0], log_target=True, reduction="batchmean") for student in kept]
+    assert apart[0] < apart[2] < 0.3 * apart[1]
+    lengths = made.teacher[1].weight.norm(dim=1)
+    assert lengths.max() < distillation.LENGTH + 0.1
 
 
 @pytest.mark.parametrize(
