@@ -32,6 +32,7 @@ from shared_core.distributed.collectives import (
     with_own_state,
     world_size,
 )
+from shared_core.distributed.sharded_tensors import put_gradient
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
@@ -533,15 +534,8 @@ class ExactResume:
         if not gradients or not self._is_inside_window():
             return
         for name, parameter in self._trainer.lightning_module.named_parameters():
-            if name not in gradients:
-                continue
-            if hasattr(parameter, "to_local"):  # sharded: what was saved is this process's part
-                # Made as a DTensor of the parameter's layout: a plain tensor is refused as a gradient of a sharded
-                # parameter.
-                parameter.grad = torch.zeros_like(parameter)
-                local_part(parameter.grad).copy_(gradients[name])
-            else:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
+            if name in gradients:
+                put_gradient(parameter, gradients[name])
 
 
 def _is_stateful(loader: Any) -> bool:
