@@ -6,13 +6,12 @@ was loaded, and joins what comes out.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
-
-from shared_core.distributed.sharded_tensors import is_sharded
 
 
 class PlannedForward:
@@ -41,6 +40,9 @@ class PlannedForward:
             output = style.transform_output_post_forward(module, output, mesh)
         return output if asked else output.detach()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        return PlannedForward(copy.deepcopy(self._module, memo), self.planned, self._style, self._mesh)
+
 
 def follow_class(module: nn.Module) -> bool:
     """Return whether a layer has a plan's forward that follows its class from now on, until `leave_planned`.
@@ -48,7 +50,7 @@ def follow_class(module: nn.Module) -> bool:
     Not where a plan hands over plain parts in training too: those of packed projections and of experts.
     """
     planned = vars(module).get("forward")
-    if not inspect.isfunction(planned) or not any(map(is_sharded, module.parameters(recurse=False))):
+    if not inspect.isfunction(planned):
         return False
     inside = inspect.getclosurevars(planned).nonlocals
     style = inside.get("self")

@@ -155,6 +155,16 @@ def test_gradients_that_are_dropped_after_clipping_are_a_skipped_step():
         assert json.load(file)["steps"] == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
 
 
+def test_a_window_whose_gradients_fsdp2_keeps_to_itself_is_told_of(capsys):
+    loop = Loop(PRUNE).gradients()
+    loop.save("before.ckpt")
+    assert "not saved" not in capsys.readouterr().out
+    for weight in loop.plain.parameters():
+        weight.device_mesh, weight.grad = "as a part has one", None
+    loop.save()
+    assert "that processes have not summed yet are not saved" in capsys.readouterr().out
+
+
 def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
     bf16 = [MixedPrecision("bf16-mixed", "cpu")]
     for recipe, error, message in (

@@ -1,4 +1,4 @@
-"""A model that transformers cuts by its plan, alone and with FSDP2 around it, gloo processes: what one process trains."""
+"""A model that transformers cuts by its plan, alone and with FSDP2 around it, in gloo processes: as in one process."""
 
 import json
 import shutil
