@@ -32,7 +32,7 @@ from shared_core.distributed.collectives import (
     with_own_state,
     world_size,
 )
-from shared_core.distributed.sharded_tensors import put_gradient
+from shared_core.distributed.sharded_tensors import place_gradients_, put_gradient
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
@@ -236,6 +236,7 @@ class ExactResume:
         is_validating = trainer.validating and self._before_validation is not None
         # Only inside an accumulation window: else gradients are zeroed before the next batch.
         if self._is_inside_window():
+            place_gradients_(trainer.lightning_module)
             named = trainer.lightning_module.named_parameters()
             # This process's part: what was reduced so far. Every process saves its own.
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
