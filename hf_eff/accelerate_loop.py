@@ -28,7 +28,7 @@ from hf_eff._gradient_scale import GradientScale
 from hf_eff._model_card import leave_section
 from hf_eff._run_environment import accelerator_environment, inner_optimizer, is_peft
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.distributed.sharded_tensors import is_sharded, reshard_
+from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.recipe import Recipe
@@ -82,7 +82,8 @@ def prepare(
     loop = AcceleratedLoop(accelerator, objects, wanted, total_steps)
     try:
         loop.check_positions()
-        prepared = accelerator.prepare(*objects, **options)
+        with loop.session.sharding():
+            prepared = accelerator.prepare(*objects, **options)
         loop.watch(prepared if len(objects) > 1 else (prepared,))
     except BaseException:
         loop.session.detach()
@@ -397,11 +398,7 @@ class AcceleratedLoop(ScriptLoop):
     def _save_own(self, models: Any, weights: Any, folder: str) -> None:
         if not self.is_live:
             return
-        window = self.open_window()
-        if any(map(is_sharded, window["gradients"].values())):
-            window["gradients"] = {}
-            self.session.note("gradients of an unfinished accumulation window are not saved where they are sharded")
-        state = rank_states.gathered(self.session, self.model, window=window)
+        state = rank_states.gathered(self.session, self.model, window=self.open_window())
         if self.accelerator.is_main_process:
             save_state(folder, state)
         self._folder = self._folder or Path(folder).parent

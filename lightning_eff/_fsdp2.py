@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,7 @@ from shared_core.modules.matching import own_class
 
 
 def load_optimizers_apart(
-    fabric: ModuleType, original: Callable[..., dict[str, Any]], path: Path, state: Mapping[str, Any], **options: Any
+    fabric: ModuleType, original: Callable[..., dict[str, Any]], path: Path, state: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     """Stand in for Lightning's ``_load_checkpoint`` of a strategy that shards; return what that does.
 
@@ -48,7 +48,7 @@ def load_optimizers_apart(
         fabric: The module that it is in.
         original: It.
         path: A file, or a folder of shards.
-        state: The module and its optimizers.
+        state: The module, its optimizers, and in a loop of Fabric what else is saved with them, which is replaced.
         options: Further ones of it.
     """
     # Lightning's loader of distributed checkpoints asks for every state that the optimizer would have; one that a
@@ -56,7 +56,8 @@ def load_optimizers_apart(
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
     rest = {name: value for name, value in state.items() if name not in optimizers}
     found = original(path=path, state=rest, **options)
-    (module,) = rest.values()
+    (module,) = (value for value in rest.values() if isinstance(value, nn.Module))
+    state.update(rest)
     for number, (name, optimizer) in enumerate(optimizers.items()):
         fresh = get_optimizer_state_dict(module, optimizer)  # steps with a rate of 0, which makes all states
         # A folder of shards: ask for those states only that the folder has, each key being
@@ -64,8 +65,8 @@ def load_optimizers_apart(
         if Path(path).is_dir():
             saved, how = _of_folder(fabric, Path(path), name, fresh), StateDictOptions(cpu_offload=True)
         # A file holds whole tensors: the main process reads, and torch cuts and sends the parts.
-        elif "optimizer_states" in found:
-            saved = _by_names(found["optimizer_states"][number], module)
+        elif name in found or "optimizer_states" in found:  # of a loop of Fabric, of a Trainer
+            saved = _by_names(found.pop(name) if name in found else found["optimizer_states"][number], module)
             how = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=options.get("strict", True))
         else:
             continue

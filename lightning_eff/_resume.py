@@ -32,6 +32,7 @@ from shared_core.distributed.collectives import (
     with_own_state,
     world_size,
 )
+from shared_core.distributed.sharded_tensors import place_gradients_, put_gradient
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
@@ -235,6 +236,7 @@ class ExactResume:
         is_validating = trainer.validating and self._before_validation is not None
         # Only inside an accumulation window: else gradients are zeroed before the next batch.
         if self._is_inside_window():
+            place_gradients_(trainer.lightning_module)
             named = trainer.lightning_module.named_parameters()
             # This process's part: what was reduced so far. Every process saves its own.
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
@@ -533,15 +535,8 @@ class ExactResume:
         if not gradients or not self._is_inside_window():
             return
         for name, parameter in self._trainer.lightning_module.named_parameters():
-            if name not in gradients:
-                continue
-            if hasattr(parameter, "to_local"):  # sharded: what was saved is this process's part
-                # Made as a DTensor of the parameter's layout: a plain tensor is refused as a gradient of a sharded
-                # parameter.
-                parameter.grad = torch.zeros_like(parameter)
-                local_part(parameter.grad).copy_(gradients[name])
-            else:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
+            if name in gradients:
+                put_gradient(parameter, gradients[name])
 
 
 def _is_stateful(loader: Any) -> bool:

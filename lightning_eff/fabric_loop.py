@@ -11,10 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_eff._checkpoints import load_checked, wrap_loading
 from lightning_eff._services import say
+from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import is_tensor_parallel
+from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
+from shared_core.engine.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fits, loading
 from shared_core.engine.state_file import rng_state, set_rng_state
@@ -25,7 +28,7 @@ from shared_core.front_ends.script_loop import ScriptLoop
 from shared_core.front_ends.wrapped_method import Wrapped
 
 _KEY = "eff"
-_STRATEGIES = {"DDPStrategy", "SingleDeviceStrategy"}
+_STRATEGIES = {"DDPStrategy", "SingleDeviceStrategy", "ModelParallelStrategy"}
 _PRECISIONS = {"Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"}
 
 
@@ -49,7 +52,7 @@ def setup(
     Args:
         fabric: The script's, launched.
         model: The model, not set up yet.
-        optimizer: That of its parameters.
+        optimizer: That of its parameters; where the strategy shards them, it gets their parts.
         recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one; an empty one touches nothing.
         total_steps: Optimizer steps of the whole run.
         steps_per_epoch: Those of an epoch, for positions such as ``2ep``.
@@ -76,7 +79,8 @@ def setup(
     loop = FabricLoop(fabric, model, optimizer, wanted, plan, calibration)
     try:
         loop.check_positions()
-        prepared = fabric.setup(model, optimizer, **options)
+        with loop.session.sharding():
+            prepared = fabric.setup(model, optimizer, **options)
         loop.watch(prepared[0], prepared[1])
     except BaseException:
         loop.session.detach()
@@ -109,6 +113,7 @@ class FabricServices(BareServices):
         finally:
             loop.inner.train(was_training)
             set_rng_state(random)
+            reshard_(loop.inner)
 
     def wrapped_model(self) -> nn.Module | None:
         """Return what Fabric's strategy has made of the model."""
@@ -153,24 +158,18 @@ class FabricLoop(ScriptLoop):
     ) -> None:  # fmt: skip
         total_steps, steps_per_epoch, self._accumulate = plan
         inner = getattr(model, "_orig_mod", model)  # without torch.compile's
-        if is_tensor_parallel(inner):
-            raise CompatibilityError(
-                "fabric",
-                "layers must be whole in a loop of Fabric, got some that are cut by tensor parallelism",
-                "take Lightning's Trainer, a loop of accelerate, or a Session in a plain loop",
-            )
         super().__init__(inner, total_steps, steps_per_epoch)
         self.fabric, self.calibration, self._optimizer = fabric, calibration, optimizer
         self.model: Any = None
-        environment = _environment(fabric, optimizer)
+        environment = _environment(fabric, inner, optimizer)
+        self._shards = "fsdp2" in environment
         self._precision = fabric.strategy.precision
         self._precision.convert_module(self.inner)  # now: techniques must see the type that is trained
         self.session = Session(recipe, front_end="fabric", services=FabricServices(self))
-        for key, technique in self.session.techniques.items():
-            if technique.make_scaler(fabric.device.type) is not None:
-                raise CompatibilityError(
-                    "fabric", f"{key} does not run in a loop of Fabric, which scales by itself", "drop it, or use bf16"
-                )
+        made = [technique.make_scaler(fabric.device.type) for technique in self.session.techniques.values()]
+        self._scaler = next((scaler for scaler in made if scaler is not None), None)
+        """That of a technique, in the place of the one that Fabric's precision may have."""
+        self._own_scaler = getattr(self._precision, "scaler", None)
         self.session.attach_with(self.inner, [optimizer], environment)
         self._is_unscaled = self._has_stepped = False
         self._loaded: Mapping[str, Any] | None = None
@@ -194,6 +193,10 @@ class FabricLoop(ScriptLoop):
             Wrapped(optimizer, "zero_grad", self._drop_gradients),
             Wrapped(self.inner, "train", self.set_mode),  # what Fabric wraps it in hands on what is set
         ]
+        if self._scaler is not None:
+            self._wrapped.append(Wrapped(self._precision, "optimizer_step", self._step_scaled))
+            if self._own_scaler is not None:
+                self._precision.scaler = None
         self._files = [Wrapped(self.fabric, "save", self._save), Wrapped(self.fabric, "load", self._load)]
         atexit.register(self._at_exit)
 
@@ -234,12 +237,18 @@ class FabricLoop(ScriptLoop):
         with self.fabric.autocast():
             parts = self._accumulate if weighs else 1
             loss = self.session.loss(loss * parts) / parts if parts > 1 else self.session.loss(loss)
-        return method(loss, *args, **kwargs)
+        return method(loss if self._scaler is None else self._scaler.scale(loss), *args, **kwargs)
 
     def _unscale(self, method: Callable[..., Any], optimizer: Any) -> None:
         if not self._is_unscaled:  # a GradScaler refuses a second time
             self._is_unscaled = True
-            method(optimizer)
+            (method if self._scaler is None else self._scaler.unscale_)(optimizer)
+
+    def _step_scaled(self, method: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
+        scaler = cast(torch.amp.GradScaler, self._scaler)
+        result = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return result
 
     def _complete(self) -> None:
         """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
@@ -250,11 +259,13 @@ class FabricLoop(ScriptLoop):
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._complete()
-        if not self.peers:
-            return method(*args, **kwargs)
-        # Each by its own norm: Fabric clips all that the optimizer holds together.
         names = ("module", "optimizer", "clip_val", "max_norm", "norm_type", "error_if_nonfinite")
-        asked = {"norm_type": 2.0, "error_if_nonfinite": True, **dict(zip(names, args, strict=False)), **kwargs}
+        # what overflows is no error to a scaler, which skips the step
+        usual = {"norm_type": 2.0, "error_if_nonfinite": self._scaler is None}
+        asked = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
+        if not self.peers:
+            return method(**asked)
+        # Each by its own norm: Fabric clips all that the optimizer holds together.
         norms = []
         for one in (self.inner, *self.peers):
             if asked.get("max_norm") is None:
@@ -326,11 +337,12 @@ class FabricLoop(ScriptLoop):
             return
         try:
             weights = torch.load(path, "cpu", weights_only=True, mmap=True)[key]
-        except Exception:  # the script's own objects lie beside the weights: those of the model are counted
+        except Exception:  # a folder of shards, or objects of the script's own: the model's weights are counted
             weights = None
         self._folder = path.absolute().parent
         try:
-            self.session.verify(weights, str(path))
+            if weights is not None or not self._shards:  # one process cannot count in parts of a model
+                self.session.verify(weights, str(path))
         finally:
             self.session.receipt().write(path.parent)
 
@@ -358,23 +370,47 @@ class FabricLoop(ScriptLoop):
     def _load(self, method: Callable[..., Any], path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self._of_ours(state) is None or self.session.is_finished:
             return method(path, state, *args, **kwargs)
-        self._loaded, asked = None, {_KEY: _SavedState(self), **state}
-        with self.training_weights(), loading(self.session):
-            try:
-                result = method(path, asked, *args, **kwargs)
-            except KeyError as error:
-                if f"'{_KEY}'" not in str(error):
-                    raise
-                self._refuse_foreign(path, error)
+        self._loaded = None
+        with self.training_weights():
+            load = self._load_sharded if self._shards else self._load_whole
+            result = load(method, path, state, *args, **kwargs)
         if self._loaded is None:
             self._refuse_foreign(path, None)
-        state.update({name: asked[name] for name in state})
         own = rank_states.load(self.session, cast(Any, self._loaded))
         self.window = own.get("window", {})
         if self.session.has_begun and self.session.context is not None:
             for technique in self.session.techniques.values():
                 technique.begin(self.session.context)
             self.restore_window()
+        return result
+
+    def _load_whole(self, method: Callable[..., Any], path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = {_KEY: _SavedState(self), **state}
+        with loading(self.session):
+            try:
+                result = method(path, asked, *args, **kwargs)
+            except KeyError as error:
+                if f"'{_KEY}'" not in str(error):
+                    raise
+                self._refuse_foreign(path, error)
+        state.update({name: asked[name] for name in state})
+        return result
+
+    def _load_sharded(self, method: Callable[..., Any], path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load by a strategy that shards: it reads what lies beside the weights last, and parts of them otherwise."""
+        path = Path(self.fabric.broadcast(str(path)))
+        own = path / LIGHTNING_META if path.is_dir() else path
+        saved = load_checked(torch.load, own, "cpu", mmap=True, weights_only=kwargs.get("weights_only"))
+        if not isinstance(saved, Mapping) or _KEY not in saved:
+            self._refuse_foreign(path, None)
+        self.read_state(saved[_KEY])
+        wrapped = wrap_loading(self.fabric.strategy, self.session)
+        try:
+            result = method(path, state, *args, **kwargs)
+        finally:
+            for one in reversed(wrapped):
+                one.undo()
+        result.pop(_KEY, None)
         return result
 
     def _refuse_foreign(self, path: Any, error: BaseException | None) -> None:
@@ -394,8 +430,10 @@ class FabricLoop(ScriptLoop):
             wrapped.undo()
         for handle in self._handles:
             handle.remove()
+        if self._own_scaler is not None:
+            self._precision.scaler = self._own_scaler
+        self.session.verify(None, "the trained model")  # by every process: weights in parts are gathered
         if self.fabric.is_global_zero:
-            self.session.verify(None, "the trained model")
             logged = next((getattr(logger, "log_dir", None) for logger in self.fabric.loggers), None)
             self._folder = self._folder or (Path(logged) if logged else None)
             if self._folder is not None:  # else beside what is saved next
@@ -414,7 +452,7 @@ class FabricLoop(ScriptLoop):
             session.receipt().write(self._folder or self._start)
 
 
-def _environment(fabric: Any, optimizer: torch.optim.Optimizer) -> set[str]:
+def _environment(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     """Return the run environment of a Fabric.
 
     Raises:
@@ -425,11 +463,21 @@ def _environment(fabric: Any, optimizer: torch.optim.Optimizer) -> set[str]:
         raise CompatibilityError(
             "fabric",
             f"strategy must be of {', '.join(sorted(_STRATEGIES))}, got {strategy}",
-            "use ddp, or Lightning's Trainer with EffFSDPStrategy",
+            "use ddp, or ModelParallelStrategy, whose parallelize_fn calls fully_shard",
         )
     if precision not in _PRECISIONS:
         raise CompatibilityError(
             "fabric", f"precision must not replace layers, got {precision}", "use bf16-mixed, and a technique for fewer"
         )
     kind = {"16-mixed": {"fp16"}, "bf16-mixed": {"bf16"}}.get(str(fabric.strategy.precision.precision), set())
+    if strategy != "ModelParallelStrategy":
+        kind |= wrapped_by_user(model)
+    elif any(weight.is_meta for weight in model.parameters()):
+        raise CompatibilityError(
+            "fabric",
+            "model must hold its weights before it is sharded, got some on the meta device",
+            "make it without empty_init",
+        )
+    else:
+        kind |= {"fsdp2", *(["tensor_parallel"] if fabric.strategy.device_mesh["tensor_parallel"].size() > 1 else ())}
     return {"own_loop", *kind, *({"lbfgs"} if isinstance(optimizer, torch.optim.LBFGS) else ())}

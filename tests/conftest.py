@@ -57,7 +57,8 @@ def pytest_runtest_setup(item):
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4.57 leaves a run's there for the next
+    for name in ("MIXED_PRECISION", "DYNAMO_BACKEND", "DYNAMO_MODE"):  # transformers 4.57 leaves a run's for the next
+        os.environ.pop(f"ACCELERATE_{name}", None)
     if len(sys.modules) > _modules + MANY_MODULES:
         _freeze()
 

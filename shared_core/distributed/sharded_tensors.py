@@ -112,6 +112,15 @@ def fill_(tensor: Tensor, values: Tensor) -> None:
     local_part(tensor).copy_(part_of(values, tensor))
 
 
+def put_gradient(parameter: Tensor, part: Tensor) -> None:
+    """Give a parameter the gradient of which this process saved its part."""
+    if is_sharded(parameter):  # which takes no plain tensor for its gradient
+        parameter.grad = torch.zeros_like(parameter)
+        local_part(parameter.grad).copy_(part)
+    else:
+        parameter.grad = part.to(parameter.device, copy=True)
+
+
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Return whether layers of a model hold parts of their weights in forward too, with or without FSDP2 around them.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -67,6 +68,45 @@ class OptimizerParameters:
                 "make a new one; in a resumed run load its state once training has begun",
             )
         self._fill(joins)
+
+    @contextlib.contextmanager
+    def sharding(self) -> Iterator[None]:
+        """Surround what may shard the model: groups hold what then stands in the places of its parameters.
+
+        Raises:
+            TrainingError: If an optimizer has state of a parameter that another one has taken the place of.
+
+        Example:
+            >>> model = nn.Linear(2, 2)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with OptimizerParameters(model, [optimizer]).sharding():
+            ...     model.weight = nn.Parameter(model.weight[:1])
+            >>> [list(held.shape) for held in optimizer.param_groups[0]["params"]]
+            [[1, 2], [2]]
+        """
+        places = {
+            parameter: (module, name)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        yield
+        now: dict[Any, Any] = {parameter: module._parameters[name] for parameter, (module, name) in places.items()}
+        replaced = {before: after for before, after in now.items() if after is not before}
+        if not replaced:
+            return
+        if any(parameter in replaced for optimizer in self._optimizers for parameter in optimizer.state):
+            raise TrainingError(
+                "session",
+                "optimizer must not have stepped before its model is sharded, got one with state",
+                "make it anew",
+            )
+        for group in self._groups():
+            group["params"][:] = [replaced.get(held, held) for held in group["params"]]
+        # whole parameters would stay in memory for as long as anything here is known by them
+        others = {held: index for held, index in self._held.items() if held not in self._before}
+        self._before = {now[held]: told for held, told in self._before.items() if held in now}
+        self._held = others | {now[held]: index for held, index in self._held.items() if held in now}
 
     def restore(self) -> None:
         """Have the groups hold the user's parameters again, by name."""

@@ -412,6 +412,10 @@ class Session:
             self.detach()
             raise
 
+    def sharding(self) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds sharding the model behind `attach_with`: the optimizers hold its parts from then on."""
+        return contextlib.nullcontext() if self._parameters is None else self._parameters.sharding()
+
     @contextlib.contextmanager
     def training(
         self,

@@ -9,6 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from shared_core.config.training_time import StepsPerEpoch
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine.session import Session
 
 
@@ -87,8 +89,12 @@ class ScriptLoop:
 
     def open_window(self) -> dict[str, Any]:
         """Return what an unfinished accumulation window holds on this process."""
-        named = self.inner.named_parameters()
-        held = {name: one.grad for name, one in named if self.micro_batches and one.grad is not None}
+        place_gradients_(self.inner)
+        named = dict(self.inner.named_parameters()) if self.micro_batches else {}
+        held = {name: local_part(one.grad) for name, one in named.items() if one.grad is not None}
+        parts = [name for name, one in named.items() if is_sharded(one) and one.requires_grad]
+        if parts and held.keys().isdisjoint(parts):  # FSDP2 keeps them to itself until they are reduced
+            self.session.note("gradients of an unfinished window that processes have not summed yet are not saved")
         return {"count": self.micro_batches, "gradients": held, "windows": self.session.window_state()}
 
     def restore_window(self) -> None:
@@ -99,5 +105,5 @@ class ScriptLoop:
             return
         parameters = dict(self.inner.named_parameters())
         for name, gradient in window["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+            put_gradient(parameters[name], gradient)
         self.session.load_window_state(window["windows"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.modules.experts import StackedExperts, expert_weights
+from shared_core.modules.planned_forwards import follow_class, leave_planned
 
 _PLACES = ("first", "last")
 # but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for,
@@ -143,6 +144,8 @@ def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) 
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
         _set_class(module, type(kind.__name__.replace(old.__name__, new.__name__), bases, own))
+    if _is_ours(old) and not _is_ours(new):
+        leave_planned(module)
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -163,7 +166,7 @@ def _is_own_forward(module: nn.Module, value: object) -> bool:
 
 def _check_forward(module: nn.Module) -> None:
     found = vars(module).get("forward")
-    if found is None or _is_ours(type(found)):  # ours looks up that of the class at every call
+    if found is None or _is_ours(type(found)) or follow_class(module):  # ours look up that of the class at every call
         return
     if not any(_is_own_forward(module, value) for value in (found, vars(module).get("_old_forward"))):
         raise MatchError(

@@ -90,7 +90,6 @@ class QuantizationAwareTraining(Technique):
         folds = self._find_folds(model)
         for name, module in self.layers.items():
             vars(module).pop("quantized_range", None)  # of an earlier run
-            _refuse_own_forward(name, module)
             quantizer = self.policy.quantizers[name]
             if name in folds:
                 _refuse_shards(name, module)
@@ -351,17 +350,6 @@ class QuantizationAwareTraining(Technique):
             report |= self.policy.report(name)
             reports.append({**report, **weight_report(module, gather=gather)})
         return reports
-
-
-def _refuse_own_forward(name: str, module: nn.Module) -> None:
-    # transformers' tensor parallelism puts one there, which goes on calling the class that the layer had
-    if "forward" in vars(module) and any(map(is_sharded, module.parameters(recurse=False))):
-        raise CompatibilityError(
-            "qat",
-            f"{name} must compute by the forward of its class, got one that tensor parallelism put in its place, "
-            "around what the layer computed before",
-            "cut the model by torch's parallelize_module, or use DDP or FSDP version 2",
-        )
 
 
 def _refuse_shards(name: str, folded: nn.Module) -> None:

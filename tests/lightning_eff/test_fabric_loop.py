@@ -41,11 +41,11 @@ class Loop:
         self.fabric.backward(loss)
         return self
 
-    def steps(self, count=STEPS, factor=1.0, clips=True):
+    def steps(self, count=STEPS, factor=1.0, clips=True, **clipping):
         for _ in range(count):
             self.gradients(factor)
             if clips:
-                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0, error_if_nonfinite=False)
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0, **clipping)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -54,8 +54,18 @@ class Loop:
         self.fabric.save(name, {"model": self.model, "optimizer": self.optimizer})
 
 
+def half(scale):
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=scale))
+
+
+SCALED = {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}}
+
+
 @pytest.mark.parametrize("clips", [True, False])
-def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(monkeypatch, clips):
+@pytest.mark.parametrize(
+    ("recipe", "plugins"), [(PRUNE, [half(1024.0)]), (SCALED, [half(1024.0)]), (SCALED, [])], ids=["own", "16", "32"]
+)
+def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(monkeypatch, recipe, plugins, clips):
     seen = []
     show = Session.before_optimizer_step
     monkeypatch.setattr(
@@ -63,20 +73,27 @@ def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(monkeypatch, c
         "before_optimizer_step",
         lambda self: (seen.append(self.context.model[2].weight.grad.norm().item()), show(self)),
     )
-    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    Loop(PRUNE, [scaled], rate=0.0).steps(factor=100.0, clips=clips)
+    Loop(recipe, plugins, rate=0.0).steps(factor=100.0, clips=clips)
+    assert [plugin.scaler.get_scale() for plugin in plugins] == [1024.0] * len(plugins)  # Fabric's own is back
     model = net()
     (model(torch.ones(8, 16)).square().mean() * 100).backward()
     assert len(seen) == STEPS
     assert seen[0] == pytest.approx(model[2].weight.grad.norm().item(), rel=0.05)  # in float16, but for that
 
 
-def test_a_step_that_the_scaler_skips_counts_as_skipped(tmp_path):
-    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
-    loop = Loop(PRUNE, [scaled]).steps(1, factor=float("inf")).steps(STEPS - 1)
+@pytest.mark.parametrize(
+    ("recipe", "plugins", "clipping"),
+    [(PRUNE, [half(8.0)], {"error_if_nonfinite": False}), (SCALED, [half(8.0)], {}), (SCALED, [], {})],
+    ids=["own", "16", "32"],
+)
+def test_a_step_that_the_scaler_skips_counts_as_skipped(recipe, plugins, clipping, tmp_path):
+    loop = Loop(recipe, plugins).steps(1, factor=float("inf"), **clipping).steps(STEPS - 1, **clipping)
     loop.save()
-    steps = json.loads((tmp_path / "eff_receipt.json").read_text())["steps"]
-    assert steps == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
+    receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
+    assert receipt["steps"] == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
+    if "loss_scale" in recipe:
+        told = receipt["techniques"]["loss_scale"]
+        assert (told["skipped_steps"], told["highest_scale"], told["scale"]) == (1, 8.0, 4.0)
 
 
 @pytest.mark.parametrize("recipe", [PRUNE, {"qat": {"scheme": "int8"}}, {"lora": {"rank": 2, "base": "none"}}], ids=str)
@@ -138,19 +155,26 @@ def test_gradients_that_are_dropped_after_clipping_are_a_skipped_step():
         assert json.load(file)["steps"] == {"applied": STEPS - 1, "skipped": 1, "planned": STEPS}
 
 
+def test_a_window_whose_gradients_fsdp2_keeps_to_itself_is_told_of(capsys):
+    loop = Loop(PRUNE).gradients()
+    loop.save("before.ckpt")
+    assert "not saved" not in capsys.readouterr().out
+    for weight in loop.plain.parameters():
+        weight.device_mesh, weight.grad = "as a part has one", None
+    loop.save()
+    assert "that processes have not summed yet are not saved" in capsys.readouterr().out
+
+
 def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
+    bf16 = [MixedPrecision("bf16-mixed", "cpu")]
     for recipe, error, message in (
-        ({"loss_scale": {"kind": "dynamic"}}, CompatibilityError, "loss_scale does not run in a loop of Fabric"),
+        ({"loss_scale": {"kind": "dynamic"}}, CompatibilityError, "bf16 has fp32's exponent range"),
         ({"soup": {"kind": "uniform"}}, CompatibilityError, "eff soup"),
         ({"prune": {"sparsity": 0.5, "begin": 9}}, ConfigError, "begin"),
     ):
         with pytest.raises(error, match=message):
-            Loop(recipe)
+            Loop(recipe, bf16)
     with pytest.raises(ConfigError, match="total_steps must be a whole number of at least 1, got 0"):
         Loop(PRUNE, total_steps=0)
-    model = net()
-    model[0].weight.device_mesh = "as a DTensor has one"
-    with pytest.raises(CompatibilityError, match="layers must be whole in a loop of Fabric"):
-        setup(Fabric(accelerator="cpu"), model, torch.optim.SGD(model.parameters()), recipe=PRUNE, total_steps=STEPS)
     with pytest.raises(CompatibilityError, match=r"lightning_eff\.setup"):
         Loop({}, callbacks=[Pruning(sparsity=0.5)])

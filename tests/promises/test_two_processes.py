@@ -21,8 +21,6 @@ ADAPTERS = ("lora-qat", "lora-qat-lsq")
 def runs(request, tmp_path_factory):
     # private training needs all data in each process, and the Lightning run of the table gives each its own
     recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *ADAPTERS, *(("dp",) if request.param == "hf" else ()))
-    if request.param == "fabric":  # which refuses one
-        recipes = tuple(recipe.replace("+loss_scale", "").replace("loss_scale+", "") for recipe in recipes)
     found = by_two_and_by_one(request.param, tmp_path_factory.mktemp(request.param), recipes)
     return {recipe: (first, one) for recipe, first, one in found}
 

@@ -52,7 +52,7 @@ def train(folder, recipe, ckpt_path=None):
     trainer = pl.Trainer(
         **QUIET, default_root_dir=folder, logger=False, max_epochs=1, devices=PROCESSES, use_distributed_sampler=False,
         strategy=strategy if PROCESSES > 1 else "auto",
-        callbacks=[EffCallback(recipe), saver(BOTH[0], folder / "saved")],
+        callbacks=[EffCallback(recipe), saver(BOTH[0], folder / "saved")], accumulate_grad_batches=2,
     )  # fmt: skip
     number = int(os.environ.get("RANK", "0")) // (PROCESSES // DATA)
     part = slice(number * BATCH // DATA, (number + 1) * BATCH // DATA)
@@ -71,7 +71,7 @@ def main(folder):
     torch.set_num_threads(1)
     for name, recipe in RECIPES.items():
         train(folder / name, recipe)
-        train(folder / name, recipe, folder / name / "saved" / "3.ckpt")
+        train(folder / name, recipe, folder / name / "saved" / "2.ckpt")
     told = {}
     for name, recipe in REFUSED.items() if PROCESSES > 1 else ():
         try:
