@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,10 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
         options |= {"activation_type": QuantType.QUInt8, "op_types_to_quantize": ["MatMul"]}
         quantize_static(files["float"], files["static"], calibration, quant_format=QuantFormat.QDQ, **options)
         export_onnx(quantize(copy.deepcopy(model), "int8_dynamic"), texts(2), files["tokens"])
-        report = export_onnx(quantize(model, "int8", [texts(2)]), texts(2), files["int8"])
+        integer = quantize(model, "int8", [texts(2)])
+        begun = time.process_time()
+        report = export_onnx(integer, texts(2), files["int8"])
+        seconds = time.process_time() - begun
         sessions = {name: session_of(file) for name, file in files.items()}
         rows = []
         for batch in batches:
@@ -199,8 +203,9 @@ def encoder(batches: tuple[int, ...], rounds: int, **sizes: int) -> list[Row]:
                 Row(
                     f"int8 BERT{sizes or '-base'}, {batch} of 128 tokens, in onnxruntime "
                     f"(float: {milliseconds(times, 'float')})",
-                    f"{milliseconds(times, 'int8')}; {report.integer_nodes}; int8_dynamic "
-                    f"{milliseconds(times, 'tokens')} ({ratio(times, 'tokens', 'float').text()})",
+                    f"{milliseconds(times, 'int8')}; {report.integer_nodes}; exported in {seconds:.1f} s; int8_dynamic "
+                    f"{milliseconds(times, 'tokens')} ({ratio(times, 'tokens', 'float').text()}; of quantize_dynamic "
+                    f"{ratio(times, 'tokens', 'dynamic').text()})",
                     f"onnxruntime's quantize_static {milliseconds(times, 'static')} ({peers[0].text()}), "
                     f"quantize_dynamic {milliseconds(times, 'dynamic')} ({peers[1].text()})",
                     gain.text(),

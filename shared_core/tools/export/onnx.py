@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
@@ -112,12 +113,10 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
 
 def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
     """Return the codes of the tensors, over all batches."""
-    import onnx
-
     # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
-    session = probing(onnx.load(file), names, "FLOAT")
+    session = probing(file, names, "FLOAT")
     for batch in calibration:
         batches += 1
         try:
@@ -575,7 +574,9 @@ def export_onnx(
                 if exact_bias:
                     raise
                 once, exact_bias = False, not groups
-        found = quantize_activations(file, folder / "integer.onnx", calibration) if names else ()
+        convolves = any(isinstance(reference.get_submodule(name), nn.modules.conv._ConvNd) for name in names)
+        asked = convolves or (calibration is not None and bool(names))  # else the file would be read for nothing
+        found = quantize_activations(file, folder / "integer.onnx", calibration) if asked else ()
         if isinstance(found, dict):
             exact, file, activations = file, folder / "integer.onnx", found
             change = relative_change(file, exact, example_inputs)
@@ -584,7 +585,7 @@ def export_onnx(
         # Of the final file: what runs on integers depends on onnxruntime's fusions here.
         nodes = integer_nodes(file) if runs else {}
         with atomic_write(path) as temporary:
-            temporary.write_bytes(file.read_bytes())
+            shutil.copyfile(file, temporary)
     path = Path(path)
     size = path.stat().st_size
     return ExportReport(
@@ -717,7 +718,7 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             value.name = name
         return program
 
-    with quiet(), torch.no_grad():
+    with quiet(), torch.no_grad(), _parsing_if_needed():
         try:
             program = None
             if groups:
@@ -743,13 +744,22 @@ def _names(output: Any) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def _decomposing_if_needed() -> Iterator[None]:
+def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute of a class have another value."""
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
     """Keep torch.onnx from decomposing programs that hold nothing to decompose.
 
     It does so with every program: a second trace, as long as the first, that leaves most operations as they are.
     """
-    owner, name = torch.export.ExportedProgram, "run_decompositions"
-    decompose = getattr(owner, name)
+    decompose = torch.export.ExportedProgram.run_decompositions
 
     def run(program: torch.export.ExportedProgram, table: Any = None, **options: Any) -> Any:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
@@ -760,11 +770,23 @@ def _decomposing_if_needed() -> Iterator[None]:
         whole = table is not None and pure and flat and targets.isdisjoint(table)
         return program if whole else decompose(program, table, **options)
 
-    setattr(owner, name, run)
-    try:
-        yield
-    finally:
-        setattr(owner, name, decompose)
+    return _instead(torch.export.ExportedProgram, "run_decompositions", run)
+
+
+def _parsing_if_needed() -> contextlib.AbstractContextManager[None]:
+    """Keep onnxscript from parsing the source of all 500 functions of its library for the name of their domain."""
+    from onnxscript.values import TracedOnnxFunction
+
+    parse: Any = vars(TracedOnnxFunction)["function_ir"].fget
+
+    class Unparsed:
+        def __init__(self, function: Any) -> None:
+            self.function, self.domain = function, function.opset.domain
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(parse(self.function), name)
+
+    return _instead(TracedOnnxFunction, "function_ir", property(Unparsed))
 
 
 def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> float:

@@ -59,15 +59,18 @@ def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
     for parent_name, parent in model.named_modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             for key, child in parent.named_children():
+                if "forward" in vars(child):  # somebody's own, and ours would take its place
+                    continue
                 likely[_signature(child)].append(f"{parent_name}.{key}".removeprefix("."))
     many = [names for names in likely.values() if len(names) >= _FEWEST]
     outputs: dict[str, list[Any]] = {name: [] for names in many for name in names}
-    hooks = [
-        model.get_submodule(name).register_forward_hook(_record(seen), with_kwargs=True)
-        for name, seen in outputs.items()
-    ]
+    blocks = {name: model.get_submodule(name) for name in outputs}
+    for names in many:
+        first: list[Any] = []
+        for name in names:
+            blocks[name].forward = _recorded(blocks[name].forward, outputs[name], first)
     # Taken away meanwhile, for blocks that compute with their place are not alike.
-    modules = {module for name in outputs for module in model.get_submodule(name).modules()}
+    modules = {module for block in blocks.values() for module in block.modules()}
     places = [(module, key, vars(module).pop(key)) for module in modules for key in _PLACES & vars(module).keys()]
     try:
         with torch.no_grad():
@@ -77,8 +80,8 @@ def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
     finally:
         for module, key, place in places:
             setattr(module, key, place)
-        for hook in hooks:
-            hook.remove()
+        for block in blocks.values():
+            vars(block).pop("forward", None)  # one that stands in two places has lost it already
     groups: list[dict[str, Any]] = []
     for names in many:
         # named_modules has a block before those within it, which go with it
@@ -115,15 +118,37 @@ def _plain(value: Any) -> Any:
     return repr(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else id(value)
 
 
-def _record(seen: list[Any]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        leaves, spec = tree_flatten(output)
-        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        fits = bool(given) and [(x.shape, x.dtype) for x in made] == [(given[0].shape, given[0].dtype)]
-        seen.append((leaves, spec) if fits else None)
+def _recorded(run: Callable[..., Any], seen: list[Any], first: list[Any]) -> Callable[..., Any]:
+    """Return a block's forward that records the structure of its outputs in `seen`, None where it is no such block.
 
-    return hook
+    Args:
+        run: The block's own; where another of the group was called alike before, it is not run: only structures matter.
+        seen: Is added to.
+        first: How the group's first block was called, and the structure of its output; is added to.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kinds = [(x.shape, x.dtype) for x in given]
+        if first and first[0] == kinds:
+            seen.append(first[1])
+            return _like(first[1], given[0])
+        output = run(*args, **kwargs)
+        leaves, spec = tree_flatten(output)
+        made = [(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        fits = bool(given) and made == kinds[:1]
+        seen.append((leaves, spec) if fits else None)
+        if fits and not first:
+            first.extend((kinds, seen[-1]))
+        return output
+
+    return forward
+
+
+def _like(output: tuple[list[Any], Any], value: Tensor) -> Any:
+    """Return an output of this structure with `value` as its tensor."""
+    leaves, spec = output
+    return tree_unflatten([value if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str, _Call], inside: Any) -> Any:
@@ -150,8 +175,7 @@ def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str
             own_args, own_kwargs = tree_unflatten(alike, spec)
             made = tree_leaves(inside(*own_args, **own_kwargs))
             given += [leaf for leaf in made if isinstance(leaf, Tensor)]
-        y = _symbolic(f"{_BLOCK}{number}", given, {"name": name})
-        return tree_unflatten([y if isinstance(leaf, Tensor) else leaf for leaf in output[0]], output[1])
+        return _like(output, _symbolic(f"{_BLOCK}{number}", given, {"name": name}))
 
     return forward
 

@@ -63,7 +63,8 @@ def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | Non
     """Return codes and scales as `grid_of`, 0 as the scale of a row of zeros."""
     # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
     # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
-    lowest, highest = rows.aminmax(dim=1)
+    # (two reductions: torch's aminmax along an axis takes ten times as long as both)
+    lowest, highest = rows.amin(1), rows.amax(1)
     largest = torch.maximum(highest, -lowest)
     codes, scale = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(largest)
     left = largest.nonzero().squeeze(1)
@@ -74,9 +75,9 @@ def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | Non
         step = (largest[left] if some else largest) / steps
         exact = (rows[left] if some else rows) / step.unsqueeze(1)
         rounded = exact.round()
-        below, above = exact.sub_(rounded).aminmax(dim=1)
+        error = exact.sub_(rounded).abs_().amax(1)
         # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
-        fits = (torch.maximum(above, -below) <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
+        fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
         if fits.all() and not some:
             return rounded.to(torch.int8), step
         codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]

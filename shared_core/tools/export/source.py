@@ -117,7 +117,16 @@ def baked_copy(
         names: Its quantised layers.
         inputs: To trace it with; None: batch norms stay.
     """
-    exported = copy.deepcopy(reference)
+    # Values that nothing writes into, which baking and folding do, are not copied.
+    folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
+    unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
+    written = {id(weight) for layer in unbaked for weight in weights_of(layer).values()}
+    shared: dict[int, Any] = {
+        id(value): nn.Parameter(value.detach(), value.requires_grad)
+        for value in reference.parameters()
+        if not folds and type(value) is nn.Parameter and id(value) not in written
+    }
+    exported = copy.deepcopy(reference, shared)
     layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
     # Before baking, which drops the quantiser's state.
     qparams = {name: layer.quantizer.qparams(layer) for name, layer in layers.items()}

@@ -59,7 +59,7 @@ def checking(file: Path, reference: nn.Module) -> Iterator[Callable[[Any], tuple
     )
     num_outputs = len(model.graph.output)
     # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
-    session = probing(model, wanted, "UINT8")
+    session = probing(file, wanted, "UINT8")
 
     def check(inputs: Any) -> tuple[float, float]:
         found = session.run(None, feeds(session, inputs))
@@ -103,7 +103,7 @@ def _mapping(output: Any) -> Any:
 def session_of(file: Path | str | bytes, optimise: bool, save: Path | None = None) -> Any:
     """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file.
 
-    Large constants of that graph go into a file beside it.
+    Large constants of that graph go into a file beside it, and none is packed for the kernels: it is not to be run.
     """
     import onnxruntime
 
@@ -111,9 +111,11 @@ def session_of(file: Path | str | bytes, optimise: bool, save: Path | None = Non
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
     options.log_severity_level = 4  # what goes wrong is raised
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # what runs once need not be waited for so
     if save is not None:
         options.optimized_model_filepath = str(save)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
+        options.add_session_config_entry("session.disable_prepacking", "1")
     model = file if isinstance(file, bytes) else str(file)
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
@@ -128,20 +130,22 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def probing(model: Any, names: Iterable[str], kind: str) -> Any:
+def probing(file: Path, names: Iterable[str], kind: str) -> Any:
     """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs.
 
     Args:
-        model: Of onnx; the outputs are added to it.
+        file: The ONNX file.
         names: The tensors.
         kind: Their type, as ONNX names it.
     """
     import onnx
 
     element = onnx.TensorProto.DataType.Value(kind)
-    # Further outputs do not change what unoptimised nodes compute.
-    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
-    return session_of(model.SerializeToString(), optimise=False)
+    # Further outputs do not change what unoptimised nodes compute. The bytes of two messages of protobuf are one of
+    # both, their lists joined.
+    further = onnx.ModelProto()
+    further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
+    return session_of(file.read_bytes() + further.SerializeToString(), optimise=False)
 
 
 class _Forced:

@@ -126,6 +126,20 @@ def test_only_blocks_that_are_alike_are_one_graph():
     assert repeated_blocks(narrowing, torch.ones(2, 3, 16)) == []
 
 
+def test_one_block_runs_to_find_them_and_one_with_a_forward_of_its_own_is_left_alone(monkeypatch):
+    model, forward, runs = deep(scheme=None), Layer.forward, []
+    monkeypatch.setattr(
+        Layer, "forward", lambda layer, *args, **options: runs.append(layer) or forward(layer, *args, **options)
+    )
+    model.layers[2].forward = own = model.layers[2].forward
+    assert [list(group) for group in repeated_blocks(model, inputs())] == [["layers.0", "layers.1", "layers.3"]]
+    assert runs == [model.layers[0], model.layers[2]]
+    assert model.layers[2].forward is own
+    both = nn.ModuleDict({"one": nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))})
+    both["other"] = nn.Sequential(*both["one"])  # each in two places
+    assert repeated_blocks(nn.Sequential(*both.values()), torch.ones(2, 4)) == []
+
+
 def test_a_block_that_reads_its_place_is_not_like_the_others():
     model = deep(ByPlaces, scheme=None)
     assert repeated_blocks(model, inputs()) == []
