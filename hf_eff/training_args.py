@@ -210,16 +210,28 @@ def with_eff(arguments_class: type) -> type:
     taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & ours
     if taken:
         raise ConfigError("hf", f"{arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
+
+    def set_flags(self: Any, *args: Any, **options: Any) -> None:
+        self.__dict__.update({name: options.pop(name, None) for name in ours})
+        arguments_class.__init__(self, *args, **options)
+
+    def equal(self: Any, other: Any) -> bool:
+        same = arguments_class.__eq__(self, other)
+        return same is True and all(getattr(self, name) == getattr(other, name) for name in ours)
+
     name = f"Eff{arguments_class.__name__}"
     namespace = {
         "__doc__": f"{arguments_class.__name__} with the flags of every technique; `recipe` is what they switch on.",
         "__module__": __name__,
+        # not the dataclass's own: to compile those of 300 fields takes a tenth of our whole import
+        "__init__": set_flags,
+        "__eq__": equal,
         # made again from the class it extends, so that it can be unpickled where nobody made it yet
         "__reduce__": lambda self: (_blank, (arguments_class,), self.__dict__),
         _FIRST_READ: _ReadAsTrainingBegins(_FIRST_READ, getattr(arguments_class, _FIRST_READ)),
     }
     made = types.new_class(name, (EffFlags, arguments_class), exec_body=lambda body: body.update(namespace))
-    return dataclasses.dataclass(repr=False)(made)
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(made)
 
 
 if typing.TYPE_CHECKING:

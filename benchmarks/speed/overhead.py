@@ -184,7 +184,8 @@ def bookkeeping(rounds: int, calls: int) -> list[Row]:
 def import_seconds(statements: tuple[str, ...]) -> list[float]:
     """Return the CPU seconds of imports, one after another, in a process of their own."""
     timed = [f"{statement}; ticks.append(time.process_time())" for statement in statements]
-    program = "import time; ticks = [time.process_time()]\n" + "\n".join(timed) + "\nprint(*ticks)"
+    # no collection of all that torch and a trainer made, .2 s, which falls into any import by chance
+    program = "import gc, time; gc.disable(); ticks = [time.process_time()]\n" + "\n".join(timed) + "\nprint(*ticks)"
     # with bytecode, as an installed package has it
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     output = subprocess.run(

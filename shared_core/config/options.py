@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -170,7 +171,12 @@ class TechniqueConfig:
     @functools.cache
     def hints(cls) -> dict[str, Any]:
         """Return the type of each option."""
-        return typing.get_type_hints(cls)
+        # of the fields alone: to evaluate what the classes declare beside their options takes longer than these
+        annotations = {field.name: field.type for field in dataclasses.fields(cls)}
+        names: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            names |= vars(sys.modules[base.__module__])
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__=annotations), names)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

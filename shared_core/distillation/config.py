@@ -14,7 +14,6 @@ from shared_core.config.model_shape import Cost, ModelShape, PlannedRun, SharedS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.layer_init import parse_layers
-from shared_core.distillation.teachers import TeacherDtype
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
@@ -22,7 +21,7 @@ MUTUAL = "mutual"
 """In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
-
+TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
 _CHUNK_MIB = 512  # of chunked distillation on a GPU
 _TEACHER_BYTES = {"nf4": 0.53, "int8": 1.0, "float32": 4.0}  # nf4: codes with a scale for each 64 of them

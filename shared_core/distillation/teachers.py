@@ -10,13 +10,14 @@ import copy
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shared_core.distillation.config import TeacherDtype
 from shared_core.distillation.forward_capture import Forward, ask_teacher, first_parameter
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
@@ -30,8 +31,6 @@ from shared_core.errors import (
     TrainingError,
 )
 from shared_core.modules.running_average import move_towards_
-
-TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
 
 def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:

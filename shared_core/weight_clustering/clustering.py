@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.weight_clustering.config import MAX_BITS, MIN_BITS
 
 Floats = NDArray[np.floating]
 
@@ -138,7 +139,6 @@ def _split_largest(
 
 
 SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-MIN_BITS, MAX_BITS = 2, 8
 _PIECE = 1 << 20
 CACHED = 1 << 18
 """Elements at a time in a training step: what is made in between stays in cache, four times as fast."""

@@ -10,8 +10,8 @@ from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
-from shared_core.weight_clustering.clustering import MAX_BITS, MIN_BITS
 
+MIN_BITS, MAX_BITS = 2, 8
 _IN_ROWS_OF_SEVERAL = 1 << 18  # elements, of weights that are not sharded
 
 

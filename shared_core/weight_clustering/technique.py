@@ -26,7 +26,6 @@ from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
-    MAX_BITS,
     SHARED_DTYPES,
     Bundle,
     Bundles,
@@ -35,7 +34,7 @@ from shared_core.weight_clustering.clustering import (
     summed_by_code,
     wide,
 )
-from shared_core.weight_clustering.config import ClusterConfig
+from shared_core.weight_clustering.config import MAX_BITS, ClusterConfig
 
 
 @dataclass(frozen=True)

@@ -296,6 +296,7 @@ def test_a_recipe_file_joins_the_flags(tmp_path):
 def test_arguments_round_trip(tmp_path):
     arguments = EffTrainingArguments(output_dir="out", prune_sparsity="0.5", prune_skip=["last"], prune_begin="2ep")
     again = dataclasses.replace(arguments, prune_sparsity=0.25)
+    assert again != arguments
     assert again.recipe["prune"].sparsity == 0.25
     assert again.recipe["prune"].skip == ("last",)
     assert pickle.loads(pickle.dumps(arguments)) == arguments
