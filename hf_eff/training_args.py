@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import types
 import typing
@@ -219,12 +220,15 @@ def with_eff(arguments_class: type) -> type:
         same = arguments_class.__eq__(self, other)
         return same is True and all(getattr(self, name) == getattr(other, name) for name in ours)
 
+    signature = inspect.signature(arguments_class)
+    flags = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sorted(ours)]
     name = f"Eff{arguments_class.__name__}"
     namespace = {
         "__doc__": f"{arguments_class.__name__} with the flags of every technique; `recipe` is what they switch on.",
         "__module__": __name__,
         # not the dataclass's own: to compile those of 300 fields takes a tenth of our whole import
         "__init__": set_flags,
+        "__signature__": signature.replace(parameters=[*signature.parameters.values(), *flags]),
         "__eq__": equal,
         # made again from the class it extends, so that it can be unpickled where nobody made it yet
         "__reduce__": lambda self: (_blank, (arguments_class,), self.__dict__),

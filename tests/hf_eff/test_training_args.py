@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 
@@ -297,6 +298,10 @@ def test_arguments_round_trip(tmp_path):
     arguments = EffTrainingArguments(output_dir="out", prune_sparsity="0.5", prune_skip=["last"], prune_begin="2ep")
     again = dataclasses.replace(arguments, prune_sparsity=0.25)
     assert again != arguments
+    assert [*inspect.signature(EffTrainingArguments).parameters] == [
+        *inspect.signature(TrainingArguments).parameters,
+        *sorted(field.name for field in dataclasses.fields(EffFlags)),
+    ]
     assert again.recipe["prune"].sparsity == 0.25
     assert again.recipe["prune"].skip == ("last",)
     assert pickle.loads(pickle.dumps(arguments)) == arguments
