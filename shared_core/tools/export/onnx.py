@@ -430,6 +430,10 @@ def make_unsigned(file: Path) -> bool:
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
 _OPSETS = range(21, 24)
+_FIXED = {
+    "dynamic_batch": "dynamic_batch=False (eff export: --static-batch)",
+    "dynamic_length": "dynamic_length=False (eff export: --length for a folder, no --dynamic-length for a function)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -652,7 +656,7 @@ def _export(
         inputs = two_examples(inputs)
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
-    hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
+    hint = "".join(f", or pass {_FIXED[name]}" for name, is_open in open_axes.items() if is_open)
     program = _program(exported, inputs, shapes, opset, hint, groups)
     graph = program.model.graph
     size = sum(value.const_value.nbytes for value in graph.initializers.values())
@@ -797,5 +801,5 @@ def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> 
             "export_onnx",
             "file must compute what the model does at every length, and with example_inputs that are shorter by one "
             f"it did not: {str(error)[:500]}",
-            "pass dynamic_length=False (eff export: --length for a folder, no --dynamic-length for a function)",
+            f"pass {_FIXED['dynamic_length']}",
         ) from error
