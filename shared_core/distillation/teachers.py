@@ -30,6 +30,7 @@ from shared_core.errors import (
     MissingExtraError,
     TrainingError,
 )
+from shared_core.modules.four_bits import linear_of_four_bits
 from shared_core.modules.running_average import move_towards_
 
 
@@ -95,16 +96,11 @@ def _to_int8_(teacher: nn.Module, names: list[str]) -> None:
 
 
 def _to_nf4_(teacher: nn.Module, names: list[str]) -> None:
-    bnb: Any = _library("bitsandbytes", "bnb")
+    _library("bitsandbytes", "bnb")
     for name in names:
         linear = teacher.get_submodule(name)
         weight: Tensor = linear.weight.detach()  # type: ignore[assignment, operator]
-        layer = bnb.nn.Linear4bit(
-            weight.shape[1], weight.shape[0], bias=linear.bias is not None, compute_dtype=weight.dtype, device="meta"
-        )
-        layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer).to(weight.device)
-        # bitsandbytes (0.50) would repack the codes in evaluation, and fails at sizes that are not full blocks
-        layer.support_avx512bf16_for_cpu = False
+        layer = linear_of_four_bits(weight, bias=linear.bias is not None)
         layer.bias = linear.bias
         teacher.set_submodule(name, layer.train(linear.training))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import cut, fill_, whole
 from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
 from shared_core.lora.config import LoraConfig
+from shared_core.modules.four_bits import dequantized, linear_of_four_bits
 from shared_core.modules.weight_views import as_rows
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
 
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
 _INT8_MAX = 127.0
-_BLOCK = 64
-"""Weights under one scale: bitsandbytes' default for 4 bits, which `freeze` leaves."""
 
 
 def library(name: str, extra: str) -> Any:
@@ -88,8 +86,6 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     if config.base == "none":
         return linear
     bnb = library("bitsandbytes", "bnb")
-    # On meta: bitsandbytes' own layer would draw and allocate a weight only to lose it.
-    shape: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     layer: Any
@@ -102,7 +98,10 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         )
     with on_device(weight.device, config.base):
         if config.base == "int8":
-            layer = bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False, threshold=_OUTLIERS, **shape)
+            # On meta: it would draw and allocate a weight only to lose it.
+            layer = bnb.nn.Linear8bitLt(
+                inputs, outputs, linear.bias is not None, has_fp16_weights=False, threshold=_OUTLIERS, device="meta"
+            )
             # bitsandbytes quantises only what comes from the CPU
             codes = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
             layer.weight = codes.to(weight.device)
@@ -111,18 +110,9 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.register_forward_pre_hook(_in_rows)
             layer.register_forward_hook(_as_given)
         else:
-            kind = _linear4bit_of_part_blocks() if inputs % _BLOCK else bnb.nn.Linear4bit
-            layer = kind(inputs, outputs, compute_dtype=weight.dtype, **shape)
-            # .to() is what quantises: bitsandbytes (0.50) does it as the parameter reaches its device.
-            layer.weight = bnb.nn.Params4bit(
-                weight,
-                requires_grad=False,
-                compress_statistics=config.double_quant,
-                quant_type=config.base,
-                module=layer,
-            ).to(weight.device)
-            # in evaluation bitsandbytes (0.50) would repack the codes for AVX512-BF16 and not turn back for training
-            layer.support_avx512bf16_for_cpu = False
+            layer = linear_of_four_bits(
+                weight, bias=linear.bias is not None, quant_type=config.base, double_quant=config.double_quant
+            )
     if linear.bias is not None:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     # An overflow of scales shows here: a row with one value near the dtype's largest number.
@@ -134,46 +124,6 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         )
     frozen: nn.Module = layer.train(linear.training)
     return frozen
-
-
-class _FourBitProduct(torch.autograd.Function):
-    """``x·Wᵀ`` of codes, which alone are kept for backward, as bitsandbytes has it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
-        ctx.layer = layer
-        return nn.functional.linear(x, _dequantized(layer.weight).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0] @ _dequantized(ctx.layer.weight).to(grads[0].dtype), None
-
-
-@cache
-def _linear4bit_of_part_blocks() -> Any:
-    """Return bitsandbytes' layer for rows that are not made of whole blocks, right on a CPU too."""
-    bnb = library("bitsandbytes", "bnb")
-
-    class Linear4bit(bnb.nn.Linear4bit):  # type: ignore[name-defined,misc]
-        def forward(self, x: Tensor) -> Tensor:
-            if x.device.type != "cpu":
-                return super().forward(x)  # type: ignore[no-any-return]
-            product: Tensor = _FourBitProduct.apply(x.to(self.compute_dtype), self)  # type: ignore[no-untyped-call]
-            return (product if self.bias is None else product + self.bias.to(product.dtype)).to(x.dtype)
-
-    return Linear4bit
-
-
-def _dequantized(weight: Any) -> Tensor:
-    """Return what 4-bit codes stand for."""
-    state = weight.quant_state
-    if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:
-        # bitsandbytes' AVX-512 kernel (0.50) finds the scales by the rows' whole blocks: with 96 columns those of the
-        # third block and all later ones are another's. Rows of one block each are read rightly.
-        numel, state = state.shape.numel(), copy.copy(state)
-        state.shape = torch.Size((1, numel) if numel % state.blocksize else (numel // state.blocksize, state.blocksize))
-    found: Tensor = library("bitsandbytes", "bnb").functional.dequantize_4bit(weight.data, state)
-    return found.reshape(weight.quant_state.shape)
 
 
 def _follow_codes(layer: Any, args: Any) -> None:
@@ -212,7 +162,7 @@ def float_weight(layer: Any) -> Tensor:
     if is_quantized(layer) and layer.quantizer.bank.quantizing:
         return on_qat_grid(layer, weight.detach())
     if getattr(weight, "quant_state", None) is not None:
-        return _dequantized(weight)
+        return dequantized(weight)
     if weight.dtype == torch.int8:
         codes: Tensor = weight.data
         # LLM.int8(): each row is scaled by its largest magnitude over 127.
