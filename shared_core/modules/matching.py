@@ -260,16 +260,18 @@ def match_modules(
         for found in able
         if (not include or any(hit(pattern, found) for pattern in include))
         and not any(hit(pattern, found) for pattern in skip)
-        # An empty weight has nothing to change, whatever min_size is.
-        and _num_weights(found) >= max(min_size, 1)
     ]
-    if not chosen:
+    # An empty weight has nothing to change, whatever min_size is.
+    large = [found for found in chosen if _num_weights(found) >= max(min_size, 1)]
+    if not large:
+        most = max(map(_num_weights, chosen), default=0)
         raise MatchError(
             where,
-            "must match at least one module",
-            f"all {len(able)} candidates were left out by include={include}, skip={skip}, min_size={min_size}",
+            f"must match at least one module, got none of {len(able)} with include={include}, skip={skip}, "
+            f"min_size={min_size}",
+            f"the largest left has {most:,} weights: lower min_size" if most else "change include or skip",
         )
-    return chosen
+    return large
 
 
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
