@@ -197,7 +197,8 @@ def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mappi
         try:
             text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
         except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
-            raise ConfigError("recipe", f"{source} must be a readable text file, got {error}") from error
+            why = getattr(error, "strerror", None) or error  # without the name, which may be a whole text
+            raise ConfigError("recipe", f"{str(source)[:300]} must be a readable text file, got {why}") from error
     try:
         values = read(text)
     except ValueError as error:
