@@ -46,7 +46,7 @@ def counting() -> Iterator[Reads]:
 
 
 class LeastScaler:
-    """What no scaler can leave out: the loss times the scale, one unscaling of the gradients, one read of the flag."""
+    """Does what no scaler can leave out: it scales the loss, unscales the gradients once, reads the flag once."""
 
     def __init__(self) -> None:
         self._scale, self._flag = torch.tensor([65536.0]), torch.zeros(1)

@@ -37,9 +37,9 @@ from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import (
     change_class,
+    chosen_modules,
     conv1d_of,
     is_transformers_conv1d,
-    match_modules,
     own_class,
     read_past_forward,
 )
@@ -611,14 +611,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8", "model must have no FP8 layers yet", "detach or finish the earlier run first")
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
-    matched = match_modules(
-        model,
-        (*kinds, StackedExperts),
-        where="fp8",
-        include=config.include,
-        skip=config.skip,
-        min_size=config.min_size,
-    )
+    matched = chosen_modules(config, model, (*kinds, StackedExperts), where="fp8")
     able = [module for module in model.modules() if isinstance(module, kinds)]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
     found = Selection()

@@ -28,7 +28,7 @@ from shared_core.lora.quantized_base import (
     restore_,
 )
 from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name, read_past_forward
+from shared_core.modules.matching import chosen_modules, conv1d_of, own_class, plain_name, read_past_forward
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.noise import sqnr
 from shared_core.quantization.layers.plain_state import LEARNED
@@ -49,14 +49,7 @@ def select_layers(
         CompatibilityError: If a layer that `include` names cannot be adapted.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
-    matched = match_modules(
-        model,
-        (*kinds, StackedExperts),
-        where="lora",
-        include=config.include,
-        skip=config.skip,
-        min_size=config.min_size,
-    )
+    matched = chosen_modules(config, model, (*kinds, StackedExperts), where="lora")
     linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
     # remove_duplicate=False counts a tied parameter once for each holder.
@@ -240,7 +233,6 @@ def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: to
     layer.register_state_dict_post_hook(_plain_keys)
     layer.register_load_state_dict_pre_hook(_load_plain)
     layer.eff_config = config
-    layer.eff_loaded_db = None
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Trai
 from shared_core.low_rank.config import LowRankConfig
 from shared_core.low_rank.decomposition import Spectrum, decompose
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, from_matrix, is_transposed, schemes
-from shared_core.modules.matching import match_modules, own_class
+from shared_core.modules.matching import chosen_modules, own_class
 
 Point = tuple[int, float]
 """(parameters, what they are worth)."""
@@ -128,8 +128,7 @@ def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dic
         TrainingError: If a weight is not finite.
     """
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
-    found = match_modules(model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank", include=config.include,
-                          skip=config.skip, min_size=config.min_size)  # fmt: skip
+    found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
     inside = _not_ours(model)
     holders: dict[int, int] = {}
     for module in model.modules():

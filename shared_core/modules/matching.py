@@ -274,6 +274,11 @@ def match_modules(
     return large
 
 
+def chosen_modules(config: Any, model: nn.Module, types: tuple[type[nn.Module], ...], *, where: str) -> list[Matched]:
+    """Return what `match_modules` does by a technique's options `include`, `skip` and `min_size`."""
+    return match_modules(model, types, where=where, include=config.include, skip=config.skip, min_size=config.min_size)
+
+
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the names of the modules that patterns name, as `match_modules` reads them.
 

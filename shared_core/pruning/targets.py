@@ -14,7 +14,7 @@ from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.modules.block_calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
-from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name, weight_of
+from shared_core.modules.matching import chosen_modules, conv1d_of, options_by_module, own_class, plain_name, weight_of
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.towers import tower_names
@@ -91,9 +91,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
     types: tuple[type[nn.Module], ...] = (*prunable_types(model), *_PACKED, StackedExperts)
-    chosen = match_modules(
-        model, types, where="prune", include=config.include, skip=config.skip, min_size=config.min_size
-    )
+    chosen = chosen_modules(config, model, types, where="prune")
     places = {found.module: found.name for found in chosen}
     stacked = {id(found.module._parameters[found.parameter]) for found in chosen if found.parameter}
     # By tensor: one that several modules hold (tied) is pruned only if all of them are within reach.

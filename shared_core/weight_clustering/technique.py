@@ -21,7 +21,7 @@ from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
-from shared_core.modules.matching import match_modules, plain_name
+from shared_core.modules.matching import chosen_modules, match_modules, plain_name
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
@@ -63,9 +63,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
         MatchError: If nothing is left, or a pattern matches nothing.
     """
     types = (*prunable_types(model), nn.Embedding)
-    chosen = match_modules(
-        model, types, where="cluster", include=config.include, skip=config.skip, min_size=config.min_size
-    )
+    chosen = chosen_modules(config, model, types, where="cluster")
     widths = [
         ({found.module for found in match_modules(model, types, where="cluster: bits_of", include=[pattern])}, bits)
         for pattern, bits in config.widths().items()

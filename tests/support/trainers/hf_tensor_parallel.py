@@ -36,7 +36,7 @@ RECIPES = {
     "soup": {"soup": {"kind": "uniform", "last": 2}},
 }
 SHARDED = ("prune average", "qat")
-"""What four processes train."""
+"""Recipes that four processes train."""
 LOOPS = ("prune average", "qat", "distill", "checkpointing")
 REFUSED = {"lsq": {"qat": {"scheme": "int8", "range": "lsq"}}, "lora": {"lora": {"base": "none", "rank": 2}}}
 
