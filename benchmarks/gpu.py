@@ -26,11 +26,12 @@ from operations import At, Case, Ceilings, ceilings, row_of
 
 METHOD = """\
 Device time between two CUDA events, the L2 cache flushed before each call, which the host launches while the device
-waits; in brackets what that takes of the host, which bounds short calls in a row. Variants in turn, each round in an
-order of its own; a ratio is the median of the rounds' paired ratios of ours to that peer, with its quartiles: below 1
-ours is faster. Before it is timed, each peer must give the same numbers. Memory is what is allocated above the inputs
-at the peak. Roofline: the bytes that one fused pass has to move, or the operations of the products, over the time, as a
-share of what a copy and a bfloat16 product reach here. Written by `make bench-gpu`."""
+waits; in brackets what a call takes of the host among others in a row, which bounds short ones; where the host waits
+for the device, as in steps that may be skipped, the wait counts. Variants in turn, each round in an order of its own; a
+ratio is the median of the rounds' paired ratios of ours to that peer, with its quartiles: below 1 ours is faster.
+Before it is timed, each peer must give the same numbers. Memory is what is allocated above the inputs at the peak.
+Roofline: the bytes that one fused pass has to move, or the operations of the products, over the time, as a share of
+what a copy and a bfloat16 product reach here. Written by `make bench-gpu`."""
 ROOT = RESULTS.parents[1]
 SECONDS, OF_TESTS = 22 * 60.0, 8 * 60.0
 """For the tests and all cases, without imports, and for the tests of it."""

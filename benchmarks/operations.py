@@ -127,11 +127,10 @@ def timed(calls: Mapping[str, Call], device: torch.device, rounds: int, hosts: M
 
 
 def host_seconds(calls: Mapping[str, Call], device: torch.device) -> dict[str, float]:
-    """Return what each call takes of the host, which launches while the GPU does something else; on a CPU nothing."""
+    """Return what each call takes of the host, its waits for the GPU among it; on a CPU nothing."""
     found = {}
     for name, call in calls.items() if device.type == "cuda" else ():
         torch.cuda.synchronize(device)
-        torch.cuda._sleep(int(CYCLES * LONGEST_SLEEP))
         start = time.perf_counter()
         for _ in range(FEWEST):
             call()

@@ -313,7 +313,7 @@ def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
         raise ValueError("scaled matmul: at most one operand may be e5m2, got two")
 
 
-def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return ``(Â·B̂ᵀ)·(s_a·s_b)``, accumulated in float32, on hardware that does not multiply FP8.
 
     Where scales change along K, the product is that of the dequantised values.
@@ -322,6 +322,7 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         a: (M, K).
         b: (N, K).
         out_dtype: Type of the result.
+        bias: (N,), added before the result is rounded.
 
     Example:
         >>> a = cast(torch.full((1, 16), 3.0), torch.ones(1, 1), torch.float8_e4m3fn, (0, 0))
@@ -332,11 +333,13 @@ def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
         if a.block[1] == b.block[1] == 0:
             product = a.codes.float() @ b.codes.float().t()
             # one after the other: the product of two small scales may be 0 in float32
-            return product.mul_(a.scale).mul_(b.scale.t()).to(out_dtype)
-        return (dequantize(a) @ dequantize(b).t()).to(out_dtype)
+            product.mul_(a.scale).mul_(b.scale.t())
+        else:
+            product = dequantize(a) @ dequantize(b).t()
+        return (product if bias is None else product.add_(bias)).to(out_dtype)
 
 
-def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
     """Return what `emulated_mm` returns, by torch's scaled matmul: one scale a tensor, or one a row, in both.
 
     Where the device gives products with a scale a row in 16 bits only, a float32 result is rounded to bfloat16.
@@ -346,6 +349,7 @@ def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False) 
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
         fast: Whether tensor cores may keep the whole sum in their own accumulator, of some 14 bits.
+        bias: As there, in `out_dtype`, which is then one of 16 bits.
     """
     if a.block == (0, 0):
         scale_a, scale_b, given = a.scale.reshape(()), b.scale.reshape(()), out_dtype
@@ -353,7 +357,7 @@ def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False) 
         narrow = out_dtype == torch.float32 and not _rows_in_float32(a.codes.device)
         scale_a, scale_b, given = a.scale, b.scale.t(), torch.bfloat16 if narrow else out_dtype
     product: Tensor = torch._scaled_mm(
-        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=given, use_fast_accum=fast
+        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=given, use_fast_accum=fast
     )
     return product.to(out_dtype)
 

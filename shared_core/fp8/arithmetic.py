@@ -117,14 +117,15 @@ class Arithmetic(Protocol):
         """
         ...
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
-        """Return ``a @ b.t()`` of the cast operands, accumulated in float32, in `dtype`.
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
+        """Return ``a @ b.t() + bias`` of the cast operands, accumulated in float32, in `dtype`.
 
         Args:
             a: (M, K).
             b: (N, K).
             dtype: Of the result.
             fast: As in `eff_kernels.fp8.scaled_mm`.
+            bias: (N,) in `dtype`, or None.
         """
         ...
 
@@ -159,13 +160,13 @@ class ScaledArithmetic:
             for (x, role, _, _), quantized in zip(operands, self._quantized(operands, both), strict=True)
         ]
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
         """Return the product, on the device's scaled matmul or with the same numbers emulated."""
         left, right = (one.scaled or self._quantized([one], [False])[0].matrix for one in (a, b))
         kernels.check_scaled_mm_constraints(left, right)
         if self.why_emulated(left.codes.device) is not None:
-            return Product(kernels.emulated_mm(left, right, dtype), False)
-        value = native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype, fast)
+            return Product(kernels.emulated_mm(left, right, dtype, bias), False)
+        value = native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype, fast, bias)
         return Product(value.to(dtype), True)
 
     def _quantized(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[kernels.Quantized]:
@@ -212,12 +213,13 @@ class CastArithmetic:
         """Return matrices and their transposes, each to be cast as it is multiplied."""
         return [(operand, operand._replace(matrix=tokens_last(operand.matrix))) for operand in operands]
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool) -> Product:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
         """Return the product of the rounded values."""
         left, right = (self._values(operand) for operand in (a, b))
         common = torch.promote_types(left.dtype, right.dtype)
         with torch.autocast(left.device.type, enabled=False):
-            return Product((left.to(common) @ right.to(common).t()).to(dtype), False)
+            product = left.to(common) @ right.to(common).t()
+            return Product((product if bias is None else product + bias).to(dtype), False)
 
     def _values(self, operand: Operand) -> Tensor:
         values = self.cast.cast(operand.matrix.contiguous(), operand.role, operand.record)

@@ -81,10 +81,10 @@ class LayerFp8:
         self.__dict__.update(state)
         self._register()
 
-    def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """Return ``a @ b.t()`` in `dtype` and count it; what is not observed is not remembered."""
+    def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """Return ``a @ b.t() + bias`` in `dtype` and count it; what is not observed is not remembered."""
         fast = product == "forward"
-        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype, fast)
+        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype, fast, bias)
         (self.scaled if is_scaled_mm else self.emulated)[product] += 1
         return value
 
@@ -104,23 +104,26 @@ class LayerFp8:
         record = training and torch.is_grad_enabled()
         saved_block = self.arithmetic.saved_block if torch.is_grad_enabled() and weight.requires_grad else ()
         x = input.reshape(-1, weight.shape[1])
+        bias = None if bias is None else bias.to(x.dtype)
+        # torch's scaled matmul adds it to results of 16 bits alone
+        within = bias if x.dtype.itemsize == 2 else None
         if _runs_at_once(x, weight):
-            y: Tensor = _AtOnce.apply(x, weight, self, record, saved_block)  # type: ignore[no-untyped-call]
+            y: Tensor = _AtOnce.apply(x, weight, within, self, record, saved_block)  # type: ignore[no-untyped-call]
         else:
-            y = fp8_linear(x, weight, self.handle, record, list(saved_block))[0]
-        if bias is not None:
-            y = y + bias.to(y.dtype)
+            y = fp8_linear(x, weight, within, self.handle, record, list(saved_block))[0]
+        if bias is not None and within is None:
+            y = y + bias
         return y.view(*input.shape[:-1], weight.shape[0])
 
     def forward_product(
-        self, x: Tensor, weight: Tensor, record: bool, saved_block: Sequence[int]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, record: bool, saved_block: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the operator `fp8_linear` does."""
         if x.shape[0] == 0:
             return x.new_empty(0, weight.shape[0]), *_empty_codes(x, saved_block)
         a, b = Operand(x, "input", record), Operand(weight, "weight", record)
         a, turned, b = self.forward_operands(a, b, bool(saved_block))
-        y = self.multiply("forward", a, b, x.dtype)
+        y = self.multiply("forward", a, b, x.dtype, bias)
         if not saved_block or turned.scaled is None:
             return y, *_empty_codes(x, [])
         codes, scale, block = turned.scaled
@@ -239,19 +242,20 @@ def _layer(handle: Tensor) -> LayerFp8:
 
 @torch.library.custom_op("efftrain::fp8_linear", mutates_args=(), tags=_TAGS)
 def fp8_linear(
-    x: Tensor, weight: Tensor, handle: Tensor, record: bool, saved_block: list[int]
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, saved_block: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x wᵀ`` of the layer with this number, in the type of x, and the codes of xᵀ with their scale.
+    """Return ``x wᵀ + b`` of the layer with this number, in the type of x, and the codes of xᵀ with their scale.
 
     Args:
         x: (tokens, in_features).
         weight: (out_features, in_features).
+        bias: (out_features,) in the type of x, which is one of 16 bits; or None.
         handle: Names the layer: int64, no axes, on the CPU.
         record: Whether this forward is one of training.
         saved_block: The block of the codes of xᵀ, which are bytes (in_features, tokens and zeros up to a multiple of
             16); empty: there are none, nor a scale.
     """
-    return _layer(handle).forward_product(x, weight, record, saved_block)
+    return _layer(handle).forward_product(x, weight, bias, record, saved_block)
 
 
 def _empty_codes(x: Tensor, saved_block: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -303,7 +307,9 @@ def _in_features(x: Tensor, scale: Tensor | None) -> int:
 
 
 @fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor, handle: Tensor, record: bool, saved_block: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, record: bool, saved_block: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape[0], weight.shape[0]), *_empty_codes(x, saved_block)
 
 
@@ -325,7 +331,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, handle, ctx.record, saved_block = inputs
+    x, weight, _, handle, ctx.record, saved_block = inputs
     _, codes, scale = output
     ctx.mark_non_differentiable(codes, scale)
     ctx.set_materialize_grads(False)
@@ -339,14 +345,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, gradient: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     x, scale, weight, handle = ctx.saved_tensors
+    grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
     if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-        return *fp8_grads(gradient, x, scale, weight, handle, ctx.record), None, None, None
+        return *fp8_grads(gradient, x, scale, weight, handle, ctx.record), grad_bias, None, None, None
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_input = fp8_grad_input(gradient, weight, handle, ctx.record)
     if ctx.needs_input_grad[1]:
         grad_weight = fp8_grad_weight(gradient, x, scale, handle, ctx.record, weight.dtype)
-    return grad_input, grad_weight, None, None, None
+    return grad_input, grad_weight, grad_bias, None, None, None
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -366,8 +373,16 @@ class _AtOnce(torch.autograd.Function):
     """`fp8_linear` and its gradients without torch's dispatch of operators, which takes as long as all of ours."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: LayerFp8, record: bool, saved_block: Sequence[int]) -> Any:
-        y, codes, scale = layer.forward_product(x, weight, record, saved_block)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: LayerFp8,
+        record: bool,
+        saved_block: Sequence[int],
+    ) -> Any:
+        y, codes, scale = layer.forward_product(x, weight, bias, record, saved_block)
         ctx.layer, ctx.record = layer, record
         saved = ((codes, scale) if saved_block else (x, None)) if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*saved, weight)
@@ -377,7 +392,7 @@ class _AtOnce(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, weight = ctx.saved_tensors
-        of_input, of_weight, *_ = ctx.needs_input_grad
+        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
         grad_input = grad_weight = None
         if of_input and of_weight:
             grad_input, grad_weight = ctx.layer.grads(gradient, x, scale, weight, ctx.record)
@@ -385,7 +400,7 @@ class _AtOnce(torch.autograd.Function):
             grad_input = ctx.layer.grad_input(gradient, weight, ctx.record)
         elif of_weight:
             grad_weight = ctx.layer.grad_weight(gradient, x, scale, ctx.record, weight.dtype)
-        return grad_input, grad_weight, None, None, None
+        return grad_input, grad_weight, gradient.sum(0) if of_bias else None, None, None, None
 
 
 class Fp8Layer(nn.Module):

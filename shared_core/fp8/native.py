@@ -28,7 +28,9 @@ _LAYOUTS = {(1, 128): outer_major, (128, 128): inner_major, _MX: kernels.swizzle
 _functional: Any = functional  # its scaled_mm and the types of scales are not in every version
 
 
-def native_mm(a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+def native_mm(
+    a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """Return what `eff_kernels.fp8.emulated_mm` returns, by the scaled matmul that torch has for the blocks.
 
     Args:
@@ -36,12 +38,13 @@ def native_mm(a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast
         b: (N, K).
         out_dtype: float32, bfloat16 or float16.
         fast: As in `eff_kernels.fp8.scaled_mm`; smaller blocks are always summed in float32.
+        bias: As there; with smaller blocks it is added to the rounded product.
 
     Raises:
         Exception: Whatever torch raises for a device, a version or a shape that it cannot do.
     """
     if a.block in (_TENSOR, _ROW):
-        return kernels.scaled_mm(a, b, out_dtype, fast)
+        return kernels.scaled_mm(a, b, out_dtype, fast, bias)
     left, right = (whole_blocks(matrix, a.block[1]) for matrix in (a, b))
     swizzle = _functional.SwizzleType.SWIZZLE_32_4_4 if a.block == _MX else None
     product: Tensor = _functional.scaled_mm(
@@ -56,7 +59,8 @@ def native_mm(a: kernels.Scaled, b: kernels.Scaled, out_dtype: torch.dtype, fast
         output_dtype=out_dtype,
         use_fast_accum=False,
     )
-    return product[: a.codes.shape[0], : b.codes.shape[0]].contiguous()
+    product = product[: a.codes.shape[0], : b.codes.shape[0]]
+    return product.contiguous() if bias is None else product + bias
 
 
 def _kind(block: kernels.Block) -> Any:
@@ -98,8 +102,9 @@ def why_not_native(recipe: str, gradient_dtype: torch.dtype, device: torch.devic
 def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device) -> str | None:
     """Return how a scaled matmul fails to give the emulation's numbers; None if it gives them.
 
-    The three products of a layer, in every type of result, of matrices whose neighbouring blocks have scales that
-    differ by a factor of 8 and more: what reads a scale in the wrong place is off by as much.
+    The three products of a layer, with a bias where they add it, in every type of result, of matrices whose
+    neighbouring blocks have scales that differ by a factor of 8 and more: what reads a scale in the wrong place is off
+    by as much.
 
     Args:
         recipe: One with scales.
@@ -122,11 +127,14 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
         values, others = (kernels.dequantize(_on_cpu(matrix)).double() for matrix in (a, b))
         wanted, sizes = values @ others.t(), values.abs() @ others.abs().t()
         fast = product == "forward"
-        allowed = (_FAST_ACCUMULATION if fast else _ACCUMULATION) * sizes + _ROUNDING * wanted.abs() + _SMALLEST
+        bias = torch.exp2(sizes.amax(0).log2().floor())  # as large as a row, exact in 16 bits
         for dtype in _OUTPUTS:
+            biased = fast and dtype.itemsize == 2
+            whole = wanted + bias if biased else wanted
+            allowed = (_FAST_ACCUMULATION if fast else _ACCUMULATION) * sizes + _ROUNDING * whole.abs() + _SMALLEST
             try:
-                found = native_mm(a, b, dtype, fast)
-                apart = (found.double().cpu() - wanted).abs()
+                found = native_mm(a, b, dtype, fast, bias.to(device, dtype) if biased else None)
+                apart = (found.double().cpu() - whole).abs()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever it is, training can go on without this product

@@ -133,15 +133,15 @@ class UnderflowTelemetry:
         counts, amax = _count([grad for _, grad in grads], smallest)
         if not grads or counts[:, NUM_BINS - 1].any():
             return False
-        self.step, self.scale, self.layers = step, scale, {}
-        rows: dict[str, list[int]] = {}
-        for row, (name, _) in enumerate(grads):
-            zeros, small = counts[row, NUM_BINS:].tolist()
-            figures = Figures(int(counts[row, :NUM_BINS].sum()), zeros, small, amax[row].item())
-            layer = name.rpartition(".")[0] or name
-            self.layers.setdefault(layer, Figures()).add(figures)
-            rows.setdefault(layer, []).append(row)
-        self.histograms = torch.stack([counts[index, :NUM_BINS].sum(0) for index in rows.values()])
+        self.step, self.scale = step, scale
+        # a few operations for all layers: one row of figures after the other would hold up the step of a large model
+        layers: dict[str, int] = {}
+        rows = torch.tensor([layers.setdefault(name.rpartition(".")[0] or name, len(layers)) for name, _ in grads])
+        summed = counts.new_zeros(len(layers), counts.shape[1]).index_add_(0, rows, counts)
+        largest = amax.new_zeros(len(layers)).scatter_reduce_(0, rows, amax, "amax")
+        self.histograms = summed[:, :NUM_BINS].clone()
+        columns = self.histograms.sum(1).tolist(), *summed[:, NUM_BINS:].t().tolist(), largest.tolist()
+        self.layers = {name: Figures(*found) for name, *found in zip(layers, *columns, strict=True)}
         return True
 
     @property

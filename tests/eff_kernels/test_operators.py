@@ -47,7 +47,7 @@ def operands():
         ops[0].grid_gradients: (w, x, one, zero, None, -8, 7, False, "lsq"),
         ops[0].round_rows: (x, None, 16, -8, 7, True),
         ops[0].pass_between: (x, w, -1.0, 1.0),
-        ops[1].fp8_linear: (x, w, layer.handle, False, [0, 0]),
+        ops[1].fp8_linear: (x, w, None, layer.handle, False, [0, 0]),
         ops[1].fp8_grad_input: (g, w, layer.handle, False),
         ops[1].fp8_grad_weight: (g, x, None, layer.handle, False, torch.float32),
         ops[1].fp8_grads: (g, x, None, w, layer.handle, False),

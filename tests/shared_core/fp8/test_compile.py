@@ -158,10 +158,11 @@ def test_operators_keep_torchs_rules(recipe, block):
         x, g = torch.randn(5, 32, dtype=dtype), torch.randn(5, 48, dtype=dtype)
         weight = layer.weight.detach()
         for saved_block in ([], block):
-            given = x.clone().requires_grad_(), weight.clone().requires_grad_(), handle, True, saved_block
-            torch.library.opcheck(fp8_linear, given, atol=0, rtol=0)
+            for bias in (None, torch.randn(48, dtype=dtype).requires_grad_()):
+                given = x.clone().requires_grad_(), weight.clone().requires_grad_(), bias, handle, True, saved_block
+                torch.library.opcheck(fp8_linear, given, atol=0, rtol=0)
         torch.library.opcheck(fp8_grad_input, (g, weight, handle, True))
-        _, *codes = fp8_linear(x, weight, handle, True, block)
+        _, *codes = fp8_linear(x, weight, None, handle, True, block)
         for saved in ((x, None), codes):
             torch.library.opcheck(fp8_grads, (g, *saved, weight, handle, True))
             torch.library.opcheck(fp8_grad_weight, (g, *saved, handle, True, torch.float32))
@@ -192,4 +193,4 @@ def test_a_graph_may_outlive_its_model_and_a_number_of_no_layer_is_refused():
     convert_to_fp8(nn.Linear(16, 16), Fp8Config(recipe="rowwise", include=["first"]))(x).sum().backward()
     assert torch.isfinite(x.grad).all()
     with pytest.raises(TrainingError, match="must still multiply in FP8"):
-        fp8_linear(x, torch.randn(16, 16), torch.tensor(10**9), False, [])
+        fp8_linear(x, torch.randn(16, 16), None, torch.tensor(10**9), False, [])

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from torch import nn
 from torch.utils.benchmark import Timer
@@ -65,7 +64,7 @@ def casts_are_equal(recipe, device):
 
 def layer_of(recipe, backend, device, sizes):
     torch.manual_seed(0)
-    layer = nn.Linear(sizes[1], sizes[2], bias=False).to(device, torch.bfloat16)
+    layer = nn.Linear(sizes[1], sizes[2]).to(device, torch.bfloat16)
     bank = AmaxBank(1, 16) if recipe == "delayed" else None
     if bank is not None:
         bank.move_(device)
@@ -79,7 +78,7 @@ def layer_of(recipe, backend, device, sizes):
 def passes(layer, x, gradient):
     x = x.detach().requires_grad_()
     y = layer(x)
-    return [y.detach(), *torch.autograd.grad(y, (x, layer.weight), gradient)]
+    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), gradient)]
 
 
 def milliseconds(statement, **names):
@@ -97,16 +96,16 @@ def look(recipe, device, sizes=SIZES):
     pairs = zip(passes(layer, x, gradient), passes(emulated, x, gradient), strict=True)
     apart = [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs]
     counts = dict(layer.fp8.scaled), dict(layer.fp8.emulated)
-    stock = nn.Linear(k, n, bias=False).to(device, torch.bfloat16)
+    stock = nn.Linear(k, n).to(device, torch.bfloat16)
     times = [milliseconds("f(*given)", f=passes, given=(one, x, gradient)) for one in (layer, stock)]
     forward = [
-        milliseconds("f(x)", f=layer.forward, x=x), milliseconds("f(x, w)", f=F.linear, x=x, w=stock.weight)
+        milliseconds("f(x)", f=layer.forward, x=x), milliseconds("f(x)", f=stock.forward, x=x)
     ]  # fmt: skip
     equal = casts_are_equal(recipe, device)
     sys.stdout.write(
         f"\n{recipe:>10}: {'NATIVE' if reason is None else f'EMULATED, as {reason}'}\n"
         f"            casts {'equal the CPU bit for bit' if equal else 'DIFFER from the CPU'}; "
-        f"apart from the emulation (forward, dX, dW): {', '.join(f'{value:.1e}' for value in apart)}\n"
+        f"apart from the emulation (forward, dX, dW, db): {', '.join(f'{value:.1e}' for value in apart)}\n"
         f"            {'x'.join(map(str, sizes))} in bf16: forward {forward[0]:.3f} ms (F.linear {forward[1]:.3f}), "
         f"with backward {times[0]:.3f} ms ({times[1]:.3f})\n"
     )

@@ -105,6 +105,27 @@ def scaled_matmul(monkeypatch):
     return stand_in
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_bias_is_added_before_the_one_rounding(recipe, dtype):
+    block, weight_block, rounding = BLOCKS[recipe]
+    a, b = quantized(21, 160, block, rounding), quantized(48, 160, weight_block, rounding, 1)
+    a = a._replace(scale=a.scale / 64)  # within the range of float16
+    values, others = kernels.dequantize(a).double(), kernels.dequantize(b).double()
+    product, size = values @ others.t(), values.abs() @ others.abs().t()
+    bias = -product[3].to(dtype)  # the sums of this row are as small as the rounding of its products
+    wanted = product + bias.double()
+    for multiply in (kernels.scaled_mm, kernels.emulated_mm):
+        found = multiply(a, b, dtype, bias=bias)
+        assert ((found.double() - wanted).abs() <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-6 * size).all()
+    layer = convert_to_fp8(nn.Linear(32, 16).to(dtype), Fp8Config(recipe=recipe, include=["first"]))
+    x, gradient = torch.randn(5, 32, dtype=dtype), torch.randn(5, 16, dtype=dtype)
+    layer(x).backward(gradient)
+    assert torch.equal(layer.bias.grad, gradient.sum(0))
+    layer.bias.data.add_(64.0)
+    assert (layer(x) > 32).all()
+
+
 @pytest.mark.parametrize("recipe", NATIVE)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(128, 128, 128), (1, 16, 16), (21, 144, 160), (256, 384, 640), (130, 16, 528)]
