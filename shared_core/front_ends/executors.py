@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,7 +145,8 @@ class SubmititExecutor:
         """
         note = log.with_suffix(".job.json")
         self._check_free(note)
-        job = self._executor.submit(run_training, [*arguments], dict(variables), os.getcwd(), str(log.resolve()))
+        with _interruptible_children():
+            job = self._executor.submit(run_training, [*arguments], dict(variables), os.getcwd(), str(log.resolve()))
         write_object(note, {"cluster": self._executor.cluster, "job": job.job_id})
 
         def result() -> int:
@@ -222,6 +226,22 @@ def run_training(arguments: list[str], variables: dict[str, str], folder: str, l
         except OSError as error:
             written.write(f"{error}\n".encode())
             return 127
+
+
+@contextlib.contextmanager
+def _interruptible_children() -> Iterator[None]:
+    """Start processes that heed SIGINT, by which submitit cancels those of this machine.
+
+    A shell starts background jobs with SIGINT ignored, and so would their children.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _library(name: str, extra: str, where: str) -> Any:

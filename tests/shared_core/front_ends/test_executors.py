@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -149,9 +150,14 @@ def test_a_training_that_fails_elsewhere_ends_the_search_with_its_log(tmp_path):
 @pytest.mark.slow
 def test_a_search_that_is_interrupted_stops_what_it_started(tmp_path):
     pytest.importorskip("submitit")
-    run = executor_of("submitit", LOCAL, tmp_path, "x").start(
-        ["sh", "-c", "echo $$; exec sleep 600"], {}, tmp_path / "log"
-    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts jobs in the background
+    try:
+        run = executor_of("submitit", LOCAL, tmp_path, "x").start(
+            ["sh", "-c", "echo $$; exec sleep 600"], {}, tmp_path / "log"
+        )
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(0.1)
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
