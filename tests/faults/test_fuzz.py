@@ -63,7 +63,7 @@ def for_each(strategy, count, tried):
     options(given(strategy)(one))()
 
 
-@often(120, 10_000)
+@often(120, 5_000)
 def test_recipes(count):
     def tried(values):
         recipe = Recipe.from_dict(values)

@@ -130,7 +130,7 @@ def lightning(steps, watch, folder):
     ("run", "steps"),
     [
         pytest.param(bare, 150, id="bare"),
-        pytest.param(bare, 20_000, id="bare-long", marks=pytest.mark.slow),
+        pytest.param(bare, 10_000, id="bare-long", marks=pytest.mark.slow),
         pytest.param(hugging_face, 1_500, id="hf", marks=pytest.mark.slow),
         pytest.param(lightning, 1_500, id="lightning", marks=pytest.mark.slow),
     ],
