@@ -28,16 +28,21 @@ def textbook(student: Tensor, teacher: Tensor) -> Tensor:
     return TEMPERATURE**2 * soft
 
 
+class Layers(nn.Sequential):
+    """Linear layers, the last of which is the output head."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__(*map(nn.Linear, widths, widths[1:]))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self[-1]
+
+
 def steps(tokens: int, vocabulary: int) -> dict[str, Callable[[], None]]:
-    """Return forward and backward of a head alone, with textbook distillation, and with ours."""
+    """Return forward and backward of a head alone, with textbook distillation, and with ours, whole and in chunks."""
     torch.manual_seed(0)
     hidden, labels = torch.randn(tokens, 256), torch.randint(vocabulary, (tokens,))
-    student, ours_student = nn.Linear(256, vocabulary), nn.Linear(256, vocabulary)
-    teacher = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, vocabulary)).requires_grad_(False)
-    recipe = {"distill": {"teacher": teacher, "temperature": TEMPERATURE, "alpha": ALPHA}}
-    session = Session(Recipe.from_dict(recipe))
-    session.attach(ours_student)
-    session.begin([torch.optim.SGD(ours_student.parameters(), lr=0.0)], total_steps=1_000_000)
+    student, teacher = Layers(256, vocabulary), Layers(256, 512, vocabulary).requires_grad_(False)
 
     def plain() -> None:
         student.zero_grad()
@@ -50,11 +55,20 @@ def steps(tokens: int, vocabulary: int) -> dict[str, Callable[[], None]]:
             targets = teacher(hidden)
         (ALPHA * F.cross_entropy(logits, labels) + (1 - ALPHA) * textbook(logits, targets)).backward()
 
-    def ours() -> None:
-        ours_student.zero_grad()
-        session.loss(F.cross_entropy(ours_student(hidden), labels)).backward()
+    def ours(*, chunked: bool) -> Callable[[], None]:
+        model = Layers(256, vocabulary)
+        options = {"teacher": teacher, "temperature": TEMPERATURE, "alpha": ALPHA, "chunked": chunked}
+        session = Session(Recipe.from_dict({"distill": options}))
+        session.attach(model)
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.0)], total_steps=1_000_000)
 
-    return {"plain": plain, "naive": naive, "ours": ours}
+        def step() -> None:
+            model.zero_grad()
+            session.loss(F.cross_entropy(model(hidden), labels)).backward()
+
+        return step
+
+    return {"plain": plain, "naive": naive, "ours": ours(chunked=False), "chunked": ours(chunked=True)}
 
 
 def chunked_steps(tokens: int, vocabulary: int, width: int, teacher_width: int) -> dict[str, Callable[[], None]]:
@@ -178,13 +192,17 @@ def measure(quick: bool) -> list[Row]:
     times = interleaved(variants, rounds=2 if quick else 5)
     peaks = {name: peak_allocated(call) / MIB for name, call in variants.items()}
     return [
-        Row(
-            f"distillation, {tokens} tokens, {vocabulary} classes, 256 features "
-            f"(cross-entropy alone: {milliseconds(times, 'plain')})",
-            milliseconds(times, "ours"),
-            f"textbook loss {milliseconds(times, 'naive')}, {ratio(times, 'naive', 'plain').text()}",
-            ratio(times, "ours", "plain").text(),
-            f"{peaks['ours']:.0f} MiB at most, textbook {peaks['naive']:.0f}, cross-entropy alone {peaks['plain']:.0f}",
+        *(
+            Row(
+                f"distillation{how}, {tokens} tokens, {vocabulary} classes, 256 features "
+                f"(cross-entropy alone: {milliseconds(times, 'plain')})",
+                milliseconds(times, name),
+                f"textbook loss {milliseconds(times, 'naive')}, {ratio(times, 'naive', 'plain').text()}",
+                ratio(times, name, "plain").text(),
+                f"{peaks[name]:.0f} MiB at most, textbook {peaks['naive']:.0f}, cross-entropy alone "
+                f"{peaks['plain']:.0f}",
+            )
+            for name, how in (("ours", ""), ("chunked", " with `chunked`"))
         ),
         *large_vocabularies(quick),
     ]

@@ -19,7 +19,7 @@ from shared_core.weight_average import AverageConfig, WeightAverage
 
 PROGRAMS = str(Path(__file__).with_name("soup_programs.py"))
 CHECKPOINTS, FEW = 16, 4
-MEMORY_TARGET, TIME_TARGET = 2.7, 0.45
+MEMORY_TARGET, TIME_TARGET = 1.6, 0.45
 UPDATE_TARGET = 1.0
 
 

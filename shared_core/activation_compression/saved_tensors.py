@@ -214,7 +214,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Memory:
     """Memory that autograd saved, once for all who saved it: as it is, in another form, or on the host."""
 
-    __slots__ = ("__weakref__", "form", "moved", "sign_only", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "form", "moved", "shared", "sign_only", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # without its graph: a result that its own node holds would never be freed
@@ -224,7 +224,7 @@ class Memory:
         """Held weakly, so that its address stands for no other one while this object lives."""
         self.form: Form | None = None
         self.moved: Moved | None = None
-        self.sign_only = False
+        self.sign_only = self.shared = False
 
     def flat(self) -> Tensor | None:
         """Return the values in one row, from wherever they are; None: the tensor itself is there."""
@@ -278,6 +278,7 @@ class Ledger:
         # weakly: what autograd releases during the forward is freed
         self._memories: dict[Any, weakref.ref[Memory]] = {}
         self._undecided: tuple[Any, Memory] | None = None
+        self._latest: tuple[Memory, Tensor, int] | None = None
         counts.forwards += 1
 
     def pack(self, tensor: Tensor) -> Memory | Handle:
@@ -301,6 +302,7 @@ class Ledger:
         # With signs alone the values are gone: who needs them stores them anew.
         if memory is not None and not memory.sign_only:
             self._counts.shared += 1
+            memory.shared = True
             return Handle(memory, tensor, dense)
         memory = Memory(tensor)
         self._memories[key] = weakref.ref(memory)
@@ -315,8 +317,7 @@ class Ledger:
         """Return the tensor that was saved; of a ReLU's result, what its backward needs of it."""
         if isinstance(kept, Memory):
             return _unchanged(kept)
-        # Each unpacking rebuilds it: backward uses a saved tensor once, and keeping the rebuilt one would hold both.
-        flat = kept.memory.flat()
+        flat = self._flat(kept.memory)
         if flat is None:
             return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
         if kept.dense:
@@ -324,6 +325,17 @@ class Ledger:
             return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
         # the same strides, since kernels may add up in another order for others
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
+
+    def _flat(self, memory: Memory) -> Tensor | None:
+        # Who saved the same memory often comes next in backward (a ReLU, and the layer that takes its result): the
+        # latest one is kept until another is asked for, unless it was written to.
+        if self._latest is not None and self._latest[0] is memory and self._latest[1]._version == self._latest[2]:
+            return self._latest[1]
+        self._latest = None
+        flat = memory.flat()
+        if flat is not None and memory.shared:
+            self._latest = memory, flat, flat._version
+        return flat
 
     def close(self) -> None:
         """End of forward: decide what is open."""

@@ -30,7 +30,7 @@ from shared_core.distillation.outputs import (
     num_classes,
     over_positions,
 )
-from shared_core.distillation.task_gradient import HardTerm, TaskLoss, hard_term
+from shared_core.distillation.task_gradient import HardTerm, TaskLoss, cross_entropy_of, hard_term
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context
@@ -163,8 +163,9 @@ class Comparison:
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
         hard = None
         if batch.task is not None and alone and candidates is None and fits_fused_sum(divergence, logits, target):
-            # Classes that are cut away have a cross-entropy.
-            hard = hard_term(batch.task, logits, mask) if logits.shape == whole.shape else None
+            # Classes that are cut away have a cross-entropy. On a GPU the host would wait in every micro-batch.
+            same = logits.is_cpu and logits.shape == whole.shape
+            hard = hard_term(batch.task, cross_entropy_of(batch.task.loss, logits), mask) if same else None
         total, count = difference(config, divergence, logits, target, mask, temperature, softened=softened, hard=hard)
         return Compared(total, count if candidates is None else candidates, mask, with_task=hard is not None)
 

@@ -41,17 +41,16 @@ class HardTerm:
     """Number of rows that have a soft term; all that have a label are among them."""
 
 
-def hard_term(task: TaskLoss, logits: Tensor, mask: Tensor | None) -> HardTerm | None:
-    """Return the cross-entropy of these logits that a task loss is, None if it is anything else, or on a GPU.
+def hard_term(task: TaskLoss, found: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> HardTerm | None:
+    """Return the cross-entropy that a task loss is; None if rows without a soft term have labels.
 
-    There the number of rows would have to be read in every micro-batch, for which the host would wait.
+    The host waits for the device once.
 
     Args:
         task: The loss.
-        logits: ``(..., classes)``, with a graph.
+        found: Labels and factor, as `cross_entropy_of` returns them.
         mask: Which rows have a soft term, None for all.
     """
-    found = cross_entropy_of(task.loss, logits) if logits.is_cpu else None
     if found is None:
         return None
     labels, weight = found
@@ -71,18 +70,11 @@ def cross_entropy_of(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | No
         (tensor([ 1, -1,  2]), tensor(1.5000))
         >>> cross_entropy_of(loss + logits.sum(), logits)
     """
-    node: Any = loss.grad_fn
-    if node is None or logits.grad_fn is None or loss._backward_hooks or loss.retains_grad:
-        return None
-    weight = torch.ones((), device=loss.device)
-    while node.name() in ("MulBackward0", "DivBackward0"):
-        (inner, _), *others = node.next_functions
-        if inner is None or any(other is not None for other, _ in others):
-            return None
-        factor = node._saved_other.to(loss.device)
-        weight, node = weight * factor if node.name() == "MulBackward0" else weight / factor, inner
+    node, weight = without_factors(loss)
     if (
-        node.name() != "NllLossBackward0"
+        node is None
+        or logits.grad_fn is None
+        or node.name() != "NllLossBackward0"
         or node._saved_weight is not None
         or node._saved_reduction not in (_MEAN, _SUM)
     ):
@@ -97,6 +89,19 @@ def cross_entropy_of(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor] | No
     # saved without its sign
     ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63
     return labels.masked_fill(labels == ignored, -1), weight.reshape(())
+
+
+def without_factors(loss: Tensor) -> tuple[Any, Tensor]:
+    """Return the node of a loss's graph that constants multiply, None if others see its gradient, and their product."""
+    node: Any = None if loss._backward_hooks or loss.retains_grad else loss.grad_fn
+    weight = torch.ones((), device=loss.device)
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        (inner, _), *others = node.next_functions
+        if inner is None or any(other is not None for other, _ in others):
+            return None, weight
+        factor = node._saved_other.to(loss.device)
+        weight, node = weight * factor if node.name() == "MulBackward0" else weight / factor, inner
+    return node, weight
 
 
 def _is_log_softmax(node: Any, logits: Tensor) -> bool:

@@ -7,7 +7,10 @@ for every candidate, and checkpoints from before the end of pruning are left out
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +24,7 @@ from shared_core.checkpoint_formats import (
     HF_FOLDER,
     LIGHTNING,
     Ingredient,
+    TensorSpec,
     averaged,
     load_checkpoint,
     storage_key,
@@ -32,6 +36,7 @@ from shared_core.errors import CheckpointError, TrainingError
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
 CHUNK = 1 << 16
+ALIGNMENT = 64  # bytes: that of a line of the cache, and what torch's allocator gives
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -140,7 +145,7 @@ def _first_of_all(bad: str | None, ingredient: Ingredient) -> str | None:
 class Candidate:
     """The one state dict that every average is written into, beside the running mean it is made from.
 
-    Memory: the mean and this state dict, whatever the number of ingredients; these are read tensor by tensor.
+    Memory: this state dict, and the mean in a file; ingredients are read tensor by tensor, however many there are.
 
     Args:
         like: An ingredient: names, shapes and ties of the state dict.
@@ -183,12 +188,11 @@ class Candidate:
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start the running mean from the best ingredient, whose integers, booleans and dtypes the soup takes."""
         self._best, self._total = best, weight
-        for key in self._names:
-            if averaged(best.spec(key).dtype):
-                tensor = best.tensor(key)
-                # On the CPU and with memory of its own: `into` may be the model's tensors on the device, which
-                # candidates overwrite.
-                self._mean[key] = tensor.to("cpu", accumulator_dtype(tensor.dtype), copy=True).contiguous()
+        # On the CPU and with memory of its own: `into` may be the model's tensors on the device, which candidates
+        # overwrite.
+        self._mean = _in_a_file({key: best.spec(key) for key in self._names if averaged(best.spec(key).dtype)})
+        for key, mean in self._mean.items():
+            mean.copy_(best.tensor(key))
         best.close()
 
     def write_mean(self) -> None:
@@ -249,6 +253,27 @@ class Candidate:
     def _written(self) -> None:
         if self._after is not None:
             self._after(self.state_dict)
+
+
+def _in_a_file(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return tensors for means of tensors like these, in a mapped file that has no name and ends with them.
+
+    The system may write its pages out and drop them, as it cannot with other memory. Without a disk that has the room
+    they are in memory.
+    """
+    sizes = [math.prod(spec.shape) * accumulator_dtype(spec.dtype).itemsize for spec in specs.values()]
+    places = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    with tempfile.NamedTemporaryFile(prefix="eff-soup-") as file:
+        try:
+            # Taken now: a full disk would end the process at the first write to a page that has no block.
+            os.posix_fallocate(file.fileno(), 0, places[-1])
+            memory = torch.from_file(file.name, shared=True, size=places[-1], dtype=torch.uint8)
+        except (AttributeError, OSError, RuntimeError):  # not on macOS; no room; nothing to map
+            memory = torch.empty(places[-1], dtype=torch.uint8)
+    return {
+        key: memory[place : place + size].view(accumulator_dtype(spec.dtype)).view(spec.shape)
+        for (key, spec), place, size in zip(specs.items(), places, sizes, strict=False)
+    }
 
 
 def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]:

@@ -18,7 +18,6 @@ _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
 TWO_AVERAGES = "each would put its own weights into the model for validation; keep one of them"
-_SOUP_MODELS = 2.4  # measured, see shared_core/soup/README.md
 # Masks, clusters, copies and quantisers that belong to single parameters.
 _HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
@@ -116,8 +115,8 @@ class SoupConfig(TechniqueConfig):
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return no bytes on the device, and say what the end of training takes on the host."""
-        held = _SOUP_MODELS * 4 * shape.params / run.parts / 2**30
-        why = f"after training alone: {held:,.1f} GiB of host memory, {_SOUP_MODELS} fp32 models"
+        held = 4 * shape.params / run.parts / 2**30
+        why = f"after training alone: {held:,.1f} GiB of host memory, an fp32 model, and as much in a file in TMPDIR"
         return [Cost("soup", why=why)]
 
 

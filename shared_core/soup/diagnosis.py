@@ -74,7 +74,7 @@ def diagnose(
     The barrier between the best ingredient b and another one x is the worst fall of the metric M below the straight
     line between its ends, ``max_α ((1-α) M(b) + α M(x)) - M((1-α) b + α x)`` for a metric that is better when larger.
     It is measured at `ALPHAS`; near 0 both lie in one basin and can be averaged. n ingredients cost 4n - 2 evaluations
-    and, for distances, one read of each; memory is two models.
+    and, for distances, one read of each; memory is one model.
 
     Args:
         ingredients: At least two paths (see `open_ingredient`) or state dicts.

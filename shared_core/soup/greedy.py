@@ -85,7 +85,7 @@ def greedy_soup(
     In another order only the first is evaluated alone, and the soup is never worse than that one.
     The same candidate dict is given to every call of `evaluate`, with new values: copy what you keep. Integers and
     booleans come from the best ingredient, tied weights are averaged once, equal ingredients give equal bits.
-    Memory is two models, whatever the number of ingredients.
+    Memory is one model, whatever the number of ingredients; the mean lies in a nameless file in ``TMPDIR``.
 
     Args:
         ingredients: Paths (see `open_ingredient`) or state dicts. Equal metrics keep this order.

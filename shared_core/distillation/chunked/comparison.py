@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.distillation.chunked.autograd import rows_in_budget
-from shared_core.distillation.chunked.deferred_logits import DeferredLogits, make_deferring, make_stock
+from shared_core.distillation.chunked.deferred_logits import (
+    DeferredLogits,
+    cross_entropy_of,
+    make_deferring,
+    make_stock,
+)
 from shared_core.distillation.chunked.loss import chunked_kd_sum
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.fused_head import routed
 from shared_core.distillation.outputs import LOGITS, Outputs, find_logits
+from shared_core.distillation.task_gradient import hard_term
 from shared_core.distillation.teachers import Teachers
 from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import TrainingError
@@ -23,9 +30,9 @@ from shared_core.errors import TrainingError
 class ChunkedComparison(Comparison):
     """Compares by the inputs of both heads; the task's cross-entropy is computed in chunks as well.
 
-    In a training step the student's head is multiplied once for the value of the task loss and once for its gradient,
-    and once for the soft term, whose gradient by the head exists from then until backward. So two gradients of the
-    head exist at most, beside the one that the optimizer sees, and no more than the budget of logits.
+    In a training step the student's head is multiplied once for the value of the task loss, and once for the gradient
+    of both terms, which exists from then until backward. A task loss that is more than the cross-entropy of these
+    logits has a gradient, and a product, of its own. No more logits exist than the budget.
 
     Args:
         config: The options.
@@ -66,13 +73,14 @@ class ChunkedComparison(Comparison):
         # `rows_in_budget` counts two buffers of one dtype; student and teacher may differ under autocast.
         wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
-        share = self._task_share(batch, mask, logits.shape[-1])
+        share, labels = self._task(batch, logits, mask)
+        if labels is not None and mask is None:
+            mask = torch.ones_like(labels, dtype=torch.bool)  # None would be the labelled rows
         # Two heads of one tokenizer may be padded differently: vocab_size cuts both to the classes that they share.
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
             divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
-            vocab_size=config.vocab_size, chunk_rows=rows, alpha=share,
-            labels=F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED) if share else None,
+            vocab_size=config.vocab_size, chunk_rows=rows, alpha=share, labels=labels,
         )  # fmt: skip
         self.told |= {
             "logits": f"of at most {2 * rows} positions at a time, student's and teacher's together, never of all",
@@ -83,12 +91,20 @@ class ChunkedComparison(Comparison):
             return Compared(sums.total, sums.rows, mask)
         return Compared(routed(sums.soft, sums.total, 1 / (1 - share)), sums.rows, mask, with_task=True)
 
-    def _task_share(self, batch: StudentBatch, mask: Tensor | None, classes: int) -> float:
-        """Return the share of the task's cross-entropy in one pass for both terms, 0 where they need one each."""
-        same_rows = mask is not None and batch.causal and batch.unlabelled is None
-        if batch.task_share is None or not same_rows or self.config.vocab_size not in (None, classes):
-            return 0.0
-        return batch.task_share(cast(Tensor, mask).sum())
+    def _task(self, batch: StudentBatch, logits: DeferredLogits, mask: Tensor | None) -> tuple[float, Tensor | None]:
+        """Return the share of the task's cross-entropy in one pass for both terms and its labels; 0 for one each."""
+        if self.config.vocab_size not in (None, logits.shape[-1]):
+            return 0.0, None
+        if batch.task is not None:
+            found = hard_term(batch.task, cross_entropy_of(batch.task.loss, logits), mask)
+            if found is None:
+                return 0.0, None
+            labels = found.labels.masked_fill(found.labels < 0, IGNORED).view(logits.shape[:-1])
+            return found.ratio / (1 + found.ratio), labels
+        if batch.task_share is None or mask is None or not batch.causal or batch.unlabelled is not None:
+            return 0.0, None
+        share = batch.task_share(mask.sum())
+        return share, F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED) if share else None
 
     def detach(self) -> None:
         """Give both heads their class back."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shared_core.distillation.chunked.autograd import rows_in_budget
 from shared_core.distillation.chunked.loss import CrossEntropyTerms, checked_head, chunked_cross_entropy_rows
 from shared_core.distillation.forward_capture import trains
+from shared_core.distillation.task_gradient import without_factors
 from shared_core.errors import ConfigError, TrainingError
 
 # Calls that ask for metadata alone, which a wrapper subclass has. Everything here is matched by ``func.__name__``.
@@ -28,6 +29,7 @@ _TOLD = ("__get__", "size", "dim", "ndimension", "numel", "nelement", "is_floati
 _AS_THEY_ARE = ("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach")
 # Reshapes that may move rows but must keep the last dimension, the classes.
 _SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+_TASK = "efftrain: a cross-entropy's logits, rows and labels"
 _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divide", "itruediv"), ("add", "iadd")
 
 
@@ -242,6 +244,8 @@ class DeferredLogits(Tensor):
         rows, target = hidden.reshape(-1, hidden.shape[-1])[kept], target[kept]
         limit = rows_in_budget(checked.classes, checked.dtype, hidden.device, self.budget)
         losses = chunked_cross_entropy_rows(rows, checked, target, CrossEntropyTerms(weight, label_smoothing), limit)
+        if losses.grad_fn is not None and weight is None and not label_smoothing and not self.channels_first:
+            cast(Any, losses.grad_fn).metadata[_TASK] = self.made, kept, target
         if reduction == "none":
             # torch's "none" gives ignored rows a loss of 0.
             return losses.new_zeros(math.prod(lead)).index_put((kept,), losses).reshape(lead)
@@ -250,6 +254,22 @@ class DeferredLogits(Tensor):
             return total
         # 0 / 0 = NaN where every target is ignored, as torch's mean.
         return total / (len(target) if weight is None else weight[target].sum())
+
+
+def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tensor] | None:
+    """Return what `task_gradient.cross_entropy_of` returns, of logits that are not computed."""
+    node, weight = without_factors(loss)
+    if node is None or node.name() != "SumBackward0" or (said := node.next_functions[0][0].metadata.get(_TASK)) is None:
+        return None
+    (made, kept, target), whole = said, logits.made
+    same = all(getattr(made, name) is getattr(whole, name) for name in ("hidden", "weight", "bias"))
+    if not same or whole.rows is not None or (made.factor, made.outer) != (whole.factor, whole.outer):
+        return None
+    labels = target.new_full((logits.shape[:-1].numel(),), -1)
+    labels[kept if made.rows is None else made.rows.flatten()[kept]] = target
+    # A row that was chosen twice has two terms.
+    twice = made.rows is not None and int((labels >= 0).sum()) != len(target)
+    return None if twice else (labels, weight)
 
 
 def _needs_numbers(what: str) -> TrainingError:

@@ -334,3 +334,24 @@ def test_a_compiled_net():
     ours, counts = gradients(compiled, x)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     assert "bits" in counts.kinds
+
+
+class WritesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x.fill_(float("nan"))
+        return 2 * grad
+
+
+def test_what_a_backward_writes_into_its_saved_tensor_reaches_no_other_that_saved_the_same():
+    x = torch.randn(256).relu().requires_grad_()
+    (a, b), counts = packed(lambda: (x * x, WritesWhatItSaved.apply(x)))
+    assert counts.shared
+    (gradient,) = torch.autograd.grad((a + b).sum(), x)
+    torch.testing.assert_close(gradient, 2 * x.detach() + 2)

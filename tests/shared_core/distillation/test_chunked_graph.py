@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from chunked_distillation_runs import assert_same_gradients, chunked, leaves, problem, whole
 from eff_kernels.distillation import kd_rows_torch_
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from shared_core import Recipe, Session
 from shared_core.distillation.chunked import autograd as chunked_autograd
+from shared_core.distillation.chunked import deferred_logits
 from shared_core.distillation.chunked.loss import chunked_kd_loss
 from shared_core.errors import TrainingError
 
@@ -137,3 +141,53 @@ def test_rows_of_both_buffers_stay_within_the_budget(parts):
             assert part == size or part % 8 == 0
             alone = chunked_autograd.chunk_sizes(count, budget, 1)
             assert alone[0] == alone[1] <= size
+
+
+class Classifier(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 11)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+ROWS = torch.tensor([0, 5, 5, 19])
+TASKS = {  # from (rows, classes) and labels, and whether one pass computes its gradient with that of the soft term
+    "mean": (F.cross_entropy, True),
+    "sum": (lambda z, y: F.cross_entropy(z.float(), y, reduction="sum") / 7, True),
+    "ignored": (lambda z, y: 3 * F.cross_entropy(z, y.masked_fill(y == 2, -100)), True),
+    "half of the rows": (lambda z, y: F.cross_entropy(z[::2], y[::2]), True),
+    "a row twice": (lambda z, y: F.cross_entropy(z[ROWS], y[ROWS]), False),
+    "other logits": (lambda z, y: F.cross_entropy(z / 2, y), False),
+    "smoothed": (lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), False),
+    "class weights": (lambda z, y: F.cross_entropy(z, y, weight=torch.arange(1.0, 12.0)), False),
+    "two terms": (lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z[:3], y[:3]), False),
+    "a loss a row": (lambda z, y: F.cross_entropy(z, y, reduction="none").sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_pass_computes_the_task_loss_gradient_where_it_is_these_logits_cross_entropy(name, monkeypatch):
+    task, one_pass = TASKS[name]
+    x, labels = torch.randn(4, 5, 6), torch.randint(11, (20,))
+    own, backward = [], deferred_logits.chunked_cross_entropy_rows
+    monkeypatch.setattr(
+        deferred_logits,
+        "chunked_cross_entropy_rows",
+        lambda *args: (losses := backward(*args)).register_hook(own.append) and losses,
+    )
+    found = []
+    for is_chunked in (True, False):
+        student = Classifier(1)
+        session = Session(Recipe.from_dict({"distill": {"teacher": Classifier(2), "chunked": is_chunked}}))
+        session.attach(student)
+        session.begin([torch.optim.SGD(student.parameters(), lr=0.1)], total_steps=10)
+        session.loss(task(student(x).flatten(0, 1), labels)).backward()
+        found.append([parameter.grad for parameter in student.parameters()])
+    assert bool(own) != one_pass
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)

@@ -11,7 +11,7 @@ from shared_core.distillation import comparison
 from shared_core.distillation.chunked import loss as module
 from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
 from shared_core.distillation.losses.divergences import DIVERGENCES
-from shared_core.distillation.task_gradient import TaskLoss, hard_term
+from shared_core.distillation.task_gradient import TaskLoss, cross_entropy_of, hard_term
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
@@ -251,7 +251,7 @@ def test_one_pass_for_both_terms(masked, dtype, monkeypatch):
             logits = F.linear(hidden.to(dtype), parameter)
             loss, one_pass = task_losses(logits, seen.clone())[name]
             task = TaskLoss(loss, lambda weight, count: 0.3 * weight / (0.7 / count)) if joined else None
-            hard = hard_term(task, logits, mask) if joined else None
+            hard = hard_term(task, cross_entropy_of(task.loss, logits), mask) if joined else None
             assert (hard is not None) == (joined and one_pass), name
             total, count = fused_sum("forward_kl", logits, teacher(hidden), mask=mask, hard=hard)
             (0.7 * total / count + (0.0 if hard else 0.3 * loss)).backward()
@@ -263,5 +263,5 @@ def test_one_pass_for_both_terms(masked, dtype, monkeypatch):
 def test_a_row_with_a_label_alone_is_not_left_out():
     logits = torch.randn(4, 5, 11, requires_grad=True) * 1
     task = TaskLoss(F.cross_entropy(logits.view(-1, 11), torch.zeros(20, dtype=torch.int64)), lambda weight, _: weight)
-    assert hard_term(task, logits, torch.ones(4, 5, dtype=torch.bool)) is not None
-    assert hard_term(task, logits, torch.arange(20).view(4, 5) > 0) is None
+    assert hard_term(task, cross_entropy_of(task.loss, logits), torch.ones(4, 5, dtype=torch.bool)) is not None
+    assert hard_term(task, cross_entropy_of(task.loss, logits), torch.arange(20).view(4, 5) > 0) is None

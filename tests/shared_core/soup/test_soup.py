@@ -34,6 +34,17 @@ def test_mean_is_that_of_float64(dtype, weights):
         assert ((soup[name].double() - expected).abs() <= tolerance * spread + 1e-7 * (dtype == torch.float16)).all()
 
 
+def test_a_disk_without_room_for_the_mean_changes_no_bit(monkeypatch):
+    members = [{**run, "none": torch.empty(0, 3), "one": torch.tensor(0.1, dtype=torch.float64)} for run in runs(3)]
+    soup = uniform_soup(members)
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert all(map(same_bits, soup.values(), uniform_soup(members).values()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("weights", [None, list(range(1, 17))])
 def test_sixteen_equal_ingredients_keep_their_bits(dtype, weights):
