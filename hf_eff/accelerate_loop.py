@@ -209,7 +209,7 @@ class AcceleratedLoop(ScriptLoop):
                 "get_scheduler(num_training_steps=...) in the same call",
             )
         loaders = [one for one in objects if isinstance(one, DataLoader)]
-        self.loader = loaders[0] if loaders else None
+        self.loader: Any = loaders[0] if loaders else None
         inner = accelerator.unwrap_model(found, keep_torch_compile=False)
         super().__init__(inner, total_steps, _steps_per_epoch(accelerator, loaders))
         self.session = Session(recipe, front_end="accelerate", services=LoopServices(self))
@@ -246,6 +246,8 @@ class AcceleratedLoop(ScriptLoop):
         if not self.session.draws_batches:
             return prepared
         accelerator = self.accelerator
+        place: int
+        stock: Any
         place, stock = next((n, one) for n, one in enumerate(prepared) if isinstance(one, DataLoader))
         if type(stock) is not DataLoaderShard:
             raise CompatibilityError(
@@ -254,10 +256,9 @@ class AcceleratedLoop(ScriptLoop):
                 "leave dispatch_batches and use_stateful_dataloader out",
             )
         together = accelerator.num_processes if accelerator.split_batches else 1
-        size = cast(DataLoader[Any], self.loader).batch_size
-        made = self.session.draw(
-            stock, accelerator.gradient_accumulation_steps, size and size // together, device=stock.device
-        )
+        size = self.loader.batch_size
+        size, accumulate = size and size // together, accelerator.gradient_accumulation_steps
+        made = self.session.draw(stock, accumulate, size, device=stock.device)
         accelerator._dataloaders[accelerator._dataloaders.index(stock)] = self.loader = made
         return (*prepared[:place], made, *prepared[place + 1 :])
 
