@@ -43,16 +43,17 @@ class DifferentialPrivacy(Technique):
         >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
         >>> session.attach(model)
         >>> data = torch.utils.data.TensorDataset(torch.randn(40, 4))
-        >>> loader = session.techniques["dp"].loader(DataLoader(data, batch_size=10))
+        >>> loader = session.draw(DataLoader(data, batch_size=10))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=4)  # doctest: +ELLIPSIS
         efftrain: dp: ...
-        >>> for (batch,) in loader:
+        >>> for (batch,) in loader:  # doctest: +ELLIPSIS
         ...     session.loss(model(batch).square().sum(1).mean()).backward()
         ...     session.before_optimizer_step()
         ...     optimizer.step()
         ...     _ = session.after_optimizer_step()
         ...     optimizer.zero_grad()
+        efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
         >>> round(session.metrics()["dp/epsilon"], 2)
         4.87
         >>> session.finish()
