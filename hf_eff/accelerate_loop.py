@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
@@ -84,7 +85,8 @@ def prepare(
         loop.check_positions()
         with loop.session.sharding():
             prepared = accelerator.prepare(*objects, **options)
-        loop.watch(prepared if len(objects) > 1 else (prepared,))
+        prepared = loop.with_batches(prepared)
+        loop.watch(prepared)
     except BaseException:
         loop.session.detach()
         raise
@@ -207,12 +209,19 @@ class AcceleratedLoop(ScriptLoop):
                 "get_scheduler(num_training_steps=...) in the same call",
             )
         loaders = [one for one in objects if isinstance(one, DataLoader)]
-        self.loader = loaders[0] if loaders else None
+        self.loader: Any = loaders[0] if loaders else None
         inner = accelerator.unwrap_model(found, keep_torch_compile=False)
         super().__init__(inner, total_steps, _steps_per_epoch(accelerator, loaders))
         self.session = Session(recipe, front_end="accelerate", services=LoopServices(self))
         environment = {"own_loop", *accelerator_environment(accelerator, self.inner, type(torch_optimizer))}
+        _check_places(accelerator, environment)
         self.session.attach_with(self.inner, [torch_optimizer], environment)
+        if self.session.draws_batches and self.loader is None:
+            raise ConfigError(
+                "accelerate",
+                "prepare must get the training DataLoader too with a technique that draws batches, got none",
+                "prepare it together with model and optimizer",
+            )
         self._scale = GradientScale(self)
         self._own_scaler = accelerator.scaler, accelerator.native_amp
         self._place_scaler()
@@ -228,6 +237,31 @@ class AcceleratedLoop(ScriptLoop):
                 self.accelerator.scaler = scaler
                 self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
 
+    def with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what accelerate prepared, the first loader with batches of a technique that draws them.
+
+        Raises:
+            CompatibilityError: If accelerate would hand out one process's batches to all.
+        """
+        if not self.session.draws_batches:
+            return prepared
+        accelerator = self.accelerator
+        place: int
+        stock: Any
+        place, stock = next((n, one) for n, one in enumerate(prepared) if isinstance(one, DataLoader))
+        if type(stock) is not DataLoaderShard:
+            raise CompatibilityError(
+                "accelerate",
+                f"every process must read its own batches where a technique draws them, got {type(stock).__name__}",
+                "leave dispatch_batches and use_stateful_dataloader out",
+            )
+        together = accelerator.num_processes if accelerator.split_batches else 1
+        size = self.loader.batch_size
+        size, accumulate = size and size // together, accelerator.gradient_accumulation_steps
+        made = self.session.draw(stock, accumulate, size, device=stock.device)
+        accelerator._dataloaders[accelerator._dataloaders.index(stock)] = self.loader = made
+        return (*prepared[:place], made, *prepared[place + 1 :])
+
     def watch(self, prepared: tuple[Any, ...]) -> None:
         """Put the hooks on what accelerate prepared, and on the accelerator."""
         accelerator = self.accelerator
@@ -239,6 +273,7 @@ class AcceleratedLoop(ScriptLoop):
             "backward": self._backward,
             "clip_grad_norm_": self._clip,
             "clip_grad_value_": self._clip,
+            "skip_first_batches": self._skip_batches,
             "save_state": self._save_state,
             "load_state": self._load_state,
             "log": self.log_figures,
@@ -377,6 +412,12 @@ class AcceleratedLoop(ScriptLoop):
             self.is_complete, self.micro_batches = False, 0
 
     # --- the state beside accelerate's own
+
+    def _skip_batches(self, method: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+        """Have drawn batches begin with those of the epoch that a resumed script skips."""
+        if self.session.draws_batches and dataloader is self.loader:
+            dataloader.batch_sampler.replayed = num_batches
+        return method(dataloader, num_batches)
 
     def _save_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_attached:
@@ -581,6 +622,20 @@ def _check_kind(accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp8":
         raise CompatibilityError(
             "accelerate", "mixed_precision must not be fp8, which replaces layers", "use bf16 and the technique fp8"
+        )
+
+
+def _check_places(accelerator: Accelerator, environment: set[str]) -> None:
+    """Refuse a model in parts whose processes accelerate would give other batches than their places ask for."""
+    plan: Any = getattr(accelerator, "parallelism_config", None)  # since accelerate 1.10
+    if "tensor_parallel" in environment and (plan is None or plan.total_size != accelerator.num_processes):
+        sizes = "none" if plan is None else f"tp_size {plan.tp_size} and dp_shard_size {plan.dp_shard_size}"
+        raise CompatibilityError(
+            "accelerate",
+            f"parallelism_config must place all {accelerator.num_processes} processes of a model that is cut, got "
+            f"{sizes}: nothing would tell accelerate which of them take the same batches",
+            "pass Accelerator(parallelism_config=ParallelismConfig(tp_size=..., dp_shard_size=...)) with the sizes of "
+            "the model's distributed_config (tp_size, fsdp_size)",
         )
 
 

@@ -172,6 +172,7 @@ class FabricLoop(ScriptLoop):
         self._own_scaler = getattr(self._precision, "scaler", None)
         self.session.attach_with(self.inner, [optimizer], environment)
         self._is_unscaled = self._has_stepped = False
+        self._batches: Any = None  # of a technique that draws them
         self._loaded: Mapping[str, Any] | None = None
         self._folder: Path | None = None
         self._start = Path.cwd()
@@ -193,12 +194,29 @@ class FabricLoop(ScriptLoop):
             Wrapped(optimizer, "zero_grad", self._drop_gradients),
             Wrapped(self.inner, "train", self.set_mode),  # what Fabric wraps it in hands on what is set
         ]
+        if self.session.draws_batches:
+            self._wrapped.append(Wrapped(self.fabric, "setup_dataloaders", self._set_up_loaders))
         if self._scaler is not None:
             self._wrapped.append(Wrapped(self._precision, "optimizer_step", self._step_scaled))
             if self._own_scaler is not None:
                 self._precision.scaler = None
         self._files = [Wrapped(self.fabric, "save", self._save), Wrapped(self.fabric, "load", self._load)]
         atexit.register(self._at_exit)
+
+    def _set_up_loaders(self, method: Callable[..., Any], *loaders: Any, **options: Any) -> Any:
+        """Set up loaders, the first of all with the batches of a technique that draws them."""
+        if self._batches is not None:
+            return method(*loaders, **options)
+        made = self.session.draw(loaders[0], self._accumulate)
+        self._batches = made.batch_sampler
+        self._begin_epoch_again()
+        drawn = method(made, **{**options, "use_distributed_sampler": False})
+        return [drawn, *(method(one, **options) for one in loaders[1:])] if len(loaders) > 1 else drawn
+
+    def _begin_epoch_again(self) -> None:
+        """Have drawn batches begin with the epoch's first: a resumed loop skips those that it has trained on."""
+        if self._batches is not None:
+            self._batches.begin_epoch_again()
 
     # --- a step
 
@@ -378,6 +396,7 @@ class FabricLoop(ScriptLoop):
             self._refuse_foreign(path, None)
         own = rank_states.load(self.session, cast(Any, self._loaded))
         self.window = own.get("window", {})
+        self._begin_epoch_again()
         if self.session.has_begun and self.session.context is not None:
             for technique in self.session.techniques.values():
                 technique.begin(self.session.context)

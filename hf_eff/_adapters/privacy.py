@@ -25,6 +25,7 @@ class DifferentialPrivacy(Adapter):
         Raises:
             CompatibilityError: Naming the argument.
         """
+        self.technique.sees_loss_in_forward = False  # each row counts by its own labels here
         for name in ("gradient_checkpointing", "torch_compile"):
             if getattr(self._trainer.args, name):
                 raise CompatibilityError(
@@ -54,8 +55,7 @@ class DifferentialPrivacy(Adapter):
     def begin(self, loader: Any) -> None:
         """Have the next iteration begin at the epoch's first step: the trainer skips what it trained of it."""
         if not self._trainer.args.ignore_data_skip:
-            batches = loader.batch_sampler
-            batches.replayed = self._trainer.state.global_step % batches.steps_per_epoch
+            loader.batch_sampler.begin_epoch_again()
 
     def _batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         window, self._num_items = method(*args, **kwargs)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._run_environment import no_logging
-from shared_core.distributed.collectives import any_rank, world_size
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.distributed.collectives import world_size
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.privacy import PoissonBatches
-
-_STATE_DIMS = 3
+from shared_core.privacy.halves import losses_of_halves
 
 
 class DifferentialPrivacy(Adapter):
@@ -47,6 +39,7 @@ class DifferentialPrivacy(Adapter):
             CompatibilityError: If accumulation changes while training, or batches are repeated.
         """
         trainer = self._trainer
+        self.technique.sees_loss_in_forward = False
         if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
             raise CompatibilityError(
                 "dp",
@@ -92,27 +85,13 @@ class DifferentialPrivacy(Adapter):
         Raises:
             CompatibilityError: If the loss is no mean over examples.
         """
-        batch, *rest = args
-        technique, module = self.technique, self._module
-        rows = technique.rows
-        cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
-        # all processes or none: a sharded module gathers its weights in every forward
-        if not technique.checks_loss or any_rank(rows < 2 or _is_unclear(batch, rows), module.device):
-            return args
-        modes, random = {part: part.training for part in module.modules()}, rng_state()
-        module.eval()  # dropout would differ, and hooks would keep what they see
-        try:
-            with no_logging(module), torch.no_grad():
-                parts = [batch, *(_cut(batch, cut, rows) for cut, _ in cuts)]
-                outputs = [step(part, *rest, **kwargs) for part in parts]
-        finally:
-            set_rng_state(random)
-            for part, mode in modes.items():
-                part.training = mode
-        found: list[Any] = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
-        if all(isinstance(loss, Tensor) for loss in found):
-            whole, *halves = map(float, found)
-            technique.check_loss(whole, [(count, loss) for (_, count), loss in zip(cuts, halves, strict=True)])
+        (batch, *rest), module = args, self._module
+        technique = self.technique
+        if technique.checks_loss:
+            with no_logging(module):
+                found = losses_of_halves(module, lambda part: step(part, *rest, **kwargs), batch, technique.rows)
+            if found:
+                technique.check_loss(*found)
         return args
 
     def replay(self, loaders: list[Any], batches: int) -> None:
@@ -120,46 +99,4 @@ class DifferentialPrivacy(Adapter):
         for loader in loaders:
             drawn = getattr(loader, "batch_sampler", None)
             if isinstance(drawn, PoissonBatches):
-                drawn.replayed = batches // drawn.accumulate
-
-
-def _cut(batch: Any, rows: slice, count: int) -> Any:
-    """Return those rows of everything in a batch that has one entry an example."""
-    if isinstance(batch, Tensor):
-        if batch.dim() and len(batch) == count:
-            return batch[rows]
-        return batch[:, rows] if _is_state(batch, count) else batch
-    if isinstance(batch, PackedSequence):
-        padded, lengths = pad_packed_sequence(batch, batch_first=True)
-        return pack_padded_sequence(padded[rows], lengths[rows], batch_first=True, enforce_sorted=False)
-    if isinstance(batch, list | tuple):
-        if len(batch) == count and not any(isinstance(value, Tensor) and value.dim() for value in batch):
-            return batch[rows]
-        values = [_cut(value, rows, count) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    parts = {name: _cut(value, rows, count) for name, value in _fields(batch).items()}
-    if not isinstance(batch, MutableMapping) and not dataclasses.is_dataclass(batch):
-        return parts or batch
-    other: Any = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
-    (vars(other) if dataclasses.is_dataclass(batch) else other).update(parts)
-    return other
-
-
-def _fields(batch: Any) -> Mapping[Any, Any]:
-    """Return the values of a mapping or a dataclass by name, of anything else nothing."""
-    if dataclasses.is_dataclass(batch):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return batch if isinstance(batch, Mapping) else {}
-
-
-def _is_state(value: Tensor, count: int) -> bool:
-    """Return whether a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
-    return value.dim() == _STATE_DIMS and value.shape[1] == count
-
-
-def _is_unclear(batch: Any, count: int) -> bool:
-    """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
-    if isinstance(batch, Tensor):
-        return _is_state(batch, count) and len(batch) == count
-    values = batch if isinstance(batch, list | tuple) else _fields(batch).values()
-    return any(_is_unclear(value, count) for value in values)
+                drawn.replayed = batches

@@ -14,6 +14,7 @@ from typing import Any, Concatenate
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
@@ -212,6 +213,8 @@ class Session:
         self.context: Context | None = None
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
+        self.loader: DataLoader[Any] | None = None
+        """What to train on in `training`, where a loader was given."""
         self.coverage: dict[str, coverage.Reach] = {}
         """By key what a technique of layers reaches of the weights that multiply activations."""
         self.is_changed = False
@@ -426,6 +429,8 @@ class Session:
         steps_per_epoch: StepsPerEpoch | None = None,
         clips_gradients: bool = True,
         resumed: Mapping[str, Any] | None = None,
+        loader: DataLoader[Any] | None = None,
+        accumulate: int = 1,
     ) -> Iterator[Session]:
         """Surround a plain loop: the model is finished where it ends, and the user's again where it fails.
 
@@ -436,6 +441,8 @@ class Session:
             steps_per_epoch: As in `begin`.
             clips_gradients: As in `begin`.
             resumed: What `state_dict` returned in the run that goes on; load the optimizer's own state inside.
+            loader: The data, for techniques that draw batches themselves (``dp``): train on ``session.loader`` then.
+            accumulate: Micro-batches of an optimizer step, for the same.
 
         Example:
             >>> model = nn.Linear(8, 4)
@@ -458,6 +465,7 @@ class Session:
             if resumed is not None:
                 self.prepare_optimizers([optimizer])
                 self.load_state_dict(resumed)
+            self.loader = loader if loader is None else self.draw(loader, accumulate)
             self.begin(
                 [optimizer],
                 total_steps=total_steps,
@@ -469,6 +477,17 @@ class Session:
         except BaseException:
             self.detach()
             raise
+
+    @property
+    def draws_batches(self) -> bool:
+        """Whether a technique draws the training batches: then `draw` must be called before `begin`."""
+        return any(technique.draws_batches for technique in self.techniques.values())
+
+    def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
+        """Return the DataLoader to train on: the script's, or that of a technique; see `Technique.loader`."""
+        for technique in self.techniques.values():
+            loader = technique.loader(loader, accumulate, batch_size, **more)
+        return loader
 
     @property
     def needs_forward(self) -> bool:

@@ -289,6 +289,8 @@ class Technique:
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
     holds_frozen: ClassVar[bool] = False
     """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
+    draws_batches: ClassVar[bool] = False
+    """Whether `loader` returns one of its own, which must be trained on."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_optimizer_step` is called before that of every other technique."""
 
@@ -340,6 +342,17 @@ class Technique:
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
         """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
         return None
+
+    def loader(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
+        """Return the DataLoader to train on, in place of the script's, where a technique draws the batches itself.
+
+        Args:
+            loader: The script's, over the same whole data set on every process.
+            accumulate: Micro-batches of an optimizer step.
+            batch_size: Examples of a micro-batch, by default as many as a batch of `loader` has.
+            more: Arguments of a class other than DataLoader, if `loader` is of one.
+        """
+        return loader
 
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.

@@ -53,7 +53,6 @@ class PrivacyConfig(TechniqueConfig):
         "deepspeed": DEEPSPEED,
         "fsdp1": "flat shards of FSDP1 have no gradient of one example; use DDP",
         "lbfgs": LBFGS,
-        "own_loop": "your code draws the batches, and privacy counts draws of its own; train with a Trainer",
         "manual_optimization": "your code steps the optimizer itself, so nothing tells which batches a step has; use "
         "automatic optimisation",
         "several_optimizers": "each step must be one draw over all parameters; use one optimizer with groups",
@@ -79,7 +78,9 @@ class PrivacyConfig(TechniqueConfig):
         "hooks", help="Norms and sums by a rule for each layer (hooks), or gradients of single examples by vmap."
     )
     check_loss: bool = option(
-        True, help="In Lightning, compare the first batch's loss with its halves': it must be a mean over examples."
+        True,
+        help="In Lightning, and in a loop whose model returns its loss, compare the first batch's loss with its "
+        "halves': it must be a mean over examples.",
     )
     seed: int | None = option(
         None,

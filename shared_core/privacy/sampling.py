@@ -79,7 +79,7 @@ class PoissonBatches(Sampler[list[int]]):
         batch_size: Expected examples of a micro-batch.
         accumulate: Micro-batches of a step.
         secret: Whose numbers decide, a function because a resume replaces it.
-        drawn: Returns how many steps were trained on before: iterating goes on from there.
+        drawn: Returns how many micro-batches were trained on before: iterating goes on from there.
 
     Raises:
         ConfigError: If a step would expect more examples than there are.
@@ -115,10 +115,16 @@ class PoissonBatches(Sampler[list[int]]):
         self._secret, self._drawn = secret, drawn
         self._known: dict[tuple[int, bytes], np.ndarray[Any, Any]] = {}
         self.replayed = 0
-        """Steps that a resumed trainer will skip at the next iteration, because it begins its epoch again."""
+        """Micro-batches that a resumed loop will skip at the next iteration, because it begins its epoch again."""
+        self.is_read = False
+        """Whether anybody has taken a batch."""
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.accumulate
+
+    def begin_epoch_again(self) -> None:
+        """Have the next iteration begin at the epoch's first step: a resumed loop will skip what it has trained on."""
+        self.replayed = self._drawn() % len(self)
 
     def chosen(self, step: int) -> np.ndarray[Any, Any]:
         """Return the examples of a step, those of all processes."""
@@ -141,11 +147,11 @@ class PoissonBatches(Sampler[list[int]]):
         return found
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self.replayed = self._drawn() - self.replayed, 0
-        for step in range(first, first + self.steps_per_epoch):
-            for micro_batch in range(self.accumulate):
-                # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
-                yield self.part(step, micro_batch) or [0]
+        first, self.replayed, self.is_read = self._drawn() - self.replayed, 0, True
+        # to the end of a step: behind a resume from inside of one the rest of its draw comes first
+        for number in range(first, first + len(self) - first % self.accumulate):
+            # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
+            yield self.part(*divmod(number, self.accumulate)) or [0]
 
 
 def check_loader(loader: Any) -> None:

@@ -18,6 +18,7 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
+from shared_core.privacy.halves import losses_of_halves
 from shared_core.privacy.per_sample_gradients import PerSample, check_model
 from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, loader_options
 
@@ -28,7 +29,7 @@ class DifferentialPrivacy(Technique):
     """Makes each step's gradient ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and counts what the steps have spent.
 
     The sum runs over a Poisson sample of the data with B expected examples, whatever number of micro-batches and
-    processes it is spread over; noise is added once. Batches must come from `loader`; both front ends see to it.
+    processes it is spread over; noise is added once. Batches must come from `loader`; the front ends see to it.
 
     Args:
         config: The options.
@@ -42,22 +43,24 @@ class DifferentialPrivacy(Technique):
         >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
         >>> session.attach(model)
         >>> data = torch.utils.data.TensorDataset(torch.randn(40, 4))
-        >>> loader = session.techniques["dp"].loader(DataLoader(data, batch_size=10))
+        >>> loader = session.draw(DataLoader(data, batch_size=10))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=4)  # doctest: +ELLIPSIS
         efftrain: dp: ...
-        >>> for (batch,) in loader:
+        >>> for (batch,) in loader:  # doctest: +ELLIPSIS
         ...     session.loss(model(batch).square().sum(1).mean()).backward()
         ...     session.before_optimizer_step()
         ...     optimizer.step()
         ...     _ = session.after_optimizer_step()
         ...     optimizer.zero_grad()
+        efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
         >>> round(session.metrics()["dp/epsilon"], 2)
         4.87
         >>> session.finish()
     """
 
     key: ClassVar[str] = "dp"
+    draws_batches: ClassVar[bool] = True
     makes_gradients_private: ClassVar[bool] = True
     weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig
@@ -79,6 +82,8 @@ class DifferentialPrivacy(Technique):
         self.checks_loss = config.check_loss
         """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
         `check_loss`."""
+        self.sees_loss_in_forward = True
+        """Whether the model's own forward is asked for the loss; a front end that knows better switches it off."""
         self._shown = (0, 0.0)
         self.weights: Tensor | None = None
         """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
@@ -104,6 +109,8 @@ class DifferentialPrivacy(Technique):
         self._per_sample.rows_ahead = lambda: self.rows if self._batches else 1
         self._model = model
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
+        self._note = context.note
+        self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._is_checked = False
 
     def holds(self) -> Mapping[str, nn.Module]:
@@ -114,6 +121,7 @@ class DifferentialPrivacy(Technique):
         """Take the hooks off."""
         if self._per_sample is not None:
             self._per_sample.remove()
+            self._handle.remove()
         self._per_sample, self._sums = None, {}
 
     def sample(self, loader: Any, batch_size: int, accumulate: int = 1) -> PoissonBatches:
@@ -132,21 +140,18 @@ class DifferentialPrivacy(Technique):
         if self._secret is None:
             self._secret = self._make_secret()
         self._batches = PoissonBatches(
-            len(loader.dataset), batch_size, accumulate, lambda: self._known(self._secret), lambda: self._draws
+            len(loader.dataset),
+            batch_size,
+            accumulate,
+            lambda: self._known(self._secret),
+            lambda: self._draws * accumulate + self._micro_batch,
         )
         return self._batches
 
     def loader(
         self, loader: DataLoader[Any], accumulate: int = 1, batch_size: int | None = None, **more: Any
     ) -> DataLoader[Any]:
-        """Return a DataLoader whose batches are drawn as the accounting says, in place of `loader`.
-
-        Args:
-            loader: The DataLoader, over the same whole data set on every process.
-            accumulate: Micro-batches of an optimizer step.
-            batch_size: Expected examples of a micro-batch, by default as many as a batch of `loader` has.
-            more: Arguments of a class other than DataLoader, if `loader` is of one.
-        """
+        """Return a DataLoader whose batches are drawn as the accounting says, of as many expected examples."""
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", 1) if batch_size is None else batch_size
         batches = self.sample(loader, size, accumulate)
         made: Any = type(loader) if more else DataLoader
@@ -165,7 +170,8 @@ class DifferentialPrivacy(Technique):
             raise TrainingError(
                 "dp",
                 "training batches must be drawn by Poisson sampling, got none",
-                'pass your DataLoader through session.techniques["dp"].loader(...) and train on what it returns',
+                "pass the DataLoader to hf_eff.prepare, to fabric.setup_dataloaders behind lightning_eff.setup or to "
+                "Session.training(loader=...), and train on what comes back",
             )
         return value
 
@@ -249,11 +255,37 @@ class DifferentialPrivacy(Technique):
                 "average over each row first, then over rows (check_loss: false for a loss that draws random numbers)",
             )
 
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the loss of a model that computes it itself, before the first forward of a drawn batch of two rows."""
+        batches = self._batches
+        if batches is None or not (self.sees_loss_in_forward and model.training and torch.is_grad_enabled()):
+            return
+        self._known(batches.is_read or None)
+        if not self.checks_loss:
+            return
+        _check_labels(kwargs.get("labels"))
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        rows = self.rows if any(isinstance(v, Tensor) and v.shape[:1] == (self.rows,) for v in named.values()) else 0
+
+        def run(given: dict[Any, Any]) -> Any:
+            return model(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
+
+        found = losses_of_halves(model, run, named, rows)
+        if found:
+            self.check_loss(*found)
+        elif found is not None:
+            self.checks_loss = False
+            self._note(
+                "dp: that the loss is a mean over the examples of each one's own was not checked: the model does not "
+                "return it"
+            )
+
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Have the backward of this loss clip each example's gradient."""
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
         batches = self._known(self._batches)
+        self._known(batches.is_read or None)
         # A micro-batch outside of an accumulation window would be counted as part of another draw.
         if self._micro_batch >= batches.accumulate:
             raise TrainingError(
@@ -406,6 +438,23 @@ class DifferentialPrivacy(Technique):
             "norms_by_example": sorted(name for name, is_ghost in self._ghosts.items() if not is_ghost),
             "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to readers",
         }
+
+
+def _check_labels(labels: Any) -> None:
+    """Refuse tokens of which rows have different numbers: a model's own loss is the mean over all of them.
+
+    Halves do not show it while every token's loss is that of chance.
+    """
+    if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        counts = labels.flatten(1).ne(-100).sum(1)
+        if counts.min() != counts.max():
+            raise CompatibilityError(
+                "dp",
+                f"labels must be as many in each row, got {int(counts.min())} to {int(counts.max())}: the model's loss "
+                "is a mean over tokens, by which one example changes how much others count",
+                "fill the rows, average over each row first in a loss of your own (check_loss: false), or use hf_eff "
+                "with transformers' Trainer, which counts each row alike",
+            )
 
 
 def _with_step(spent: list[Spending], noise: float, rate: float) -> list[Spending]:

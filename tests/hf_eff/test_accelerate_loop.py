@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, default_data_collator, get_scheduler
@@ -208,8 +209,8 @@ def refused(make, **given):
         ),
         (
             {"recipe": {"dp": {"noise_multiplier": 1.0}}},
-            CompatibilityError,
-            "dp cannot be combined with a loop of",
+            ConfigError,
+            "prepare must get the training DataLoader too with a technique that draws batches, got none",
         ),
         ({"recipe": {"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "end": 9}}}, ConfigError, "end must lie"),
     ],
@@ -217,6 +218,36 @@ def refused(make, **given):
 def test_what_cannot_run_is_refused_before_training(make, given, error, told):
     with pytest.raises(error, match=told):
         refused(make, **given)
+
+
+PRIVATE = {"dp": {"noise_multiplier": 1.0, "delta": 1e-3, "seed": 1}}
+
+
+def test_a_private_loop_trains_on_drawn_batches_alone(make):
+    loop = Loop(make, PRIVATE, split_batches=True)
+    drawn = loop.loader.batch_sampler
+    assert (drawn.num_examples, drawn.expected) == (len(make.examples()), 8)
+    assert [len(batch["labels"]) for batch in loop.loader] == [max(len(drawn.part(n, 0)), 1) for n in range(len(drawn))]
+    loop.steps()
+    report = loop.session.receipt().values["techniques"]["dp"]
+    assert (report["steps"], report["sampling"]) == (STEPS, "poisson")
+    assert not loop.session.notes  # the model returns its loss, which is compared with its halves'
+    other = Loop(make, PRIVATE)
+    other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
+    with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader to hf_e"):
+        other.steps(1)
+    with pytest.raises(CompatibilityError, match="got DataLoaderDispatcher; leave dispatch_batches"):
+        Loop(make, PRIVATE, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+
+
+def test_a_mean_over_tokens_of_several_rows_is_refused_in_a_private_loop(make):
+    model = make.language_model()
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(make.texts(), batch_size=16)
+    given = {"recipe": PRIVATE, "total_steps": STEPS}
+    model, optimizer, loader = prepare(Accelerator(cpu=True), model, optimizer, loader, **given)
+    model.train()
+    with pytest.raises(CompatibilityError, match="labels must be as many in each row, got 2 to 7"):
+        model(**next(iter(loader)))
 
 
 def test_fsdp_that_accelerate_would_leave_out_without_a_word_is_refused(make, monkeypatch):

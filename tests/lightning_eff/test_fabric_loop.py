@@ -1,15 +1,18 @@
 """A loop of Fabric: what its methods mean for the techniques, what its files hold, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import Pruning, setup
 from shared_core import Session
+from shared_core.engine.receipt import Receipt
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, ReceiptError, TrainingError
 
 pytestmark = pytest.mark.matrix
@@ -163,6 +166,24 @@ def test_a_window_whose_gradients_fsdp2_keeps_to_itself_is_told_of(capsys):
         weight.device_mesh, weight.grad = "as a part has one", None
     loop.save()
     assert "that processes have not summed yet are not saved" in capsys.readouterr().out
+
+
+def test_a_private_loop_trains_on_drawn_batches_and_says_what_was_not_checked():
+    recipe = {"dp": {"noise_multiplier": 1.0, "delta": 1e-3, "seed": 1}}
+    loop, data = Loop(recipe), TensorDataset(torch.randn(24, 16))
+    others = loop.fabric.setup_dataloaders(DataLoader(data, batch_size=6), DataLoader(data, batch_size=3))
+    assert [len(loader) for loader in others] == [4, 8]
+    assert {len(batch[0]) for batch in others[1]} == {3}
+    for (batch,) in others[0]:
+        loop.fabric.backward(loop.model(batch).square().mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.save()
+    receipt = Receipt.read(Path.cwd())
+    assert receipt["techniques"]["dp"]["steps"] == STEPS
+    assert any("was not checked: the model does not return it" in note for note in receipt["notes"])
+    with pytest.raises(TrainingError, match=r"to fabric\.setup_dataloaders behind lightning_eff.setup"):
+        Loop(recipe).gradients()
 
 
 def test_what_cannot_run_is_refused_and_leaves_the_model_alone():

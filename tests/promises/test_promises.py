@@ -30,7 +30,7 @@ from shared_core.quantization import apply_ranges
 
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
 RUNS = {**FRONT_ENDS, "accelerate": run_accelerate, "fabric": run_fabric}
-REFUSED = {"accelerate": {"soup", "dp"}, "fabric": {"soup", "dp"}}
+REFUSED = {"accelerate": {"soup"}, "fabric": {"soup"}}
 TRAINED = [key for key in EVERYTHING if key != "soup"]
 CASES = [
     (key, front_end) for key, front_end in itertools.product(EVERYTHING, RUNS) if key not in REFUSED.get(front_end, ())

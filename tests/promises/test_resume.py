@@ -71,7 +71,7 @@ def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
     assert difference(whole.weights, again.weights) is None
 
 
-LOOPS = {"accelerate": (run_accelerate, {"soup", "dp"}), "fabric": (run_fabric, {"soup", "dp"})}
+LOOPS = {"accelerate": (run_accelerate, {"soup"}), "fabric": (run_fabric, {"soup"})}
 
 
 @pytest.mark.sampled(6)

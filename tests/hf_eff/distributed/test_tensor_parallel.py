@@ -51,4 +51,5 @@ def test_what_does_not_work_is_refused_at_start(several):
         told = json.loads(path.read_text())
         assert "qat with range lsq cannot be combined with tensor parallelism" in told["lsq"]
         assert "lora cannot be combined with tensor parallelism" in told["lora"]
-        assert not any(line.count("\n") for line in (told["lsq"], told["lora"]))
+        assert "parallelism_config must place all" in told["places"]
+        assert not any(line.count("\n") for line in (told["lsq"], told["lora"], told["places"]))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 from two_ranks import leave, saved_by_two_ranks
 
 from shared_core import Recipe, Session
@@ -481,6 +482,23 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
 def test_without_a_seed_no_two_runs_draw_alike():
     first, second = (Run(nn.Linear(3, 2), noise_multiplier=1.0, seed=None) for _ in range(2))
     assert first.technique._secret.key != second.technique._secret.key
+
+
+def test_a_plain_loop_trains_on_the_loader_of_its_session():
+    data, model = TensorDataset(torch.randn(40, 3)), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"total_steps": 5, "loader": DataLoader(data, batch_size=4), "accumulate": 2}
+    with Session({"dp": {"noise_multiplier": 1.0, "delta": 1e-3}}).training(model, optimizer, **given) as session:
+        for number, (batch,) in enumerate(session.loader, 1):
+            (session.loss(model(batch).square().sum(1).mean()) / 2).backward()
+            if number % 2 == 0:
+                session.before_optimizer_step()
+                optimizer.step()
+                session.after_optimizer_step()
+                optimizer.zero_grad()
+    report = session.receipt().values["techniques"]["dp"]
+    assert (report["steps"], report["expected_batch"], report["examples"]) == (5, 8, 40)
+    assert Session({}).draw("a loader") == "a loader"
 
 
 def test_no_noise_is_told_as_no_privacy():

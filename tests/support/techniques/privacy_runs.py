@@ -37,6 +37,7 @@ class Run:
         self.technique = self.session.techniques["dp"]
         data = TensorDataset(self.x, self.y)
         self.loader = self.technique.loader(DataLoader(data, batch_size=batch_size), accumulate)
+        next(iter(self.loader))  # steps take the rows of the draw themselves
         self.optimizer = optimizer(model.parameters(), lr=0.1)
         self.steps = steps
         self.begin()

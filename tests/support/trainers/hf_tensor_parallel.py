@@ -60,23 +60,29 @@ def cut_model(recipe):
     return AutoModelForCausalLM.from_pretrained("start", **given), recipe
 
 
-def run_loop(folder, recipe):
+SIZES = {"tp_size": PROCESSES // DATA, "dp_shard_size": DATA}
+
+
+def run_loop(folder, recipe, sizes=SIZES):
     """Train in a loop of accelerate."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     model, recipe = cut_model(recipe)
-    parallel = {"parallelism_config": ParallelismConfig(tp_size=PROCESSES)} if PROCESSES > 1 else {}
-    accelerator = Accelerator(cpu=True, **parallel)
+    more = {"parallelism_config": ParallelismConfig(**sizes)} if PROCESSES > 1 else {}
+    # a loop averages what processes average: in one process the halves of a batch come one after another
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 // DATA, **more)
     optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
-    loader = DataLoader(make_texts(STEPS * 4), batch_size=4)
+    loader = DataLoader(make_texts(STEPS * 4), batch_size=2)
     parts = prepare(accelerator, model, optimizer, loader, recipe=recipe, total_steps=STEPS)
     model, optimizer, loader = parts
     model.train()
     for batch in loader:
-        accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
     accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process)
 
 
@@ -114,7 +120,7 @@ def main(folder):
         trainer.train()
         losses[name] = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         trainer.save_model(f"{name}/final")
-    for name in LOOPS if DATA == 1 else ():
+    for name in LOOPS if DATA == 1 else SHARDED:
         run_loop(f"{name} in a loop/final", RECIPES[name])
     told = {}
     for name, recipe in REFUSED.items():
@@ -123,6 +129,11 @@ def main(folder):
                 make_trainer(name, recipe).train()
             except CompatibilityError as error:
                 told[name] = str(error)
+    if PROCESSES > 1:
+        try:
+            run_loop("nowhere", RECIPES["qat"], {"tp_size": 2} if DATA > 1 else {"tp_size": 1})
+        except CompatibilityError as error:
+            told["places"] = str(error)
     Path(f"told{os.environ.get('RANK', '')}.json").write_text(json.dumps({**told, "losses": losses}))
     if PROCESSES > 1:
         dist.barrier()
