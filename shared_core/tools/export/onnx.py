@@ -47,7 +47,7 @@ from shared_core.tools.export.source import (
     quantized_reference,
     quiet,
 )
-from shared_core.tools.export.verify import checking, feeds, integer_nodes, probing, relative_change, session_of
+from shared_core.tools.export.verify import checking, feeds, integer_nodes, opened, probing, relative_change, session_of
 
 # A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
@@ -116,7 +116,7 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
     # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
     bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
-    session = probing(file, names, "FLOAT")
+    session = probing(opened(file), names, "FLOAT")
     for batch in calibration:
         batches += 1
         try:
@@ -553,7 +553,7 @@ def export_onnx(
     activations: Codes = {}
     waiting: tuple[str, ...] = ()
     change: float | None = None
-    difference = moved = None
+    difference = moved = written = None
     with scratch_folder() as folder:
         file = folder / "model.onnx"
         # What is repeated is traced once, if a check follows; where that finds a difference, all of it is. A bias
@@ -569,7 +569,8 @@ def export_onnx(
             if not (runs and verify):
                 break
             try:
-                with checking(file, reference) as check:
+                written = opened(file)
+                with checking(written, reference) as check:
                     difference, moved = check(example_inputs)
                     if dynamic_length:
                         difference = max(difference, _check_shorter(check, example_inputs))
@@ -582,12 +583,12 @@ def export_onnx(
         asked = convolves or (calibration is not None and bool(names))  # else the file would be read for nothing
         found = quantize_activations(file, folder / "integer.onnx", calibration) if asked else ()
         if isinstance(found, dict):
-            exact, file, activations = file, folder / "integer.onnx", found
+            exact, file, activations, written = file, folder / "integer.onnx", found, None
             change = relative_change(file, exact, example_inputs)
         else:
             waiting = found
         # Of the final file: what runs on integers depends on onnxruntime's fusions here.
-        nodes = integer_nodes(file) if runs else {}
+        nodes = integer_nodes(file if written is None else written) if runs else {}
         with atomic_write(path) as temporary:
             shutil.copyfile(file, temporary)
     path = Path(path)
@@ -712,7 +713,7 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
         seen = exported.register_forward_hook(lambda module, given, output: outputs.append(output))
         program = None
         try:
-            with contextlib.suppress(Exception), _decomposing_if_needed():
+            with contextlib.suppress(Exception), _decomposing_if_needed(), _promoting_alone():
                 program = export()
             if program is None:  # torch.onnx has some operation only once it is decomposed
                 program = export()
@@ -775,6 +776,28 @@ def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
         return program if whole else decompose(program, table, **options)
 
     return _instead(torch.export.ExportedProgram, "run_decompositions", run)
+
+
+def _promoting_alone() -> contextlib.AbstractContextManager[None]:
+    """Keep torch.onnx from running a program anew, on fake tensors, while it puts in casts for mixed types.
+
+    The trace has told what each node gives, and a cast of its inputs leaves that as it is.
+    """
+    from torch.onnx._internal.fx.passes import type_promotion
+
+    promoting = type_promotion._TypePromotionInterpreter
+    run = promoting.run_node
+
+    def promote(interpreter: Any, node: fx.Node) -> Any:
+        if node.op != "call_function" or node.meta.get("val") is None:
+            return run(interpreter, node)
+        rule = type_promotion.get_type_promotion_rule(node, interpreter.type_promotion_table)
+        if rule is not None:
+            with interpreter._set_current_node(node):
+                interpreter._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    return _instead(promoting, "run_node", promote)
 
 
 def _parsing_if_needed() -> contextlib.AbstractContextManager[None]:

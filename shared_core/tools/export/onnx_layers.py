@@ -7,7 +7,7 @@ of weight and bias are found from their values.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,28 +47,29 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
         >>> codes.tolist(), scale.tolist()
         ([[1, -2, 3]], [0.5])
     """
+    codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows))
     # Some rows at a time: what is computed of them stays in the processor's cache.
-    parts = [_grid_of(part, qmax, limit) for part in torch.split(rows, max(1, _IN_CACHE // max(1, rows.shape[1])))]
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
+    parts = (torch.split(x, max(1, _IN_CACHE // max(1, rows.shape[1]))) for x in (rows, codes, scale))
+    if not all(_fill_grid(*part, qmax, limit) for part in zip(*parts, strict=True)):
         return None
-    codes, scale = (torch.cat(values) for values in zip(*found, strict=True))
     # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
     known = scale[scale > 0]
     scale[scale == 0] = known.min() if len(known) else 1.0
     return codes, scale
 
 
-def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales as `grid_of`, 0 as the scale of a row of zeros."""
+def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int) -> bool:
+    """Write codes and scales as `grid_of`, 0 as the scale of a row of zeros; return whether every row has a grid."""
     # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
     # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
     # (two reductions: torch's aminmax along an axis takes ten times as long as both)
     lowest, highest = rows.amin(1), rows.amax(1)
     largest = torch.maximum(highest, -lowest)
-    codes, scale = torch.zeros_like(rows, dtype=torch.int8), torch.zeros_like(largest)
     left = largest.nonzero().squeeze(1)
-    for steps in (qmax, *(m for m in range(1, limit + 1) if m != qmax)):
+    if len(left) < len(rows):
+        codes.zero_()
+        scale.zero_()
+    for steps in itertools.chain((qmax,), (m for m in range(1, limit + 1) if m != qmax)):
         if not len(left):
             break
         some = len(left) < len(rows)
@@ -79,10 +80,12 @@ def _grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | Non
         # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
         fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
         if fits.all() and not some:
-            return rounded.to(torch.int8), step
+            codes.copy_(rounded)
+            scale.copy_(step)
+            return True
         codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]
         left = left[~fits]
-    return None if len(left) else (codes, scale)
+    return not len(left)
 
 
 def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -142,11 +145,6 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     Raises:
         CompatibilityError: If the weight is not finite, or no int8 grid holds it.
     """
-    # smallest and largest: both are NaN if a value is
-    if values.numel() and not all(math.isfinite(value) for value in values.aminmax()):
-        raise CompatibilityError(
-            "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-        )
     rows = as_rows(module, values).contiguous()
     # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
     bits = max(scheme.weight_bits, 2)
@@ -159,7 +157,11 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
             qmax = min(127, 2**bits - 1)
         limit = qmax
     found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
-    if found is None:
+    if found is None:  # no grid holds NaN or infinity
+        if not values.isfinite().all():
+            raise CompatibilityError(
+                "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
+            )
         raise CompatibilityError(
             "export_onnx",
             f"{name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,11 +22,39 @@ from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_s
 
 TOLERANCE = 1e-5
 _TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so that one may have moved
+_FEW = 2**12  # codes
+_LARGE = 2**10  # bytes
 _SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An ONNX file that was read once: its graph, and its large constants, which all sessions of it share."""
+
+    graph: Any
+    constants: dict[str, Any]
+
+
+def opened(file: Path) -> Opened:
+    """Return the file's content."""
+    import onnx
+    import onnxruntime
+
+    model, constants = onnx.load(file), {}
+    kinds = {onnx.TensorProto.FLOAT, onnx.TensorProto.INT8, onnx.TensorProto.UINT8}  # which numpy has as well
+    for tensor in model.graph.initializer:
+        if tensor.data_type in kinds and len(tensor.raw_data) >= _LARGE:
+            kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            values = np.frombuffer(tensor.raw_data, kind).reshape(tuple(tensor.dims))
+            constants[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(values)
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="constants")  # a session is handed them, and reads no file
+    return Opened(model, constants)
+
+
 @contextlib.contextmanager
-def checking(file: Path, reference: nn.Module) -> Iterator[Callable[[Any], tuple[float, float]]]:
+def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tuple[float, float]]]:
     """Yield a function of inputs that returns (largest difference of the outputs, share of codes that moved by one).
 
     Rounding cannot be compared by outputs alone: where two float sums differ in the last bit around a tie, a code moves
@@ -36,11 +65,9 @@ def checking(file: Path, reference: nn.Module) -> Iterator[Callable[[Any], tuple
     is less); where inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
 
     Args:
-        file: The ONNX file.
+        file: The ONNX file, from `opened`.
         reference: The fake-quantising model, in evaluation; while this is open it takes the file's codes.
     """
-    import onnx
-
     # Codes that are in the file are compared one by one; of other tokens only outputs can be.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
     unseen = any(
@@ -48,7 +75,7 @@ def checking(file: Path, reference: nn.Module) -> Iterator[Callable[[Any], tuple
         for layer in layers
     )
     tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (TOLERANCE, 1.0)
-    model = onnx.load(file)
+    model = file.graph
     # Codes come from QuantizeLinear, or from the Clip that narrows them.
     makers = {name: node.op_type for node in model.graph.node for name in node.output}
     wanted = dict.fromkeys(
@@ -100,10 +127,15 @@ def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def session_of(file: Path | str | bytes, optimise: bool, save: Path | None = None) -> Any:
-    """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file.
+def session_of(file: Path | str | Opened, optimise: bool, save: Path | None = None, further: bytes = b"") -> Any:
+    """Return an onnxruntime session on the CPU.
 
-    Large constants of that graph go into a file beside it, and none is packed for the kernels: it is not to be run.
+    Args:
+        file: The ONNX file.
+        optimise: Whether the session rewrites its graph.
+        save: Where it writes the graph that it made of the file. Large constants go into a file beside it, and none is
+            packed for the kernels: it is not to be run.
+        further: Of a file that is open, a message with more of its model.
     """
     import onnxruntime
 
@@ -116,8 +148,15 @@ def session_of(file: Path | str | bytes, optimise: bool, save: Path | None = Non
         options.optimized_model_filepath = str(save)
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
         options.add_session_config_entry("session.disable_prepacking", "1")
-    model = file if isinstance(file, bytes) else str(file)
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    if isinstance(file, Opened):
+        options.add_external_initializers(list(file.constants), list(file.constants.values()))
+        # the bytes of two messages of protobuf are one of both, their lists joined
+        model: Any = file.graph.SerializeToString() + further
+    else:
+        model = str(file)
+    session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session.opened = file  # it reads the memory of those constants, and holds them no other way
+    return session
 
 
 def feeds(session: Any, inputs: Any) -> dict[str, Any]:
@@ -130,22 +169,21 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
     return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
 
 
-def probing(file: Path, names: Iterable[str], kind: str) -> Any:
+def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
     """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs.
 
     Args:
-        file: The ONNX file.
+        file: The ONNX file, from `opened`.
         names: The tensors.
         kind: Their type, as ONNX names it.
     """
     import onnx
 
     element = onnx.TensorProto.DataType.Value(kind)
-    # Further outputs do not change what unoptimised nodes compute. The bytes of two messages of protobuf are one of
-    # both, their lists joined.
+    # Further outputs do not change what unoptimised nodes compute.
     further = onnx.ModelProto()
     further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
-    return session_of(file.read_bytes() + further.SerializeToString(), optimise=False)
+    return session_of(file, optimise=False, further=further.SerializeToString())
 
 
 class _Forced:
@@ -156,31 +194,38 @@ class _Forced:
 
     def begin(self, codes: list[Any]) -> None:
         """Take these from now on: uint8, of every quantised activation."""
-        # int16: uint8 minus uint8 wraps around.
-        self.codes = [torch.from_numpy(value).to(torch.int16) for value in codes]
+        self.codes = codes
         self.total = self.moved = self.next = 0
 
-    def take(self, mine: Tensor) -> Tensor:
-        """Return the file's codes for `mine`; `mine`, if there are none that are nowhere more than one away."""
+    def take(self, values: Tensor) -> Tensor:
+        """Return the file's codes for the model's; the model's, if there are none that are nowhere more than one away.
+
+        Args:
+            values: The model's codes, unsigned, as floats.
+        """
+        mine = values.to(torch.uint8).contiguous().numpy()
         # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
         # not do, as the exporter makes up its own.
-        best, fewest = mine, int((1 - _SAME_LAYER) * mine.numel())
+        best, fewest = mine, int((1 - _SAME_LAYER) * mine.size)
+        few = mine.ravel()[:_FEW]
         # Layers mostly come in the file's order: the next one's codes are tried first.
         for place in (*range(self.next, len(self.codes)), *range(self.next)):
             codes = self.codes[place]
-            if codes.numel() != mine.numel():
+            # Another layer's differ in more than is allowed long before their end.
+            if codes.size != mine.size or np.count_nonzero(codes.ravel()[:_FEW] != few) > fewest:
                 continue
-            codes = codes.view(mine.shape)
-            if torch.equal(codes, mine):
-                best, fewest, self.next = mine, 0, place
+            codes = codes.reshape(mine.shape)
+            apart = codes != mine
+            moved = int(np.count_nonzero(apart))
+            # int16: uint8 minus uint8 wraps around
+            if moved > fewest or (np.abs(np.subtract(codes[apart], mine[apart], dtype=np.int16)) > 1).any():
+                continue
+            best, fewest, self.next = codes, moved, place
+            if not moved:
                 break
-            distance = (codes - mine).abs_()
-            moved = int(distance.count_nonzero())
-            if moved <= fewest and int(distance.max()) <= 1:
-                best, fewest, self.next = codes, moved, place
-        self.total += mine.numel()
+        self.total += mine.size
         self.moved += 0 if best is mine else fewest
-        return best
+        return torch.from_numpy(best).to(values.dtype)
 
 
 def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
@@ -204,8 +249,8 @@ def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int,
     shift = int(zero_point) - lowest
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        mine = (quantize(module, x) / scale).round().to(torch.int16) + shift
-        return (forced.take(mine) - shift).to(x.dtype) * scale
+        mine = (quantize(module, x) / scale).round_().add_(shift)
+        return forced.take(mine).sub_(shift).mul_(scale)
 
     return forward
 
@@ -213,8 +258,7 @@ def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int,
 def _forced_tokens(bits: int, forced: _Forced) -> Any:
     def forward(module: nn.Module, x: Tensor) -> Tensor:
         scale = token_scale(x, bits)
-        mine = (x / scale).round().to(torch.int16) + 128
-        return (forced.take(mine) - 128).to(x.dtype) * scale
+        return forced.take((x / scale).round_().add_(128)).sub_(128).mul_(scale)
 
     return forward
 
@@ -239,7 +283,7 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
     return max(changes, default=0.0)
 
 
-def integer_nodes(file: Path) -> dict[str, int]:
+def integer_nodes(file: Path | Opened) -> dict[str, int]:
     """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
     import onnx
 
