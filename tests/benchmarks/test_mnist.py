@@ -95,8 +95,9 @@ def test_the_iterative_search_is_judged_by_the_papers_figures(tmp_path):
 
 def test_every_layer_of_the_compressed_file_has_its_row(folder):
     rows = compression.measure(mnist(folder), True, Runs())
-    assert [row.ours.split(",")[0] for row in rows[-3:]] == ["8 %", "9 %", "26 %"]
-    assert all(float(row.ours.split(", ")[2].removesuffix(" %")) > 0 for row in rows[-3:])
+    layers = [row.ours.split(", ") for row in rows if row.what.startswith("layer")]
+    assert [kept for kept, _, _ in layers] == ["8 %", "9 %", "26 %", "66 %", "12 %", "8 %", "19 %"]
+    assert all(float(rate.removesuffix(" %")) > 0 for _, _, rate in layers)
 
 
 def test_private_directions_and_training_stay_within_epsilon(folder, monkeypatch):
