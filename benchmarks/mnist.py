@@ -64,6 +64,15 @@ def mlp(seed: int, *hidden: int, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*layers[:-2])
 
 
+def lenet5(seed: int, dropout: float = 0.0) -> nn.Sequential:
+    """Return Caffe's LeNet-5: 430,500 weights, no ReLU behind convolutions; dropout behind the hidden linear layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Dropout(dropout), nn.Linear(500, 10),
+    ).to(memory_format=torch.channels_last)  # fmt: skip  # a channel last is 1.6 times faster
+
+
 class Drawn:
     """Batches of a data set: every image once an epoch, in an order that the seed decides.
 

@@ -22,7 +22,7 @@ NAMES = (
     "soup", "privacy",
 )  # fmt: skip
 
-ON_MNIST = ("compression", "privacy", "distillation", "one_shot_ticket", "lottery_ticket")
+ON_MNIST = ("compression", "pruning", "privacy", "distillation", "one_shot_ticket", "lottery_ticket")
 
 METHOD = """\
 Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.

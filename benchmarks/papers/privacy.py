@@ -1,12 +1,12 @@
 """DP-SGD on MNIST (Abadi et al. 2016, arXiv:1607.00133, section 5.2): accuracy at epsilon 0.5, 2 and 8.
 
 As in the paper: images are projected onto 60 principal directions, found in a covariance of images normed to length 1
-with Gaussian noise on it; one layer of 1000 hidden neurons with ReLU; lots of 600 examples; gradients clipped to 4;
-delta 1e-5. The noise of the directions is the paper's, 16, 7 and 4 times what one image can change, and counts as a
-step on everybody; that of the gradients is what uses epsilon up in the few epochs here, where the paper trains until a
-noise of 8, 4 or 2 has used it up. For so few epochs the learning rate starts at 0.5, 1 and 3 and falls linearly to a
-tenth, where the paper's falls from 0.1 to 0.052; chosen with plain torch on 55,000 of the training images, with the
-others to validate.
+with Gaussian noise on it; one layer of 1000 hidden neurons with ReLU; lots of 600 examples; delta 1e-5. An example's
+whole gradient is clipped to 4, where the paper clips each layer's to 4. The noise of the directions is the paper's, 16,
+7 and 4 times what one image can change, and counts as a step on everybody; that of the gradients is what uses epsilon
+up in the few epochs here, where the paper trains until a noise of 8, 4 or 2 has used it up. For so few epochs the
+learning rate starts at 0.5, 1 and 3 and falls linearly to a tenth, where the paper's falls from 0.1 to 0.052; chosen
+with plain torch on 55,000 of the training images, with the others to validate.
 """
 
 from __future__ import annotations

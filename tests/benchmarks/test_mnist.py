@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from mnist import Drawn, errors, mnist
-from papers import compression, distillation, lottery_ticket, one_shot_ticket, privacy
+from papers import compression, distillation, lottery_ticket, one_shot_ticket, privacy, pruning
 from replicas import Published, Runs, published_table, reaches
 
 from shared_core.errors import ConfigError
@@ -95,8 +95,24 @@ def test_the_iterative_search_is_judged_by_the_papers_figures(tmp_path):
 
 def test_every_layer_of_the_compressed_file_has_its_row(folder):
     rows = compression.measure(mnist(folder), True, Runs())
-    assert [row.ours.split(",")[0] for row in rows[-3:]] == ["8 %", "9 %", "26 %"]
-    assert all(float(row.ours.split(", ")[2].removesuffix(" %")) > 0 for row in rows[-3:])
+    layers = [row.ours.split(", ") for row in rows if row.what.startswith("layer")]
+    assert [kept for kept, _, _ in layers] == ["8 %", "9 %", "26 %", "66 %", "12 %", "8 %", "19 %"]
+    assert all(float(rate.removesuffix(" %")) > 0 for _, _, rate in layers)
+
+
+def test_gradual_pruning_is_judged_beside_both_one_shots(folder):
+    runs = Runs()
+    for seed in range(pruning.SEEDS):
+        for name in pruning.variants():
+            others = {"0.9 at 0.6": 96.9, "0.95 gradual": 97.0, "0.95 at 0.2": 97.06 - 0.1 * seed}
+            accuracy = others.get(name, 96.5)
+            runs.of(f"{name}, seed {seed}", lambda accuracy=accuracy: {"accuracy": accuracy, "exact": True})
+    _, worse, better, _, n_m, exact = pruning.measure(((), ()), False, runs)
+    assert (worse.ours, worse.met) == ("0.00 ± 0.00, -0.40 ± 0.00", False)
+    assert (better.ours, better.met) == ("0.04 ± 0.10, 0.50 ± 0.00", True)
+    assert (n_m.ours, n_m.met, exact.ours) == ("0.00 ± 0.00", True, "36 of 36")
+    trained = pruning.run(0, pruning.variants()["0.9 gradual"], mnist(folder), 10)
+    assert trained["exact"]
 
 
 def test_private_directions_and_training_stay_within_epsilon(folder, monkeypatch):

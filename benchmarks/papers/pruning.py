@@ -1,0 +1,85 @@
+"""LeNet-300-100 pruned on MNIST gradually and at once (Zhu and Gupta 2017, arXiv:1710.01878), and 2:4.
+
+Zhu and Gupta remove weights little by little while a network trains, along a cubic curve. All runs of a seed have the
+same start, batches, steps and rates, as the replica on digits has; gradual pruning goes from 20 to 80 % of the run.
+Pruning at once comes where the gradual begins, with all the rest of the run to recover, and at 60 %. The hidden layers
+are pruned under one threshold, 265,200 weights of 266,200; the output layer's stay. 2:4 by SR-STE (Zhou et al. 2021,
+arXiv:2102.04010) prunes from the first step, with new masks in every step and the paper's decay of 2e-4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from digits28 import Batch
+from mnist import Drawn, errors, mlp, train
+from replica.pruning import EVERY_STEP, GRADUAL, N_M, ONE_THRESHOLD, STRIKE, hidden_weights, is_as_asked
+from replicas import Published, Runs, published, reaches, spread
+
+SEEDS, STEPS, BATCH, RATE = 3, 1200, 100, 2e-3
+SPARSITIES, AT_ONCE = (0.9, 0.95, 0.98), (GRADUAL["begin"], STRIKE)
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Return every recipe by name; an empty one trains the dense network."""
+    found: dict[str, dict[str, Any]] = {"dense": {}}
+    for sparsity in SPARSITIES:
+        found[f"{sparsity} gradual"] = {"sparsity": sparsity, **ONE_THRESHOLD, **GRADUAL}
+        for begin in AT_ONCE:
+            at_once = {"sparsity": sparsity, **ONE_THRESHOLD, "schedule": "one_shot", "begin": begin}
+            found[f"{sparsity} at {begin}"] = at_once
+    found["2:4 fixed"] = N_M
+    found["2:4 SR-STE"] = {**N_M, **EVERY_STEP, "sr_ste": 2e-4}
+    return {name: {**recipe, "skip": ["last"]} if recipe else {} for name, recipe in found.items()}
+
+
+def run(seed: int, recipe: dict[str, Any], data: tuple[Batch, Batch], steps: int) -> dict[str, Any]:
+    """Return accuracy in per cent at the end of training, and whether the zeros are those that were asked for."""
+    images, test = data
+    drawn = Drawn(images, steps, BATCH, seed)
+    model = train(mlp(seed, 300, 100), drawn, rate=RATE, recipe={"prune": recipe} if recipe else {})
+    accuracy = 100 - 100 * errors(model, test) / len(test[0])
+    return {"accuracy": accuracy, "exact": is_as_asked(hidden_weights(model), recipe)}
+
+
+def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
+    steps = 20 if quick else STEPS
+    results = [
+        {
+            name: runs.of(f"{name}, seed {seed}", functools.partial(run, seed, recipe, data, steps))
+            for name, recipe in variants().items()
+        }
+        for seed in range(1 if quick else SEEDS)
+    ]
+    found = {name: [of_seed[name]["accuracy"] for of_seed in results] for name in variants()}
+
+    def over(name: str, other: str) -> list[float]:
+        return [mine - theirs for mine, theirs in zip(found[name], found[other], strict=True)]
+
+    rows = [Published("dense: accuracy", "", f"{spread(found['dense'], 2)} %", f"{steps:,} steps of AdamW")]
+    for sparsity in SPARSITIES:
+        gradual = f"{sparsity} gradual"
+        gains = {begin: over(gradual, f"{sparsity} at {begin}") for begin in AT_ONCE}
+        rows.append(
+            Published(
+                f"{sparsity:.0%} pruned gradually: points above one shot at "
+                + ", at ".join(f"{begin:.0%} of the run" for begin in AT_ONCE),
+                "above 0",
+                ", ".join(spread(gain, 2) for gain in gains.values()),
+                f"{spread(found[gradual], 2)} %, {spread(over(gradual, 'dense'), 2)} beside dense",
+                all(reaches(gain, 0) for gain in gains.values()),
+            )
+        )
+    lost, fixed = over("2:4 SR-STE", "dense"), over("2:4 fixed", "dense")
+    rows.append(Published("2:4 by SR-STE: points above dense", "no drop", spread(lost, 2),
+                          f"the paper's are ResNets on ImageNet; masks of the start: {spread(fixed, 2)}",
+                          reaches(lost, 0)))  # fmt: skip
+    exact = [one["exact"] for of_seed in results for one in of_seed.values()]
+    rows.append(Published("runs with exactly the zeros asked for", "all", f"{sum(exact)} of {len(exact)}",
+                          met=all(exact)))  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    published(measure)
