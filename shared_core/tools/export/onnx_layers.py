@@ -49,8 +49,9 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows))
     # Some rows at a time: what is computed of them stays in the processor's cache.
-    parts = (torch.split(x, max(1, _IN_CACHE // max(1, rows.shape[1]))) for x in (rows, codes, scale))
-    if not all(_fill_grid(*part, qmax, limit) for part in zip(*parts, strict=True)):
+    size = max(1, _IN_CACHE // max(1, rows.shape[1]))
+    parts = zip(torch.split(rows, size), torch.split(codes, size), torch.split(scale, size), strict=True)
+    if not all(_fill_grid(some, its_codes, its_scale, qmax, limit) for some, its_codes, its_scale in parts):
         return None
     # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
     known = scale[scale > 0]
