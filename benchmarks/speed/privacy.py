@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.privacy import DifferentialPrivacy
 
 TARGET, CLASSES = 1.2, 10
 
@@ -71,13 +70,11 @@ def steps(make: Callable[[], nn.Module], inputs: Tensor) -> dict[str, Callable[[
     model = make()
     session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0, "seed": 0}}))
     session.attach(model)
-    technique = session.techniques["dp"]
-    if not isinstance(technique, DifferentialPrivacy):
-        raise TypeError
-    technique.loader(DataLoader(TensorDataset(inputs), batch_size=len(inputs)))
+    drawn = iter(session.draw(DataLoader(TensorDataset(inputs), batch_size=len(inputs))))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         session.begin([optimizer], total_steps=1000)
+    next(drawn)  # all examples
 
     def ours() -> None:
         session.loss(cross_entropy(model(inputs), labels)).backward()

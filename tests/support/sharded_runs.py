@@ -199,16 +199,15 @@ def batch(step):
     return torch.randint(7, (BATCH, 3), generator=generator), torch.randint(5, (BATCH, 3), generator=generator)
 
 
-def micro_batches(session, step):
-    """Return this process's part of a step, in as many micro-batches as it has."""
-    if "dp" not in session.techniques:
+def micro_batches(drawn, step):
+    """Return this process's part of a step, in as many micro-batches as it has; `drawn` has the rows, if any draws."""
+    if drawn is None:
         x, y = batch(step)
         number, count = place()
         mine = slice(number * BATCH // count, (number + 1) * BATCH // count)
         return [(x[mine], y[mine])]
     x, y = (torch.cat(parts) for parts in zip(*map(batch, range(STEPS)), strict=True))
-    drawn = session.techniques["dp"]._batches
-    return [(x[part], y[part]) for part in (drawn.part(step, micro) or [0] for micro in range(drawn.accumulate))]
+    return [(x[part], y[part]) for part in itertools.islice(drawn, 2)]
 
 
 def train(recipe, *, later=False, resume=None):
@@ -234,12 +233,13 @@ def train(recipe, *, later=False, resume=None):
                 fill_(state["momentum_buffer"], resume["momentum"][name])
         session.prepare_optimizers([optimizer])
         session.load_state_dict(resume["session"])
-    if "dp" in recipe:
-        session.techniques["dp"].loader(DataLoader(range(STEPS * BATCH), batch_size=BATCH // 2 // world_size()), 2)
+    drawn = None
+    if session.draws_batches:
+        drawn = iter(session.draw(DataLoader(range(STEPS * BATCH), batch_size=BATCH // 2 // world_size()), 2))
     session.begin([optimizer], total_steps=STEPS)
     saved = {}
     for step in range(session.step, STEPS):
-        parts = micro_batches(session, step)
+        parts = micro_batches(drawn, step)
         for x, y in parts:
             loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
             (session.loss(loss) / len(parts)).backward()
