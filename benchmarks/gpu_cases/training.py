@@ -199,14 +199,13 @@ def _by_torchao_qat(model: nn.Module) -> None:
 
 
 NARROW: dict[str, tuple[dict[str, Any], Callable[[nn.Module], object]]] = {
-    "FP8 tensorwise": (
-        {"fp8": {"recipe": "tensorwise", "include": ("*", "first", "last")}},
-        partial(_by_torchao_float8, recipe="tensorwise"),
-    ),
-    "FP8 rowwise": (
-        {"fp8": {"recipe": "rowwise", "include": ("*", "first", "last")}},
-        partial(_by_torchao_float8, recipe="rowwise"),
-    ),
+    **{
+        f"FP8 {recipe}": (
+            {"fp8": {"recipe": recipe, "include": ("*", "first", "last")}},
+            partial(_by_torchao_float8, recipe=recipe),
+        )
+        for recipe in ("tensorwise", "rowwise")
+    },
     "QAT of int8 activations and int4 weights": ({"qat": {"scheme": "int8_dynamic_int4_weight"}}, _by_torchao_qat),
 }
 """Recipes whose products are narrow, and what makes the same of a model by torchao."""

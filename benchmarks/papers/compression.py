@@ -29,7 +29,7 @@ BITS, FEW_BITS = 5, 4  # the paper's codes have an entropy of 4.4 bits: our k-me
 
 @dataclass(frozen=True)
 class Layer:
-    """What the paper says of a layer: weights kept in per cent, values, bytes of the file in per cent of fp32."""
+    """The paper's figures of a layer: weights kept in per cent, number of values, bytes in per cent of fp32."""
 
     title: str
     kept: int

@@ -214,7 +214,7 @@ class Session:
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
         self.loader: DataLoader[Any] | None = None
-        """What to train on in `training`, where a loader was given."""
+        """The DataLoader to read in `training`; None if `training` was given none."""
         self.coverage: dict[str, coverage.Reach] = {}
         """By key what a technique of layers reaches of the weights that multiply activations."""
         self.is_changed = False
@@ -480,7 +480,7 @@ class Session:
 
     @property
     def draws_batches(self) -> bool:
-        """Whether a technique draws the training batches: then `draw` must be called before `begin`."""
+        """True if a technique draws the training batches; then call `draw` before `begin`."""
         return any(technique.draws_batches for technique in self.techniques.values())
 
     def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:

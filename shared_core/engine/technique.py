@@ -290,7 +290,7 @@ class Technique:
     holds_frozen: ClassVar[bool] = False
     """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     draws_batches: ClassVar[bool] = False
-    """Whether `loader` returns one of its own, which must be trained on."""
+    """True if `loader` returns another DataLoader, and training must read that one."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_optimizer_step` is called before that of every other technique."""
 

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over examples: that of a batch beside those of its halves."""
+"""Compute the loss of a batch and of its two halves, which show if the loss is a mean over examples."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class PoissonBatches(Sampler[list[int]]):
         self.replayed = 0
         """Micro-batches that a resumed loop will skip at the next iteration, because it begins its epoch again."""
         self.is_read = False
-        """Whether anybody has taken a batch."""
+        """True once a loop has begun to read the batches."""
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.accumulate

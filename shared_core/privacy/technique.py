@@ -83,7 +83,7 @@ class DifferentialPrivacy(Technique):
         """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
         `check_loss`."""
         self.sees_loss_in_forward = True
-        """Whether the model's own forward is asked for the loss; a front end that knows better switches it off."""
+        """True: the loss that the model's forward returns is checked. A front end that checks it itself sets False."""
         self._shown = (0, 0.0)
         self.weights: Tensor | None = None
         """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
@@ -229,6 +229,11 @@ class DifferentialPrivacy(Technique):
 
     # -- one step
 
+    def _batches_in_use(self) -> PoissonBatches:
+        batches: PoissonBatches = self._known(self._batches)
+        self._known(batches.is_read or None)
+        return batches
+
     @property
     def rows(self) -> int:
         """Rows of the micro-batch that comes next, one at least."""
@@ -257,15 +262,16 @@ class DifferentialPrivacy(Technique):
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the loss of a model that computes it itself, before the first forward of a drawn batch of two rows."""
-        batches = self._batches
-        if batches is None or not (self.sees_loss_in_forward and model.training and torch.is_grad_enabled()):
+        if self._batches is None or not (self.sees_loss_in_forward and model.training and torch.is_grad_enabled()):
             return
-        self._known(batches.is_read or None)
+        self._batches_in_use()
         if not self.checks_loss:
             return
         _check_labels(kwargs.get("labels"))
         named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        rows = self.rows if any(isinstance(v, Tensor) and v.shape[:1] == (self.rows,) for v in named.values()) else 0
+        rows = self.rows
+        if not any(isinstance(value, Tensor) and value.shape[:1] == (rows,) for value in named.values()):
+            rows = 0
 
         def run(given: dict[Any, Any]) -> Any:
             return model(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
@@ -284,8 +290,7 @@ class DifferentialPrivacy(Technique):
         """Have the backward of this loss clip each example's gradient."""
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
-        batches = self._known(self._batches)
-        self._known(batches.is_read or None)
+        batches = self._batches_in_use()
         # A micro-batch outside of an accumulation window would be counted as part of another draw.
         if self._micro_batch >= batches.accumulate:
             raise TrainingError(

@@ -588,7 +588,7 @@ def export_onnx(
         else:
             waiting = found
         # Of the final file: what runs on integers depends on onnxruntime's fusions here.
-        nodes = integer_nodes(file if written is None else written) if runs else {}
+        nodes = integer_nodes(written or file) if runs else {}
         with atomic_write(path) as temporary:
             shutil.copyfile(file, temporary)
     path = Path(path)
