@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins import MixedPrecision
+from lightning_fabric.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -186,7 +187,7 @@ def test_a_private_loop_trains_on_drawn_batches_and_says_what_was_not_checked():
         Loop(recipe).gradients()
 
 
-def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
+def test_what_cannot_run_is_refused_and_leaves_the_model_alone(monkeypatch):
     bf16 = [MixedPrecision("bf16-mixed", "cpu")]
     for recipe, error, message in (
         ({"loss_scale": {"kind": "dynamic"}}, CompatibilityError, "bf16 has fp32's exponent range"),
@@ -199,3 +200,6 @@ def test_what_cannot_run_is_refused_and_leaves_the_model_alone():
         Loop(PRUNE, total_steps=0)
     with pytest.raises(CompatibilityError, match=r"lightning_eff\.setup"):
         Loop({}, callbacks=[Pruning(sparsity=0.5)])
+    monkeypatch.setattr(Fabric, "strategy", FSDPStrategy())  # Fabric itself makes it on GPUs alone
+    with pytest.raises(CompatibilityError, match="strategy must be of .*, got FSDPStrategy"):
+        Loop(PRUNE)

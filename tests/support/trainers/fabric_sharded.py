@@ -31,7 +31,11 @@ RECIPES = {
     "prune average": {"prune": {"criterion": "taylor", **GROWING}, "average": {"kind": "ema", "decay": 0.5}},
     "qat": {"qat": {"scheme": "int8", "begin": 2}},
     "low_rank": {"low_rank": {"rank": 6, "min_size": 0}, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}},
+    "fp8": {"fp8": {"recipe": "rowwise", "skip": ["head"]}},
+    "lora": {"lora": {"base": "none", "rank": 3, "skip": ["first"], "train": ["head"]}},
+    "comm": {"comm": {"hook": "bf16"}},
 }
+SHARDED_ONLY = ("low_rank", "fp8", "lora", "comm")
 LAYOUTS = {"fsdp2": (2, 1), "tp": (1, 2), "fsdp2+tp": (2, 2)}
 """How many processes see other examples, and how many hold parts of the same layers."""
 REFUSED = {
@@ -47,7 +51,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.head = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 5)
+        self.first, self.second, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 5)
 
     def forward(self, x):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -133,7 +137,7 @@ def main(folder):
     found = {}
     for layout in (name for name, sizes in LAYOUTS.items() if sizes[0] * sizes[1] == int(os.environ["WORLD_SIZE"])):
         for name, recipe in RECIPES.items():
-            if name != "low_rank" or layout == "fsdp2":
+            if name not in SHARDED_ONLY or layout == "fsdp2":
                 where = folder / layout / name
                 where.mkdir(parents=True, exist_ok=True)
                 options = {"distributed": name == "prune average", "saved_at": 4 if name == "low_rank" else 5}
@@ -143,6 +147,7 @@ def main(folder):
     mesh = init_device_mesh("cpu", (world_size(),), mesh_dim_names=("tensor_parallel",))
     more = {"before_setup": lambda net: cut(net, mesh), "devices": world_size(), "strategy": "ddp"}
     told["ddp"] = why_not(RECIPES["qat"], **more)
+    told["meta"] = why_not(RECIPES["qat"], before_setup=lambda net: net.to("meta"), **sharding(layout))
     torch.save(found, folder / f"{rank()}.pt")
     (folder / f"{rank()}.json").write_text(json.dumps(told))
     leave()
