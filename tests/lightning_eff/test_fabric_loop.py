@@ -201,5 +201,5 @@ def test_what_cannot_run_is_refused_and_leaves_the_model_alone(monkeypatch):
     with pytest.raises(CompatibilityError, match=r"lightning_eff\.setup"):
         Loop({}, callbacks=[Pruning(sparsity=0.5)])
     monkeypatch.setattr(Fabric, "strategy", FSDPStrategy())  # Fabric itself makes it on GPUs alone
-    with pytest.raises(CompatibilityError, match="strategy must be of .*, got FSDPStrategy"):
+    with pytest.raises(CompatibilityError, match=r"strategy must be of .*, got FSDPStrategy"):
         Loop(PRUNE)
