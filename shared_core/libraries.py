@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
+
+from shared_core.errors import MissingExtraError
 
 _BUNDLES = ("all", "dev", "examples")
 
@@ -67,6 +70,18 @@ def libraries(requirements: list[str] | None = None) -> list[Library]:
             installed = _version(requirement.name)
             found[requirement.name] = Library(requirement.name, str(requirement.specifier), installed, extra)
     return list(found.values())
+
+
+def optional(module: str, extra: str, where: str) -> Any:
+    """Return a module of a library that an extra of efftrain installs.
+
+    Raises:
+        MissingExtraError: If it is not installed; it names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(where, module.partition(".")[0], extra) from error
 
 
 def _version(distribution: str) -> str | None:

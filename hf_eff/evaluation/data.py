@@ -19,7 +19,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.libraries import optional
 
 IGNORED = -100
 READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
@@ -33,10 +34,7 @@ def open_table(file: Path) -> Any:
         ConfigError: If it holds several splits, or no example.
         MissingExtraError: If datasets is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("eff soup --task", "datasets", "examples") from error
+    datasets = optional("datasets", "examples", "eff soup --task")
     reader = READERS.get(file.suffix)
     if file.is_file() and reader is None:
         raise CheckpointError(

@@ -77,13 +77,13 @@ def lottery(
 
     from shared_core.engine.receipt import is_quiet
     from shared_core.front_ends.executors import executor_of
+    from shared_core.libraries import optional
     from shared_core.lottery_ticket import LotterySearch
-    from shared_core.lottery_ticket.curve import check_matplotlib
 
     if out is None:
         raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
     if plot is not None:
-        check_matplotlib()
+        optional("matplotlib", "plots", "lottery plot")
     options: dict[str, Any] = {
         "rewind": rewind, "output_rate": output_rate, "conv_rate": conv_rate, "scope": scope,
         "max_layer_sparsity": max_layer_sparsity, "seed": seed,

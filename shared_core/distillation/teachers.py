@@ -7,7 +7,6 @@ so that no process holds a whole one.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -27,9 +26,9 @@ from shared_core.errors import (
     CompatibilityError,
     EffError,
     MatchError,
-    MissingExtraError,
     TrainingError,
 )
+from shared_core.libraries import optional
 from shared_core.modules.four_bits import linear_of_four_bits
 from shared_core.modules.running_average import move_towards_
 
@@ -91,25 +90,18 @@ def is_plain(weight: Tensor) -> bool:
 
 
 def _to_int8_(teacher: nn.Module, names: list[str]) -> None:
-    torchao: Any = _library("torchao.quantization", "torchao")
+    torchao: Any = optional("torchao.quantization", "torchao", "distill")
     torchao.quantize_(teacher, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name in names)
 
 
 def _to_nf4_(teacher: nn.Module, names: list[str]) -> None:
-    _library("bitsandbytes", "bnb")
+    optional("bitsandbytes", "bnb", "distill")
     for name in names:
         linear = teacher.get_submodule(name)
         weight: Tensor = linear.weight.detach()  # type: ignore[assignment, operator]
         layer = linear_of_four_bits(weight, bias=linear.bias is not None)
         layer.bias = linear.bias
         teacher.set_submodule(name, layer.train(linear.training))
-
-
-def _library(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError("distill", name.partition(".")[0], extra) from error
 
 
 def shard_like_(teacher: nn.Module, student: nn.Module) -> None:

@@ -14,6 +14,7 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import ConfigError, EffError, nearest
+from shared_core.modules.calls import modes_restored
 
 
 def check_reported(option: str, metric: str, reported: Collection[str]) -> None:
@@ -78,7 +79,6 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
     """
     random, own = rng_state(), OwnGenerators(*data)
     drawn = own.states()
-    modes = [(module, module.training) for module in model.modules()]
     # The dicts too: a forward may register or replace buffers.
     held = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -87,7 +87,8 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
         # Lists and dicts of a trainer are copied for the evaluation to write into.
         vars(owner).update({name: _copied(value) for name, value in attributes.items() if type(value) in (list, dict)})
     try:
-        yield
+        with modes_restored(model):
+            yield
     finally:
         for owner, attributes in before:
             for name in vars(owner).keys() - attributes.keys():
@@ -101,8 +102,6 @@ def without_trace(model: nn.Module, *owners: Any, data: Iterable[Any] = ()) -> I
                 module._buffers.update(buffers)
             for buffer, value in values:
                 buffer.copy_(value)
-        for module, training in modes:
-            module.training = training
         # Data sets' generators, then the global ones: making the former may draw.
         own.restore(drawn)
         set_rng_state(random)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared_core.errors import ConfigError, MissingExtraError, TrainingError
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.files.journal import read_object, write_object
+from shared_core.libraries import optional
 
 EXECUTORS = ("local", "submitit", "ray")
 _TIME_LIMITS = ("timeout_min", "slurm_time")
@@ -122,7 +123,7 @@ class SubmititExecutor:
     """
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
-        submitit = _library("submitit", "slurm", where)
+        submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
         if not any(name in parameters for name in _TIME_LIMITS):
             raise ConfigError(
                 where,
@@ -183,7 +184,7 @@ class RayExecutor:
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], where: str) -> None:
-        self._ray, self._where, given = _library("ray", "ray", where), where, dict(options)
+        self._ray, self._where, given = optional("ray", "ray", f"{where}: --executor ray"), where, dict(options)
         try:
             self._ray.init(address=given.pop("address", None), ignore_reinit_error=True, log_to_driver=False)
             self._task = self._ray.remote(run_training).options(max_retries=0, **given)
@@ -242,10 +243,3 @@ def _interruptible_children() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _library(name: str, extra: str, where: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(f"{where}: --executor {name}", name, extra) from error

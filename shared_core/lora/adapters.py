@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
 from shared_core.errors import CompatibilityError, MatchError, nearest
+from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.expert_adapters import AdaptedStack, stacks_of
 from shared_core.lora.quantized_base import (
     float_weight,
     freeze,
     frozen_tensors,
-    library,
     linear_of,
     restore_,
 )
@@ -166,7 +166,7 @@ def _inject(
 
     Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
     """
-    peft = library("peft", "lora")
+    peft = optional("peft", "lora", "lora")
     paths = {id(module): path for path, module in model.named_modules()}
     where = {name: paths[id(module)] for name, module in layers.items()}
     # Frozen before anything of the model is replaced: an error leaves it whole.

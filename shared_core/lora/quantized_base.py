@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import cut, fill_, whole
-from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.modules.four_bits import dequantized, linear_of_four_bits
 from shared_core.modules.weight_views import as_rows
@@ -22,18 +22,6 @@ from shared_core.quantization.layers.fake_quant_layers import is_quantized
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
 _INT8_MAX = 127.0
-
-
-def library(name: str, extra: str) -> Any:
-    """Return an optional library.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtraError("lora", name, extra) from error
 
 
 @contextlib.contextmanager
@@ -56,7 +44,7 @@ def int8_sums_exactly() -> bool:
 
     Where the processor has AVX-512 it is `torch._int_mm` (0.50), which leads to oneDNN: that obeys ONEDNN_MAX_CPU_ISA.
     """
-    library("bitsandbytes", "bnb")
+    optional("bitsandbytes", "bnb", "lora")
     rows, inputs, outputs = 17, 64, 32
     # 127 * 127 * 64 = 1032256 exceeds what 16-bit pairs hold: kernels without VNNI saturate.
     codes = (torch.full((count, inputs), 127, dtype=torch.int8, device="cpu") for count in (rows, outputs))
@@ -85,7 +73,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         raise TrainingError("lora", "weights must be finite before they are quantised, got NaN or infinity")
     if config.base == "none":
         return linear
-    bnb = library("bitsandbytes", "bnb")
+    bnb = optional("bitsandbytes", "bnb", "lora")
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     layer: Any

@@ -16,6 +16,7 @@ from shared_core.engine.claims import Claim, Gone, Same
 from shared_core.engine.preview import Ability, Event, Touched, needs
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.libraries import optional
 from shared_core.lora.adapters import (
     adapters,
     base_weight,
@@ -28,7 +29,7 @@ from shared_core.lora.adapters import (
 )
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.expert_adapters import AdaptedStack
-from shared_core.lora.quantized_base import frozen_tensors, library, on_device, on_grid, on_qat_grid, restore_
+from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.noise import relative_error, sqnr
@@ -100,7 +101,7 @@ class Lora(Technique):
             CompatibilityError: If the model has adapters already, or bitsandbytes does not run on its device.
             TrainingError: If a weight is not finite.
         """
-        library("peft", "lora")
+        optional("peft", "lora", "lora")
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
             raise CompatibilityError("lora", "model must have no adapters yet, got peft's", "merge them, or drop lora")
         if any(map(is_sharded, model.parameters())):

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from shared_core.errors import ConfigError, MissingExtraError, nearest
+from shared_core.errors import ConfigError, nearest
 from shared_core.files.atomic import atomic_write
+from shared_core.libraries import optional
 
 _SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "ppl", "error", "err", "wer", "cer", "mae", "mse", "rmse", "nll"})
 _USUAL = ("eval_loss", "val_loss")
@@ -95,7 +96,7 @@ class TicketCurve:
         Raises:
             MissingExtraError: If matplotlib is not installed.
         """
-        check_matplotlib()
+        optional("matplotlib", "plots", "lottery plot")
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6.4, 4.2), layout="constrained")
@@ -199,11 +200,3 @@ def _quality(history: list[tuple[int, float]], which: str, larger: bool) -> floa
 
 def _as_good(value: float, than: float, larger: bool) -> bool:
     return value >= than if larger else value <= than
-
-
-def check_matplotlib() -> None:
-    """Raise `MissingExtraError` unless plots can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("lottery plot", "matplotlib", "plots") from error

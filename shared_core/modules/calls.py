@@ -84,16 +84,23 @@ def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode; afterwards each has its own mode again."""
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Give each module afterwards the mode that it has now, training or evaluation."""
     # Modules one by one: a user may have left some in eval mode (frozen BatchNorm), and train() would wake these.
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode; afterwards each has its own mode again."""
+    with modes_restored(model):
+        model.eval()
+        yield
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from shared_core.errors import ConfigError, MissingExtraError
+from shared_core.errors import ConfigError
+from shared_core.libraries import optional
 
 Spending = tuple[float, float, int]
 """Noise multiplier, sample rate, steps."""
@@ -25,9 +25,7 @@ def opacus(module: str) -> Any:
     """
     handlers = list(logging.root.handlers)
     try:
-        return importlib.import_module(f"opacus.{module}")
-    except ImportError as error:
-        raise MissingExtraError("dp", "opacus", "privacy") from error
+        return optional(f"opacus.{module}", "privacy", "dp")
     finally:
         logging.root.handlers[:] = handlers  # opacus (1.6) calls logging.basicConfig
 

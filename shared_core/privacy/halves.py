@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from shared_core.distributed.collectives import any_rank
 from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.modules.calls import modes_restored
 
 _STATE_DIMS = 3
 
@@ -34,16 +35,14 @@ def losses_of_halves(
     # all processes or none: a sharded module gathers its weights in every forward
     if any_rank(rows < 2 or _is_unclear(batch, rows), next(model.parameters()).device):
         return None
-    modes, random = {part: part.training for part in model.modules()}, rng_state()
-    for part in modes:  # dropout would differ, and hooks would keep what they see; `eval` is more than this to a loop
-        part.training = False
+    random = rng_state()
     try:
-        with torch.no_grad():
+        with modes_restored(model), torch.no_grad():
+            for part in model.modules():  # dropout would differ, and hooks keep what they see; `eval` is more to a loop
+                part.training = False
             outputs = [run(part) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
     finally:
         set_rng_state(random)
-        for part, mode in modes.items():
-            part.training = mode
     found: list[Any] = [
         output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output) for output in outputs
     ]

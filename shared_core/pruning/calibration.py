@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.modules.block_calls import solve_in_order
-from shared_core.modules.calls import call_on_batch
+from shared_core.modules.calls import call_on_batch, evaluating
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.second_order import compensated
 from shared_core.pruning.config import PruneConfig
@@ -163,27 +163,27 @@ class Calibration:
 
     @contextlib.contextmanager
     def _prepared(self, *, gradients: bool) -> Iterator[None]:
-        modes = [(module, module.training) for module in self._model.modules()]
         dropouts = [(each, each.dropout) for each in self._scorer.modules.values() if isinstance(each, nn.RNNBase)]
         before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in self._model.parameters()]
         try:
-            self._model.eval()
-            for module in self._scorer.modules.values():
-                # scorers count forwards in train mode; linear and convolutional layers do the same in either, and
-                # recurrent ones without dropout, whose backward cuDNN has in train mode alone
-                module.training = not isinstance(module, nn.MultiheadAttention)
-                if isinstance(module, nn.RNNBase):
-                    module.dropout = 0.0
             for tensor, _, _ in before if gradients else ():
                 tensor.grad = None
             for name in self._scorer.modules if gradients else ():
                 self._tensors[name].requires_grad_(True)  # a frozen one that include names
-            # a graph that was compiled before there were hooks would run without them
-            with torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
+            with (
+                evaluating(self._model),
+                torch.set_grad_enabled(gradients),
+                # a graph that was compiled before there were hooks would run without them
+                torch.compiler.set_stance("force_eager"),
+            ):
+                for module in self._scorer.modules.values():
+                    # scorers count forwards in train mode; linear and convolutional layers do the same in either, and
+                    # recurrent ones without dropout, whose backward cuDNN has in train mode alone
+                    module.training = not isinstance(module, nn.MultiheadAttention)
+                    if isinstance(module, nn.RNNBase):
+                        module.dropout = 0.0
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
             for recurrent, dropout in dropouts:
                 recurrent.dropout = dropout
             for tensor, gradient, required in before:

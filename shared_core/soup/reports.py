@@ -15,8 +15,9 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from shared_core.errors import ConfigError, MissingExtraError
+from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
+from shared_core.libraries import optional
 from shared_core.soup.adapters import AdapterWeights
 from shared_core.soup.diagnosis import ALPHAS, Diagnosis
 from shared_core.soup.greedy import SoupResult
@@ -99,7 +100,7 @@ def path_plot(result: SoupResult, file: str | Path) -> Path:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    check_matplotlib()
+    optional("matplotlib", "plots", "soup plot")
     from matplotlib.figure import Figure
 
     rows = [row for row in result.history if not row["reason"].startswith("left out")]
@@ -119,17 +120,9 @@ def path_plot(result: SoupResult, file: str | Path) -> Path:
     return Path(file)
 
 
-def check_matplotlib() -> None:
-    """Raise `MissingExtraError` unless plots can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("soup plot", "matplotlib", "plots") from error
-
-
 def check_plot(file: Path) -> None:
     """Raise an error unless a plot can be drawn into a file of this name: `MissingExtraError`, `ConfigError`."""
-    check_matplotlib()
+    optional("matplotlib", "plots", "soup plot")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
@@ -180,7 +173,7 @@ def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    check_matplotlib()
+    optional("matplotlib", "plots", "soup plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
+from shared_core.libraries import optional
 from shared_core.modules.calls import call_model
 from shared_core.modules.matching import match_modules
 from shared_core.numerics.noise import decibels, sqnr
@@ -182,10 +183,7 @@ def _step(config: TorchaoMethodConfig, layer: nn.Linear, convert: bool) -> Any:
 
 def _torchao(module: str, name: str) -> Any:
     """Return a name of torchao's, or say which version lacks it: prototypes move between versions."""
-    try:
-        torchao = importlib.import_module("torchao")
-    except ImportError as error:
-        raise MissingExtraError(WHERE, "torchao", "torchao") from error
+    torchao = optional("torchao", "torchao", WHERE)
     try:
         return getattr(importlib.import_module(f"torchao.{module}"), name)
     except (ImportError, AttributeError) as error:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared_core.errors import CheckpointError, MissingExtraError
+from shared_core.errors import CheckpointError
+from shared_core.libraries import optional
 
 PIECE = 1 << 20
 # 2^16 · 2^(i/8): as whole numbers, because two machines may disagree in the last digit of a power
@@ -51,7 +52,7 @@ def encode(streams: Sequence[tuple[NDArray[np.integer], bytes]]) -> bytes:
     Raises:
         MissingExtraError: If constriction is not installed.
     """
-    library = _constriction()
+    library = optional("constriction", "compress", "compress")
     coder = library.stream.stack.AnsCoder()  # a stack: what is encoded last is decoded first
     # Last stream first, and each from its last piece to its first: the decoder meets the first symbol first.
     for symbols, table in reversed(streams):
@@ -76,7 +77,7 @@ class Decoder:
     """
 
     def __init__(self, data: bytes) -> None:
-        self._library = _constriction()
+        self._library = optional("constriction", "compress", "compress")
         # ANS never leaves a leading zero word: one there was put there by somebody.
         if len(data) % 4 or data[-4:] == b"\0\0\0\0":
             raise CheckpointError(
@@ -113,14 +114,6 @@ def _model(library: Any, table: bytes) -> Any:
         )
     # perfect=False is the library's stable way of rounding: sums and products of float64, the same on every machine
     return library.stream.model.Categorical(np.array(weights), perfect=False)
-
-
-def _constriction() -> Any:
-    try:
-        import constriction
-    except ImportError as error:
-        raise MissingExtraError("compress", "constriction", "compress") from error
-    return constriction
 
 
 WIDTHS = range(1, 9)

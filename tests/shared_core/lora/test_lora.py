@@ -63,7 +63,7 @@ def test_nf4_is_the_nearest_code_of_a_block(shape, bias):
 
 
 def test_int8_is_refused_where_its_sums_saturate(monkeypatch):
-    lora_base.library("bitsandbytes", "bnb")
+    lora_base.optional("bitsandbytes", "bnb", "lora")
     lora_base.int8_sums_exactly.cache_clear()
     saturated = torch.full((17, 32), 2**15 - 1, dtype=torch.int32)
     monkeypatch.setattr(torch.ops.bitsandbytes, "int8_linear_matmul", lambda *codes: saturated)
