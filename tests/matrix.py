@@ -32,7 +32,7 @@ POINTS = {  # the Python, then torch and the others; Triton's interpreter (3.6, 
     "5.0": ["3.11", "torch==2.11.*", "transformers==5.0.*", "accelerate==1.10.*", *lightning("2.5.6")],
     "5.5": ["3.11", "torch==2.13.*", "transformers==5.5.4", "accelerate==1.11.*", *lightning("2.6.1")],
     "5.16": ["3.11", "torch==2.13.*", "transformers==5.16.1", "accelerate==1.13.*", *lightning("2.6.4")],
-    "newest": ["3.13", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning"],
+    "newest": ["3.14", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning"],
 }
 FILES = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "mark.matrix" in path.read_text("utf-8"))
 
