@@ -24,6 +24,7 @@ from shared_core.distillation.losses.features import (
     hidden_mse,
     relation_sum,
 )
+from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
 
@@ -379,6 +380,7 @@ class HiddenPairs(WatchedPairs):
             if inputs is not None and outputs is not None and inputs != outputs:
                 self._projections[index] = _projection(inputs, outputs, student, generator)
                 student.register_parameter(f"{_NAME}{index}", self._projections[index])
+                self._handles.append(modules[0].register_forward_hook(_Joined(self._projections[index])))
         # trained like any parameter, and in no state dict: a checkpoint is the plain student's
         self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
@@ -428,7 +430,15 @@ class HiddenPairs(WatchedPairs):
             return normalise(total / count.clamp(min=1) * positions, positions)
         if index in self._projections:
             # W: (teacher's width, student's width), FitNets' regressor without a bias.
-            features = F.linear(features, self._projections[index])
+            weight = self._projections[index]
+            if features.shape[-1] != weight.shape[1]:  # of an activation inside a block, say
+                raise ConfigError(
+                    "distill",
+                    f"hidden features of {names[0]} must have the width of the layer registered last before them, "
+                    f"{weight.shape[1]}, got {features.shape[-1]}",
+                    "name the layer or the block that gives them out",
+                )
+            features = F.linear(features, weight)
         if features.shape != targets.shape:
             raise ConfigError(
                 "distill",
@@ -465,6 +475,39 @@ class HiddenPairs(WatchedPairs):
                     "distill", "saved projections must be of these hidden pairs", "resume with the same"
                 )
             weight.copy_(saved)
+
+
+class _Joined:
+    """Forward hook that puts a projection into the graph of its module's output, whose values stay.
+
+    DDP that looks for unused parameters, as the Hugging Face Trainer's does, walks the graph of what forward returns.
+    A projection serves the loss alone: it would be taken for unused, and its gradient then be one too many.
+    """
+
+    def __init__(self, projection: nn.Parameter) -> None:
+        self._projection: nn.Parameter | None = projection
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._projection is None or not (has_group() and torch.is_grad_enabled()):
+            return None
+        joined = _Join.apply(_tensor(output, type(module).__name__), self._projection)  # type: ignore[no-untyped-call]
+        if isinstance(output, Tensor):
+            return joined
+        rest = (joined, *output[1:])
+        return output._make(rest) if hasattr(output, "_make") else type(output)(rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_projection": None}  # a copied or pickled model does not distil
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, projection: Tensor) -> Tensor:
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
 def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.Generator) -> nn.Parameter:

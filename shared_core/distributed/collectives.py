@@ -41,14 +41,19 @@ _IS_BUILT_IN = dist.is_available()
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if _IS_BUILT_IN else {}
 
 
+def has_group() -> bool:
+    """Return whether there is a process group, of one process or more."""
+    return _IS_BUILT_IN and dist.is_initialized()
+
+
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
-    return dist.get_world_size() if _IS_BUILT_IN and dist.is_initialized() else 1
+    return dist.get_world_size() if has_group() else 1
 
 
 def rank() -> int:
     """Return this process's rank, 0 without a process group."""
-    return dist.get_rank() if _IS_BUILT_IN and dist.is_initialized() else 0
+    return dist.get_rank() if has_group() else 0
 
 
 def is_main() -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_ddp import AVERAGED, train, weights
+from hf_ddp import AVERAGED, train, weights, with_features
 from two_ranks import run_two_ranks, saved_by_two_ranks
 
 SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "hf_ddp.py"
@@ -28,6 +28,12 @@ def assert_close(found, expected):
 def test_two_processes_train_and_go_on_from_what_one_saved_as_one_does(runs, name):
     for tensors in runs["tensors"]:
         assert_close(tensors[name], runs["alone"])
+
+
+def test_projected_features_are_learned_by_two_processes_as_by_one(runs, tmp_path):
+    alone = weights(train(tmp_path, with_features())[0])
+    for tensors in runs["tensors"]:
+        assert_close(tensors["features"], alone)
 
 
 def test_one_process_goes_on_from_what_two_saved(runs, tmp_path):

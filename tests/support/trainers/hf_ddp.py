@@ -21,7 +21,13 @@ from conftest import make_arguments, make_language_model, make_texts
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 AVERAGED = {"average": {"kind": "ema", "decay": 0.7, "every": 2}, "prune": {"sparsity": 0.6, "begin": 1, "end": 5}}
+PROJECTED = ["model.layers.*.mlp=model.layers.*.mlp"]
 STEPS, BATCH = 6, 4
+
+
+def with_features():
+    """Return a recipe whose teacher has other widths: its projections are in no output of the student."""
+    return {"distill": {"teacher": make_language_model(seed=9, hidden_size=32), "hidden": PROJECTED}}
 
 
 class InOrder(Trainer):
@@ -83,6 +89,7 @@ def refused(folder):
 def work(rank, folder):
     tensors, told = {"two": weights(train(folder / "two", AVERAGED)[0])}, {}
     tensors["grown"] = weights(train(folder / "grown", AVERAGED, resume=str(folder / "one" / "checkpoint-3"))[0])
+    tensors["features"] = weights(train(folder / "features", with_features())[0])
     flags = {
         "arguments_class": EffTrainingArguments,
         "comm_hook": "powersgd",
