@@ -127,15 +127,15 @@ def test_gradual_pruning_is_judged_beside_both_one_shots(folder):
         assert pruning.run(0, name, mnist(folder), 10)["exact"]
 
 
-def test_each_width_is_judged_by_how_it_changes_the_number_of_errors(folder):
+def test_each_width_is_judged_by_how_it_changes_the_number_of_errors():
     runs = Runs()
-    widths = {"8 bits": 98, "4 bits": 99, "3 bits": 101, "2 bits": 110}
+    widths = {"8 bits": 98, "4 bits": 99, "3 bits": 101, "2 bits": 111}
     for title in quantization.NETS:
         for seed in range(quantization.SEEDS):
             found = {"float": 100, "float, trained on": 90, **widths, "4 bits": 98 + seed}
             runs.of(f"{title}, seed {seed}", lambda found=found: found)
     rows = quantization.measure(((), (range(10_000),)), False, runs)
-    assert [row.met for row in rows] == 2 * [None, True, True, True, True]
+    assert [row.met for row in rows] == 2 * [None, True, True, True, False]
 
 
 def test_what_lsq_trains_has_so_many_bits_in_weights_and_inputs(folder, monkeypatch):
@@ -175,19 +175,13 @@ def test_factors_hold_the_share_of_weights_that_their_row_tells(folder, monkeypa
     rows = low_rank.measure(mnist(folder), True, Runs())
     sizes = [sum(value.numel() for value in model.parameters()) - 1_410 for model in trained[1:]]
     assert sizes[0] == 265_200
-    assert [f"{size / sizes[0]:.0%} of" in row.what for size, row in zip(sizes[1:], rows[1:], strict=True)] == 3 * [
-        True
-    ]
+    assert all(f"{size / sizes[0]:.0%} of" in row.what for size, row in zip(sizes[1:], rows[1:], strict=True))
 
 
 def test_a_soup_is_never_below_its_best_member_where_it_was_chosen(folder, monkeypatch):
     monkeypatch.setattr(soup, "MEMBERS", 3)
-    chosen, test, moved = soup.measure(mnist(folder), True, Runs())
+    chosen, _, _ = soup.measure(mnist(folder), True, Runs())
     assert chosen.met
-    assert [row.what.split(", ")[1].split(":")[0] for row in (test, moved)] == [
-        "test images",
-        "test images moved by up to two pixels",
-    ]
 
 
 def test_private_directions_and_training_stay_within_epsilon(folder, monkeypatch):
