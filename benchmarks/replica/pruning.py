@@ -107,9 +107,10 @@ def hidden_weights(model: nn.Module) -> list[Tensor]:
 
 
 def is_as_asked(weights: Sequence[Tensor], recipe: dict[str, Any]) -> bool:
-    """Return whether exactly as many weights are zero as the recipe says, in each group of four if it is 2:4."""
+    """Return whether exactly as many weights are zero as the recipe says, in each group if there are any."""
     if recipe.get("granularity") == "n_m":
-        return all(bool((weight.view(-1, 4).count_nonzero(dim=1) == 2).all()) for weight in weights)
+        kept, of = map(int, recipe.get("n_m", "2:4").split(":"))
+        return all(bool((weight.view(-1, of).count_nonzero(dim=1) == kept).all()) for weight in weights)
     zeros = [int((weight == 0).sum()) for weight in weights]
     sizes, sparsity = [weight.numel() for weight in weights], recipe.get("sparsity", 0.0)
     if recipe.get("criterion") == "wanda":  # the weights of one output compete

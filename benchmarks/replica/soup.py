@@ -10,11 +10,12 @@ others are reported.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from digits28 import Batch, augment, digits, lenet, validation_digits
+from digits28 import Batch, View, augment, digits, lenet, validation_digits
 from measure import Row
 from replicas import Runs, main, mean, spread
 from torch import Tensor, nn
@@ -29,14 +30,16 @@ SHIFT = 1.3
 """How much further test images are moved than those of the training."""
 
 
-def trained(start: nn.Module, data: Batch, rate: float, decay: float, steps: int, seed: int) -> nn.Module:
+def trained(
+    start: nn.Module, data: Batch, rate: float, decay: float, steps: int, seed: int, view: View = augment
+) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     model = lenet(0)
     model.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay, fused=True)
     for chosen in torch.randint(len(data[0]), (steps, BATCH), generator=generator):
         optimizer.zero_grad()
-        F.cross_entropy(model(augment(data[0][chosen], generator)), data[1][chosen]).backward()
+        F.cross_entropy(model(view(data[0][chosen], generator)), data[1][chosen]).backward()
         optimizer.step()
     return model.eval()
 
@@ -50,17 +53,22 @@ def views(data: Batch, strength: float = 1.0) -> Batch:
 class Experiment:
     """The members of one seed and what they are measured on."""
 
-    def __init__(self, seed: int, quick: bool) -> None:
+    def __init__(self, made: Iterable[nn.Module], **measured_on: Batch) -> None:
+        """Take the members, and the images to choose on and to report, the former first."""
+        self.measured_on = measured_on
+        self.members: list[dict[str, Tensor]] = [dict(model.state_dict()) for model in made]
+        self._model = lenet(0).eval()
+
+    @classmethod
+    def on_digits(cls, seed: int, quick: bool) -> Experiment:
         train, test = digits(seed)
         few = train[0][:LABELLED], train[1][:LABELLED]
         shorten = 20 if quick else 1
-        self.chosen_on, self.test, self.shifted = views(validation_digits(seed)), views(test), views(test, SHIFT)
         start = trained(lenet(seed), few, 2e-3, 0.0, START_STEPS // shorten, seed)
         search = [(RATES[i % 4], DECAYS[i // 4 % 2], STEPS // shorten) for i in range(MEMBERS)]
         wild = [(WILD_RATE, 0.0, WILD_STEPS // shorten)] * WILD
         made = [trained(start, few, *options, 100 * seed + i) for i, options in enumerate([*search, *wild])]
-        self.members: list[dict[str, Tensor]] = [dict(model.state_dict()) for model in made]
-        self._model = lenet(0).eval()
+        return cls(made, chosen_on=views(validation_digits(seed)), test=views(test), shifted=views(test, SHIFT))
 
     def accuracy(self, weights: dict[str, Tensor], data: Batch) -> float:
         self._model.load_state_dict(weights)
@@ -69,13 +77,13 @@ class Experiment:
 
     def souped(self, members: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Return the accuracies of the best single member, of the mean member and of both soups."""
-        singles = [self.accuracy(weights, self.chosen_on) for weights in members]
+        chosen_on = self.measured_on["chosen_on"]
+        singles = [self.accuracy(weights, chosen_on) for weights in members]
         best = members[max(range(len(members)), key=singles.__getitem__)]
-        greedy = greedy_soup(members, lambda weights: self.accuracy(weights, self.chosen_on))
+        greedy = greedy_soup(members, lambda weights: self.accuracy(weights, chosen_on))
         of = {"best": best, "uniform": uniform_soup(members), "greedy": greedy.state_dict}
         found: dict[str, Any] = {"ingredients": len(greedy.ingredients)}
-        for where in ("chosen_on", "test", "shifted"):
-            data = getattr(self, where)
+        for where, data in self.measured_on.items():
             found |= {f"{name} {where}": self.accuracy(weights, data) for name, weights in of.items()}
             found[f"mean {where}"] = mean([self.accuracy(weights, data) for weights in members])
         return found
@@ -87,7 +95,7 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
         experiment = None
         for name in found:
             if f"{name}, seed {seed}" not in runs:
-                experiment = experiment or Experiment(seed, quick)
+                experiment = experiment or Experiment.on_digits(seed, quick)
             members = [] if experiment is None else experiment.members[: MEMBERS if name == "search" else None]
             found[name].append(
                 runs.of(f"{name}, seed {seed}", lambda e=experiment, m=members: e.souped(m))  # type: ignore[misc]

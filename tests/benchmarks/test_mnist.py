@@ -6,7 +6,18 @@ import struct
 import pytest
 import torch
 from mnist import Drawn, errors, mnist
-from papers import compression, distillation, lottery_ticket, one_shot_ticket, privacy, pruning
+from papers import (
+    compression,
+    distillation,
+    lottery_ticket,
+    low_rank,
+    one_shot_ticket,
+    precision,
+    privacy,
+    pruning,
+    quantization,
+    soup,
+)
 from replicas import Published, Runs, published_table, reaches
 
 from shared_core.errors import ConfigError
@@ -104,15 +115,73 @@ def test_gradual_pruning_is_judged_beside_both_one_shots(folder):
     runs = Runs()
     for seed in range(pruning.SEEDS):
         for name in pruning.variants():
-            others = {"0.9 at 0.6": 96.9, "0.95 gradual": 97.0, "0.95 at 0.2": 97.06 - 0.1 * seed}
+            others = {"4:8 SR-STE": 96.0, "0.9 at 0.6": 96.9, "0.95 gradual": 97.0, "0.95 at 0.2": 97.06 - 0.1 * seed}
             accuracy = others.get(name, 96.5)
             runs.of(f"{name}, seed {seed}", lambda accuracy=accuracy: {"accuracy": accuracy, "exact": True})
-    _, worse, better, _, n_m, exact = pruning.measure(((), ()), False, runs)
+    _, worse, better, _, n_m, wider, exact = pruning.measure(((), ()), False, runs)
     assert (worse.ours, worse.met) == ("0.00 ± 0.00, -0.40 ± 0.00", False)
     assert (better.ours, better.met) == ("0.04 ± 0.10, 0.50 ± 0.00", True)
-    assert (n_m.ours, n_m.met, exact.ours) == ("0.00 ± 0.00", True, "36 of 36")
-    trained = pruning.run(0, pruning.variants()["0.9 gradual"], mnist(folder), 10)
-    assert trained["exact"]
+    assert (n_m.ours, n_m.met, exact.ours) == ("0.00 ± 0.00", True, "45 of 45")
+    assert (wider.ours, wider.met) == ("-0.50 ± 0.00", False)
+    for name in ("0.9 gradual", "4:8 SR-STE"):
+        assert pruning.run(0, name, mnist(folder), 10)["exact"]
+
+
+def test_each_width_is_judged_by_how_it_changes_the_number_of_errors():
+    runs = Runs()
+    widths = {"8 bits": 98, "4 bits": 99, "3 bits": 101, "2 bits": 111}
+    for title in quantization.NETS:
+        for seed in range(quantization.SEEDS):
+            found = {"float": 100, "float, trained on": 90, **widths, "4 bits": 98 + seed}
+            runs.of(f"{title}, seed {seed}", lambda found=found: found)
+    rows = quantization.measure(((), (range(10_000),)), False, runs)
+    assert [row.met for row in rows] == 2 * [None, True, True, True, False]
+
+
+def test_what_lsq_trains_has_so_many_bits_in_weights_and_inputs(folder, monkeypatch):
+    trained = []
+    monkeypatch.setattr(quantization, "WIDTHS", {2: 32.4})
+    monkeypatch.setattr(quantization, "errors", lambda model, _: trained.append(model) or 0)
+    quantization.run(quantization.NETS["LeNet-5, first and last layer of 8 bits"], 0, mnist(folder), True)
+    two_bits, images = trained[-1], mnist(folder)[1][0]
+    codes = {name: len(two_bits.get_submodule(name).weight[0].unique()) for name in ("0", "2", "5")}
+    assert max(codes["2"], codes["5"]) <= 4 < codes["0"]
+    seen = []
+    two_bits[5].register_forward_hook(lambda layer, given, _: seen.append(given[0]))
+    two_bits(images)
+    moved = seen[0] + 1e-4 * seen[0].std()
+    assert (two_bits[5](moved) == two_bits[5](seen[0])).float().mean() > 0.9  # a code stands for many values
+
+
+def test_fp8_and_fp16_are_judged_beside_fp32(folder):
+    rows = precision.measure(mnist(folder), True, Runs())
+    assert rows[-1].met  # the flushes that are told are those of a count in float64
+    runs = Runs()
+    for seed in range(precision.SEEDS):
+        accuracy = {"fp32": 97.0, "tensorwise": 96.9 + 0.1 * seed, "delayed": 96.5, "small": 90.0, "scaled": 97.0}
+        for name in ("fp32", *precision.FP8):
+            runs.of(f"fp8, {name}, seed {seed}", lambda reached=accuracy[name]: {"accuracy": reached})
+        for name in precision.FP16:
+            counts = [[[30 * (name == "small"), 60]], [[30 * (name == "small"), 60]]]
+            one = {"accuracy": accuracy.get(name, 97.0), "flushed": 50.0, "counts": counts, "skipped": 1}
+            runs.of(f"fp16, {name}, seed {seed}", lambda one=one: one)
+    met = [row.met for row in precision.measure(mnist(folder), False, runs)]
+    assert met == [None, True, False, None, True, True, True, True]
+
+
+def test_factors_hold_the_share_of_weights_that_their_row_tells(folder, monkeypatch):
+    trained = []
+    monkeypatch.setattr(low_rank, "errors", lambda model, _: trained.append(model) or 0)
+    rows = low_rank.measure(mnist(folder), True, Runs())
+    sizes = [sum(value.numel() for value in model.parameters()) - 1_410 for model in trained[1:]]
+    assert sizes[0] == 265_200
+    assert all(f"{size / sizes[0]:.0%} of" in row.what for size, row in zip(sizes[1:], rows[1:], strict=True))
+
+
+def test_a_soup_is_never_below_its_best_member_where_it_was_chosen(folder, monkeypatch):
+    monkeypatch.setattr(soup, "MEMBERS", 3)
+    chosen, _, _ = soup.measure(mnist(folder), True, Runs())
+    assert chosen.met
 
 
 def test_private_directions_and_training_stay_within_epsilon(folder, monkeypatch):

@@ -192,6 +192,7 @@ def test_all_recipes_leave_the_output_layer_alone():
         ({}, [1, 1, 1, 1], [1, 0, 1, 1]),
         ({"sparsity": 0.5}, [0, 0, 1, 1], [0, 0, 0, 1]),
         ({"sparsity": 0.5, "granularity": "n_m"}, [0, 1, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]),
+        ({"sparsity": 0.5, "granularity": "n_m", "n_m": "4:8"}, [0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 0, 0, 1, 1, 0]),
         ({"sparsity": 0.5, "criterion": "wanda"}, [0, 1, 0, 1, 1, 1, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0]),
     ],
 )
