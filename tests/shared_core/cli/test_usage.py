@@ -20,6 +20,7 @@ from shared_core.cli import main
 )
 def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eff", *given])
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # what `python -m pytest` leaves is no name of it
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
