@@ -141,7 +141,7 @@ class LowRankConfig(TechniqueConfig):
     rank: Any = option(
         flag_type=str,
         help="Rank of the factors: a number (16), a share of the smaller side (0.25), energy:0.95 of each matrix, "
-        "budget:0.5 of all parameters, sensitivity:0.5 by measured loss (eff low-rank alone), or a report of eff "
+        "budget:0.5 of those within reach, sensitivity:0.5 by measured loss (eff low-rank alone), or a report of eff "
         "low-rank (.json).",
     )
     decomposition: Literal["svd", "scaled", "whitened"] = option(

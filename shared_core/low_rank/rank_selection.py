@@ -274,18 +274,22 @@ def _by_itself(each: Candidate, kind: str, value: float) -> int:
 def _by_budget(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None
 ) -> dict[str, int]:
-    """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
+    """Return ranks within a share of all parameters; the full one stands for the layer as it is.
+
+    Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
+    another, so the product of their shares is what is made greatest. A sum would starve large layers at small budgets.
+    """
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():
         if worth is None:
-            energy = each.spectrum.energy().tolist()
+            energy = each.spectrum.energy().clamp(min=torch.finfo(torch.float64).tiny).log().tolist()
             tried = range(config.multiple_of, each.largest + 1, config.multiple_of)
-            gain = {rank: energy[rank - 1] for rank in tried} | {each.full: 1.0}
+            gain = {rank: energy[rank - 1] for rank in tried} | {each.full: 0.0}
         else:
             gain = dict(worth[name])
         ranks[name] = sorted(gain)
-        # At full rank the layer stays as it is: its own parameters, worth 1.
+        # At full rank the layer stays as it is, with its own parameters.
         points[name] = [(rank * each.side if rank <= each.largest else each.numel, gain[rank]) for rank in ranks[name]]
     budget = math.floor(config.rule.value * sum(each.numel for each in found.values()))
     return {name: ranks[name][index] for name, index in share_out(points, budget).items()}

@@ -171,6 +171,27 @@ def test_a_budget_is_kept_and_goes_to_the_layer_that_needs_it():
         factorize(low_rank_net(), {"rank": "budget:0.01", "min_size": 0})
 
 
+def test_a_small_budget_keeps_the_most_of_what_passes_all_layers():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(120, 90), nn.Linear(90, 16)).double()
+    kept, sides = [], (210, 106)
+    for layer in net:
+        squares = torch.linalg.svdvals(layer.weight.detach()).square()
+        kept.append(squares.cumsum(0) / squares.sum())
+    budget = int(0.1 * (120 * 90 + 90 * 16))
+    report = factorize(net, {"rank": "budget:0.1", "min_size": 0, "skip": []})
+    chosen = [layer["rank"] for layer in report.layers]
+    products = {
+        (first, second): float(kept[0][first - 1] * kept[1][second - 1])
+        for first in range(1, 51)
+        for second in range(1, 14)
+        if first * sides[0] + second * sides[1] <= budget
+    }
+    assert products[tuple(chosen)] > 0.9 * max(products.values())  # one step of a layer may not fit
+    sums = {(first, second): float(kept[0][first - 1] + kept[1][second - 1]) for first, second in products}
+    assert chosen[0] > 1 == max(sums, key=sums.get)[0]  # by sums the large layer would keep a single direction
+
+
 def test_sensitivity_measures_which_layer_the_loss_needs():
     torch.manual_seed(0)
     net = nn.ModuleDict({"used": nn.Linear(30, 30), "idle": nn.Linear(30, 30), "head": nn.Linear(30, 2)})
