@@ -112,18 +112,52 @@ class PlainLoop:
         run(surrounding.__exit__, None, None, None)
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(self._optimizer)
-        run(self._session.before_optimizer_step)
+        run(self._before_step)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        run(self._session.after_optimizer_step)
+        run(self._after_step)
         self._optimizer.zero_grad()
         return nanoseconds / 1e9
+
+    def _before_step(self) -> None:
+        self._session.before_optimizer_step()
+
+    def _after_step(self) -> None:
+        self._session.after_optimizer_step()
 
     def host_reads(self) -> int:
         """Return how often the verbs of a step wait for what the device computes."""
         watch = HostReads()
         self.step(watch)
         return watch.count
+
+
+class HandedOver(PlainLoop):
+    """An empty session, and of torch's accessors those alone that handing gradients to float32 values takes.
+
+    Gradients are read and set beside the values, and in the end read again on both sides, as somebody may have put in
+    others, and cleared; versions are read before and after the step, which may write into the values alone.
+    """
+
+    def __init__(self) -> None:
+        self._values, self._is_gone = [nn.Parameter(weight.detach()) for weight in network().parameters()], False
+        super().__init__()
+
+    def _before_step(self) -> None:
+        super()._before_step()
+        parameters = self._optimizer.param_groups[0]["params"]
+        self._gradients = [parameter.grad for parameter in parameters]
+        for value, gradient in zip(self._values, self._gradients, strict=True):
+            value.grad = gradient
+        self._versions = [parameter._version for parameter in parameters]
+
+    def _after_step(self) -> None:
+        super()._after_step()
+        parameters = self._optimizer.param_groups[0]["params"]
+        self._seen = [parameter._version for parameter in parameters], [parameter.grad for parameter in parameters]
+        for value in self._values:
+            self._is_gone |= value.grad is None
+            value.grad = None
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from measure import QUIET_HF, QUIET_LIGHTNING, Row, Spread, Times, added, cpu_seconds, in_turn, main, python
-from speed.bookkeeping import RECIPES, TENSORS, PlainLoop, arithmetic, timed
+from speed.bookkeeping import RECIPES, TENSORS, HandedOver, PlainLoop, arithmetic, timed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -155,8 +155,10 @@ def bookkeeping(rounds: int, calls: int) -> list[Row]:
     """Measure the verbs of each technique beside what they compute."""
     rows = []
     reads: dict[str, int] = {}
-    for key in ("", *RECIPES):
-        loop, alone = PlainLoop(key), arithmetic(key)
+    loops = {key or "an empty session": partial(PlainLoop, key) for key in ("", *RECIPES)}
+    loops["an empty session, and the accessors of torch that primary_weights needs"] = HandedOver
+    for key, make in loops.items():
+        loop, alone = make(), arithmetic(key)
         times: Times = {"verbs": [], "alone": []}
         for _ in range(rounds):
             pairs = [(loop.step(), timed(alone)) for _ in range(calls)]  # by turns, as caches are cold after a step
@@ -166,11 +168,11 @@ def bookkeeping(rounds: int, calls: int) -> list[Row]:
         reads[key] = loop.host_reads()
         rows.append(
             Row(
-                f"bookkeeping of {key or 'an empty session'}, plain loop, {TENSORS} tensors",
+                f"bookkeeping of {key}, plain loop, {TENSORS} tensors",
                 f"{rest.text(0)} µs a step",
                 f"its verbs {verbs_us:.0f} µs, of which arithmetic {1e6 * statistics.median(times['alone']):.0f} µs",
-                target=f"<= {BOOKKEEPING_US:.0f} µs",
-                met=rest.median <= BOOKKEEPING_US,
+                target="" if make is HandedOver else f"<= {BOOKKEEPING_US:.0f} µs",
+                met=None if make is HandedOver else rest.median <= BOOKKEEPING_US,
             )
         )
     waiting = ", ".join(f"{key} {count}" for key, count in reads.items() if count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def transformer(width: int, depth: int = 5) -> nn.Sequential:
     return nn.Sequential(*[Block(width) for _ in range(depth)])
 
 
-def by_torchao(width: int, scheme: str) -> nn.Module:
-    model = transformer(width)
+def by_torchao(width: int, scheme: str, depth: int = 5) -> nn.Module:
+    model = transformer(width, depth)
     weights = (
         IntxFakeQuantizeConfig(torch.int8, "per_channel")
         if scheme == "int8"
@@ -123,19 +123,34 @@ def cost(width: int, tokens: int, rounds: int) -> list[Row]:
     return rows
 
 
-def compiled_cost(width: int, tokens: int, rounds: int) -> list[Row]:
-    """Return a row for each scheme: a compiled step beside the compiled plain one, of two blocks to compile less."""
+def compiled_cost(width: int, tokens: int, rounds: int, beside: Collection[str] = ("int8",)) -> list[Row]:
+    """Return a row for each scheme: a compiled step beside the compiled plain one, of two blocks to compile less.
+
+    Args:
+        width: Of the transformer.
+        tokens: A step.
+        rounds: Measured.
+        beside: Schemes that are measured beside torchao's too.
+    """
     torch._dynamo.reset()
-    recipes = {"plain": {}, **{scheme: {"qat": {"scheme": scheme}} for scheme in SCHEMES}}
-    steps = {name: step_of(transformer(width, 2), width, tokens, recipe, True) for name, recipe in recipes.items()}
+    steps = {"plain": step_of(transformer(width, 2), width, tokens, compiled=True)}
+    for scheme in SCHEMES:
+        steps[scheme] = step_of(transformer(width, 2), width, tokens, {"qat": {"scheme": scheme}}, compiled=True)
+        if scheme in beside:
+            steps[f"torchao {scheme}"] = step_of(by_torchao(width, scheme, 2), width, tokens, compiled=True)
     # the second step of a run has ranges for the first time and is compiled anew
     times = interleaved(steps, rounds=rounds, warmup=3)
+    peers = {}
+    for scheme in beside:
+        peer = f"torchao {scheme}"
+        peers[scheme] = f"torchao, compiled too {milliseconds(times, peer)}, {ratio(times, peer, 'plain').text()}"
     return [
         Row(
             f"{scheme} quantization-aware training, torch.compile, one step of two blocks at {tokens} tokens "
             f"(plain, compiled too: {milliseconds(times, 'plain')})",
             milliseconds(times, scheme),
-            ratio=ratio(times, scheme, "plain").text(3),
+            peers.get(scheme, ""),
+            ratio(times, scheme, "plain").text(3),
             target=f"<= {NEAR:.2f}",
             met=ratio(times, scheme, "plain").median <= NEAR,
         )
@@ -227,7 +242,7 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
     for tokens, compiled in ((512, False), (512, True), *(((64, False), (64, True)) if more else ())):
         rows += of_transformer(384, tokens, rounds=15, compiled=compiled)
     rows += of_one_row(1024, rounds=15)
-    return rows + (compiled_cost(384, 2048, rounds=5) if more else [])
+    return rows + (compiled_cost(384, 2048, rounds=5, beside=SCHEMES) if more else [])
 
 
 if __name__ == "__main__":
