@@ -232,16 +232,8 @@ def test_students_learn_from_what_the_teacher_told(folder, tmp_path, monkeypatch
     monkeypatch.setattr(distillation, "TEACHER_BATCH", 30)
     monkeypatch.setattr(distillation, "HIDDEN", 30)
     rows = distillation.measure(data, True, Runs())
-    assert [row.paper.split(", ")[0] for row in rows] == [
-        "67",
-        "146",
-        "74",
-        "72",
-        "206",
-        "109",
-        "4,730",
-        "1,320 by -7.6",
-    ]
+    papers = [row.paper.split(", ")[0] for row in rows]
+    assert papers == ["67", "146", "74", "72", "206", "109", "4,730", "1,320 by -7.6"]
     made = distillation.Experiment(data, True, tmp_path)
     monkeypatch.setattr(made, "steps", lambda *_: 30)
     threes = data[0][1] == 3
