@@ -106,6 +106,11 @@ class Runs:
     def __contains__(self, name: str) -> bool:
         return name in self._done
 
+    def seeds(self, count: int, run: Callable[[int], dict[str, Any]], title: str = "") -> list[dict[str, Any]]:
+        """Return the results of a run with each seed from 0 on."""
+        before = f"{title}, " if title else ""
+        return [self.of(f"{before}seed {seed}", partial(run, seed)) for seed in range(count)]
+
     def of(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a run, from the file if it was finished earlier."""
         if name not in self._done:

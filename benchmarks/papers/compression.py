@@ -162,10 +162,7 @@ def rows(title: str, net: Net, found: list[dict[str, Any]]) -> list[Published]:
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
     made = []
     for title, net in NETS.items():
-        found = [
-            runs.of(f"{title}, seed {seed}", functools.partial(run, net, seed, data, quick))
-            for seed in range(1 if quick else net.seeds)
-        ]
+        found = runs.seeds(1 if quick else net.seeds, functools.partial(run, net, data=data, quick=quick), title)
         made += rows(title, net, found)
     return made
 

@@ -123,20 +123,16 @@ def best_bias(logits: Tensor, labels: Tensor, digits: list[int]) -> float:
 
 
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
-    found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="eff-teacher-") as folder:
         made = Experiment(data, quick, Path(folder))
         teacher = runs.of("teacher", lambda: {"errors": errors(made.teacher, made.test)})["errors"]
-        students: dict[str, Callable[..., dict[str, Any]]] = {
+        students: dict[str, Callable[[int], dict[str, Any]]] = {
             "alone": functools.partial(made.student, 1.0),
             "taught": functools.partial(made.student, ALPHA),
             "no 3": functools.partial(made.of_some_digits, [*range(3), *range(4, 10)], [3]),
             "7s and 8s": functools.partial(made.of_some_digits, [7, 8], [7, 8]),
         }
-        for name, run in students.items():
-            for seed in range(1 if quick else SEEDS):
-                result = runs.of(f"{name}, seed {seed}", functools.partial(run, seed=seed))
-                found.setdefault(name, []).append(result)
+        found = {name: runs.seeds(1 if quick else SEEDS, run, name) for name, run in students.items()}
 
     def values(name: str, key: str = "errors") -> list[float]:
         return [one[key] for one in found[name]]

@@ -70,10 +70,8 @@ def exact_row(found: Found, rounds: int) -> Published:
 
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
     iterations = 20 if quick else ITERATIONS
-    found = [
-        runs.of(f"seed {seed}", functools.partial(run, seed, data, iterations, BEST, EARLY, HIDDEN))
-        for seed in range(1 if quick else SEEDS)
-    ]
+    search = functools.partial(run, data=data, iterations=iterations, rounds=BEST, controlled=EARLY, rate=HIDDEN)
+    found = runs.seeds(1 if quick else SEEDS, search)
     early, best, control = f"{EARLY} none", f"{BEST} none", f"{EARLY} random_reinit"
     left = {key: f"{mean(values(found, f'{key} left')):.1f} %" for key in (early, best)}
     gain, over = gains(found, best, "0 none"), gains(found, early, control)

@@ -33,9 +33,7 @@ def run(seed: int, data: tuple[Batch, Batch], quick: bool) -> dict[str, Any]:
 
 
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
-    found = [
-        runs.of(f"seed {seed}", functools.partial(run, seed, data, quick)) for seed in range(1 if quick else SEEDS)
-    ]
+    found = runs.seeds(1 if quick else SEEDS, functools.partial(run, data=data, quick=quick))
 
     def told(name: str) -> str:
         return f"{spread([one[name] for one in found], 2)} %"

@@ -19,10 +19,8 @@ SEEDS, ITERATIONS, RATE = 3, 5000, 0.8
 
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
     iterations = 20 if quick else ITERATIONS
-    found = [
-        runs.of(f"seed {seed}", functools.partial(run, seed, data, iterations, 1, 1, RATE))
-        for seed in range(1 if quick else SEEDS)
-    ]
+    search = functools.partial(run, data=data, iterations=iterations, rounds=1, controlled=1, rate=RATE)
+    found = runs.seeds(1 if quick else SEEDS, search)
     dense, ticket, control = "0 none", "1 none", "1 random_reinit"
     left = f"{mean(values(found, f'{ticket} left')):.1f} %"
     gain, sooner = gains(found, ticket, dense), earlier(found, ticket, dense)

@@ -42,10 +42,9 @@ def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Publishe
     steps = 5 if quick else EPOCHS * len(data[0][0]) // BATCH
     recipes = {"fp32": {}, **{name: {"fp8": {"recipe": name, "include": list(HIDDEN)}} for name in FP8}}
     eight = {
-        name: [
-            runs.of(f"fp8, {name}, seed {seed}", functools.partial(eight_bits, seed, recipe, data, steps))
-            for seed in seeds
-        ]
+        name: runs.seeds(
+            len(seeds), functools.partial(eight_bits, recipe=recipe, data=data, steps=steps), f"fp8, {name}"
+        )
         for name, recipe in recipes.items()
     }
     sixteen = {

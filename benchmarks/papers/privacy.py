@@ -11,6 +11,7 @@ were chosen with plain torch on 55,000 of the training images, with the others t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -83,10 +84,8 @@ def run(seed: int, target: float, data: tuple[Batch, Batch], quick: bool) -> dic
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
     rows = []
     for target, (_, epochs, _, paper) in TARGETS.items():
-        found = [
-            runs.of(f"epsilon {target:g}, seed {seed}", lambda seed=seed, target=target: run(seed, target, data, quick))
-            for seed in range(1 if quick else SEEDS)
-        ]
+        trained = functools.partial(run, target=target, data=data, quick=quick)
+        found = runs.seeds(1 if quick else SEEDS, trained, f"epsilon {target:g}")
         accuracies = [one["accuracy"] for one in found]
         rows.append(
             Published(

@@ -84,10 +84,7 @@ def rows(title: str, net: Net, found: list[dict[str, Any]], share: float) -> lis
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
     made = []
     for title, net in NETS.items():
-        found = [
-            runs.of(f"{title}, seed {seed}", functools.partial(run, net, seed, data, quick))
-            for seed in range(1 if quick else SEEDS)
-        ]
+        found = runs.seeds(1 if quick else SEEDS, functools.partial(run, net, data=data, quick=quick), title)
         made += rows(title, net, found, 100 / len(data[1][0]))
     return made
 

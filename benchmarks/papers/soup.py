@@ -8,6 +8,7 @@ up to two pixels.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from digits28 import Batch, lenet
@@ -36,7 +37,7 @@ def run(seed: int, data: tuple[Batch, Batch], quick: bool) -> dict[str, Any]:
 
 
 def measure(data: tuple[Batch, Batch], quick: bool, runs: Runs) -> list[Published]:
-    found = [runs.of(f"seed {seed}", lambda seed=seed: run(seed, data, quick)) for seed in range(1 if quick else SEEDS)]
+    found = runs.seeds(1 if quick else SEEDS, functools.partial(run, data=data, quick=quick))
     rows = []
     for where, what, paper in (
         ("chosen_on", "images chosen on", "never below"),

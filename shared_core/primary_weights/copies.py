@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shared_core.distributed.collectives import local_part
+from shared_core.distributed.collectives import has_group, local_part
 from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, whole
 from shared_core.errors import CheckpointError
 from shared_core.primary_weights.optimizer_swap import dtype_name, moments
@@ -160,7 +159,7 @@ class WideGradients:
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Decide by the process group, and let the next backward accumulate in float32 where that works."""
-        self.reduced_in_16_bit = dist.is_available() and dist.is_initialized()
+        self.reduced_in_16_bit = has_group()
         if not self.reduced_in_16_bit:
             for parameter in parameters:
                 self.widen(parameter)
