@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 from collections import defaultdict
 
 import hypothesis
@@ -18,6 +19,9 @@ if os.environ.get("EFF_TEST_DEVICE", "cpu") != "cpu":  # read by tests/support/p
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.allow_tf32 = False
+if "ATEN_CPU_CAPABILITY" in os.environ:  # torch (2.13) keeps compiled graphs without it in their keys
+    kept = f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), kept))
 MANY_MODULES = 200
 _modules = 0
 
