@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared_core.checkpoint_formats.model_card import CARD, add_section
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.files.atomic import atomic_write
@@ -13,9 +14,6 @@ from shared_core.reports.receipt_page import card_section
 
 if TYPE_CHECKING:
     from hf_eff._trainer_hooks import SessionCallback
-
-CARD = "README.md"
-_BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
 
 
 def tell_in_card(callback: SessionCallback, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,14 +36,3 @@ def leave_section(folder: Path, receipt: Receipt) -> None:
         with atomic_write(card) as temporary:
             temporary.write_text("# Model card\n", encoding="utf-8")
     add_section(card, card_section(receipt.values, has_deployment=(folder / DEPLOYMENT_FILE).is_file()))
-
-
-def add_section(card: Path, section: str) -> None:
-    """Put a section at the end of a card, in place of an earlier one of ours."""
-    text = card.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    after = rest.partition(_END)[2] if begin else ""
-    # Text before and after ours stays: a user may have written on below an earlier section.
-    kept = (before.rstrip() + after).rstrip()
-    with atomic_write(card) as temporary:
-        temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")

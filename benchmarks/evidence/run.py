@@ -257,7 +257,7 @@ def detector() -> dict[str, Any]:
     eff("export models:silero --out made/silero.onnx")
     files = {
         "float": "silero.onnx",
-        "ours": int8("silero", "speech_calibration", "silero-int8", " --set skip=stft_conv"),
+        "ours": int8("silero", "speech_calibration", "silero-int8", " --skip stft_conv"),
         "ours, transform too": int8("silero", "speech_calibration", "silero-int8-all"),
         "peer": "silero-peer.onnx",
     }
@@ -281,7 +281,7 @@ def lines() -> dict[str, Any]:
     files = {
         "float": "reader.onnx",
         "ours": int8("reader", "line_calibration", "reader-int8"),
-        "ours, LSTM in float": int8("reader", "line_calibration", "reader-int8-rnn", " --set skip=*.rnn"),
+        "ours, LSTM in float": int8("reader", "line_calibration", "reader-int8-rnn", " --skip *.rnn"),
         "peer": "reader-peer.onnx",
         "peer, LSTM in float": "reader-peer-rnn.onnx",
     }

@@ -26,7 +26,7 @@ from shared_core.cli.low_rank import LowRankCommand, low_rank
 from shared_core.cli.plan import plan
 from shared_core.cli.privacy import privacy
 from shared_core.cli.prune import PruneCommand, prune
-from shared_core.cli.quantize import quantize
+from shared_core.cli.quantize import QuantizeCommand, quantize
 from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.shrink import shrink
@@ -80,6 +80,8 @@ app = typer.Typer(
     help="Every efficient-training technique, one flag away.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # options are spelled as a recipe spells them, too: --min_size
+    context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
 )
 
 
@@ -122,7 +124,7 @@ app.command(cls=LowRankCommand)(low_rank)
 app.command()(plan)
 app.command()(privacy)
 app.command(cls=PruneCommand)(prune)
-app.command()(quantize)
+app.command(cls=QuantizeCommand)(quantize)
 app.command()(report)
 _SCRIPT = {
     "ignore_unknown_options": True,

@@ -85,7 +85,8 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
             switches = {name for option in options() if option.metavar == "true | false" for name in option.opts}
             spelled = []
             for arg, following in zip(args, [*args[1:], ""], strict=False):
-                spelled += [arg, "true"] if arg in switches and following not in ("true", "false") else [arg]
+                is_alone = arg.replace("_", "-") in switches and following not in ("true", "false")
+                spelled += [arg, "true"] if is_alone else [arg]
             return super().parse_args(ctx, spelled)
 
         def invoke(self, ctx: Any) -> Any:

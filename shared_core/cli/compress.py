@@ -126,7 +126,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _goes_along(file: Path) -> bool:
-    return file.suffix in _SUFFIXES and file.name not in _LEFT_BEHIND and not file.name.startswith(".")
+    left_behind = file.name in _LEFT_BEHIND or file.name.startswith(".") or file.name.endswith(".eff.json")
+    return file.suffix in _SUFFIXES and not left_behind
 
 
 def _files(model: Path) -> dict[str, bytes]:

@@ -53,6 +53,8 @@ def _show(told: dict[str, Any]) -> None:
 
     def table(title: str, rows: Sequence[tuple[str, ...]]) -> None:
         drawn = Table(title=title, title_justify="left", show_header=False)
+        for _ in rows[0]:
+            drawn.add_column(overflow="fold")  # commands to copy must be whole
         for row in rows:
             drawn.add_row(*row)
         console.print(drawn)

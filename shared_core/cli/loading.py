@@ -225,7 +225,7 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
-_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json")
+_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json", ".eff.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
 _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
 

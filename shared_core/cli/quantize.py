@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights, bar
+from shared_core.cli.arguments import (
+    AsJson,
+    Evaluate,
+    Model,
+    Out,
+    Weights,
+    bar,
+    command_with_options,
+    given_options,
+)
 from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
 from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
@@ -35,10 +44,14 @@ PLAN_FILE = "plan.yaml"
 _FLAGS = {"evaluate": "eval", "set_options": "set"}
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
 _OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
-_PLACES = ("as_json", "out", "report")  # where a report goes does not change it
+_PLACES = ("as_json", "context", "out", "report")  # where a report goes does not change it
+QuantizeCommand = command_with_options(
+    "shared_core.quantization.config", "QatConfig", lambda: ("scheme", *_OF_TRAINING)
+)
 
 
 def quantize(
+    context: typer.Context,
     model: Model,
     out: Out,
     scheme: Annotated[
@@ -59,9 +72,7 @@ def quantize(
     batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
     set_options: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="Another option of qat (or of --method) as NAME=VALUE, such as range=kl; may be repeated."
-        ),
+        typer.Option("--set", help="An option of --method, such as damping=0.05, or of qat; may be repeated."),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A bit plan that was saved as YAML; its scheme holds unless --scheme is given.")
@@ -130,6 +141,7 @@ def quantize(
     exact values, become float32. With --method awq or smoothquant the weights are plain too, no deployment file is
     written, and quality is that of torchao's kernels. Under torchrun the processes share the calibration batches.
     """
+    set_options = [f"{name}={value}" for name, value in given_options(context).items()] + (set_options or [])
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
     from shared_core.distributed.job import Job
     from shared_core.tools.quantize.study import QuantizationStudy, model_bytes, static_input
@@ -159,7 +171,7 @@ def quantize(
         raise ConfigError(
             "eff quantize", "--largest-loss must stand without --plan, which it would make", "leave one out"
         )
-    config, by_torchao, gptq = _configs(scheme, method, plan, _options(set_options or []))
+    config, by_torchao, gptq = _configs(scheme, method, plan, _options(set_options))
     asked["scheme"] = asked["scheme"] if method else config.scheme
     settings = _attack_settings(attack_eps, attack_range, attack_steps)
     network, inputs, folder = open_model(model, weights, "eff quantize")
@@ -344,7 +356,8 @@ def _options(pairs: list[str]) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
             raise ConfigError("eff quantize", f"--set must be NAME=VALUE, got {pair!r}")
-        options[name] = value
+        if options.setdefault(name, value) != value:
+            raise ConfigError("eff quantize", f"{name} must be given once, got {options[name]} and {value}")
     return options
 
 

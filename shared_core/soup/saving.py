@@ -26,6 +26,7 @@ from shared_core.checkpoint_formats import (
 )
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
 from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
+from shared_core.checkpoint_formats.model_card import CARD, add_section
 from shared_core.checkpoint_formats.module_folders import parts_of
 from shared_core.checkpoint_formats.plain import (
     DEPLOYMENT_FILE,
@@ -145,10 +146,18 @@ def save_soup(
 
 
 def write_path(target: Path, path: str) -> None:
-    """Write the path of a soup: ``soup_path.json`` in its folder, or ``<name>_soup_path.json`` beside its file."""
+    """Write the path of a soup: ``soup_path.json`` in its folder, or ``<name>_soup_path.json`` beside its file.
+
+    The section of ours in an ingredient's model card, which tells of one run, becomes one that tells of the soup.
+    """
     file = target / "soup_path.json" if target.is_dir() else target.with_name(f"{target.stem}_soup_path.json")
     with atomic_write(file) as temporary:
         temporary.write_text(path + "\n", encoding="utf-8")
+    if (card := target / CARD).is_file():
+        made = json.loads(path)
+        names = ", ".join(Path(each).name if Path(each).is_absolute() else each for each in made["ingredients"])
+        what = f"The {made['kind']} merge" if "kind" in made else "The average"
+        add_section(card, f"## Efficient training\n\n{what} of checkpoints: {names} ({file.name}).")
 
 
 def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -202,8 +211,9 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         (folder / part).mkdir(parents=True, exist_ok=True)
         for file in (source / part).iterdir():
             left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-            is_report = file.name.startswith("eff_")  # of one run, not of the soup
-            if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
+            # of one run, not of the soup
+            is_report = file.name.startswith("eff_") or file.name.endswith(("_results.json", ".eff.json"))
+            if file.is_file() and not (left_behind or is_report):
                 shutil.copyfile(file, folder / part / file.name)
     if like.kind == DISTRIBUTED:
         had_ranges = _write_distributed(state_dict, source, folder, say)

@@ -60,7 +60,7 @@ def loaded(auto=transformers.AutoModelForSequenceClassification):
 @pytest.mark.parametrize(("options", "config"), [
     (STATIC, {"scheme": "int8"}),
     (["--scheme", "int8_weight"], {"scheme": "int8_weight"}),
-    (["--scheme", "int4_weight", "--set", "group_size=16"], {"scheme": "int4_weight", "group_size": 16}),
+    (["--scheme", "int4_weight", "--group-size", "16"], {"scheme": "int4_weight", "group_size": 16}),
 ])  # fmt: skip
 def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_path, options, config):
     told = run("bert", *options)

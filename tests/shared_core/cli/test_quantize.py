@@ -192,6 +192,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:model", "--out", "out", "--scheme", "int7"], ConfigError, "scheme must be one of"),
     (["quantize_task:model", "--out", "out", "--set", "range"], ConfigError, "--set must be NAME=VALUE"),
     (["quantize_task:model", "--out", "out", "--set", "rnge=kl"], ConfigError, "did you mean 'range'"),
+    ([*SCHEME, "--set", "range=kl", "--range", "mse"], ConfigError, "range must be given once, got mse and kl"),
     (["quantize_task:model", "--out", "out", "--report", "page.pdf"], ConfigError, "--report must be an .html file"),
     ([*JUDGED, "--mode", "up"], ConfigError, "mode must be max or min"),
     ([*JUDGED, "--accept", "2"], ConfigError, "accept must be default, recommender or"),
@@ -358,7 +359,7 @@ def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     result = run(
         "llama", "--out", "out", "--method", "gptq", "--calibration", "quantize_task:tokens",
-        "--set", "group_size=32", "--set", "actorder=false", "--set", "skip=Embedding,lm_head",
+        "--group-size", "32", "--set", "actorder=false", "--skip", "Embedding", "--skip", "lm_head",
     )  # fmt: skip
     assert result.exit_code == 0
     values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())

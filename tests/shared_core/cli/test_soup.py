@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
+from shared_core.checkpoint_formats.model_card import add_section
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
 from shared_core.cli import app
 from shared_core.engine.state_file import save_state
@@ -81,6 +82,26 @@ def test_a_greedy_soup_of_a_run(room):
     text = report_of(room / "soup")
     assert row(text, "held-out metric, first ingredient and soup")[:2] == ["-0.4", "-0.1"]
     assert [line.split(" | ")[4] for line in text.splitlines() if "checkpoint-" in line] == ["yes", "yes", "no"]
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    (["--kind", "uniform"], "The average"),
+    (["--kind", "slerp", "--t", "0.5"], "The slerp merge"),
+])  # fmt: skip
+def test_a_model_card_tells_of_the_soup_not_of_a_run(room, kind, what):
+    card = room / "run" / "checkpoint-1" / "README.md"
+    card.write_text("# Mine\n")
+    add_section(card, "76 steps applied")
+    (card.parent / "model.onnx.eff.json").write_text("{}")
+    names = ["run/checkpoint-1", "run/checkpoint-2"]
+    assert eff(*names, *kind, "--out", "soup").exit_code == 0
+    assert {file.name for file in (room / "soup").iterdir()} == {
+        "model.safetensors", "config.json", "soup_path.json", "README.md",
+    }  # fmt: skip
+    told = (room / "soup" / "README.md").read_text()
+    assert told.startswith("# Mine")
+    assert f"{what} of checkpoints: {', '.join(names)} (soup_path.json)." in told
+    assert "76 steps" not in told
 
 
 def test_json_is_all_that_goes_to_stdout(room):

@@ -16,6 +16,7 @@ from shared_core.cli import main
         (["prun"], "eff: prun is not a command; did you mean 'prune'?"),
         (["prune", "--sparsity", "1", "--out", "x"], "eff prune: missing argument 'model'"),
         (["cache-teacher", "m", "--batch-size", "x"], "eff cache-teacher: invalid value for '--batch-size'"),
+        (["quantize", "m:f", "--out", "x", "--min_size", "-1"], "qat.min_size: min_size must be in [0, inf), got -1"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(given, told, monkeypatch, capsys):
