@@ -52,22 +52,22 @@ def explain(
     from shared_core.tools.planning import PlannedRun
 
     if trainer not in ("hf", "lightning"):
-        raise ConfigError("explain", f"trainer must be hf or lightning, got {trainer!r}")
+        raise ConfigError("eff explain", f"--trainer must be hf or lightning, got {trainer!r}")
     for key in surrounding or ():
         if key not in RUN_ENVIRONMENTS:
             raise ConfigError(
-                "explain", f"surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
+                "eff explain", f"--surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
             )
     total, per_epoch = run_length(steps, epochs, examples, batch_size)
     if not 0 <= teacher_params < math.inf:
-        raise ConfigError("explain", f"teacher_params must be a number of at least 0, got {teacher_params}")
+        raise ConfigError("eff explain", f"--teacher-params must be a number of at least 0, got {teacher_params}")
     run = PlannedRun(
         precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
         micro_batch=micro_batch, seq_len=seq_len, teacher_params=round(teacher_params),
     )  # fmt: skip
     read = Recipe.from_yaml(recipe)
     if not read:
-        raise ConfigError("explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
+        raise ConfigError("eff explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
     options = {
         "trainer": trainer, "run_environment": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
     }  # fmt: skip
@@ -92,13 +92,13 @@ def run_length(
         >>> run_length(None, 3, 1000, 64), run_length(100, None, None, None)
         ((48, 16), (100, None))
     """
-    for name, value in (("steps", steps), ("epochs", epochs), ("examples", examples), ("batch_size", batch_size)):
+    for name, value in (("steps", steps), ("epochs", epochs), ("examples", examples), ("batch-size", batch_size)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError("explain", f"{name} must be above 0, got {value}")
+            raise ConfigError("eff explain", f"--{name} must be above 0, got {value}")
     if (examples is None) != (batch_size is None):
-        raise ConfigError("explain", "examples and batch_size must be given together", "give both")
+        raise ConfigError("eff explain", "--examples and --batch-size must be given together", "give both")
     if epochs is not None and (steps is not None or examples is None):
-        raise ConfigError("explain", "epochs must come with examples and batch_size, and without steps")
+        raise ConfigError("eff explain", "--epochs must come with --examples and --batch-size, and without --steps")
     per_epoch = None if examples is None or batch_size is None else math.ceil(examples / batch_size)
     if epochs is not None and per_epoch is not None:
         steps = math.ceil(epochs * per_epoch)
@@ -146,7 +146,7 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
     return told
 
 
-def build(name: str, *, values: bool = False, where: str = "explain") -> tuple[nn.Module, Any]:
+def build(name: str, *, values: bool = False, where: str = "eff explain") -> tuple[nn.Module, Any]:
     """Return the model in a folder or from ``module:function``, with its example inputs if it has any.
 
     Args:

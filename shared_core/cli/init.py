@@ -40,12 +40,12 @@ def init(
     from shared_core.hardware import default_device
 
     if out.exists() and not force:
-        raise ConfigError("init", f"--out must be a new file, got {out}, which exists", "give another, or --force")
+        raise ConfigError("eff init", f"--out must be a new file, got {out}, which exists", "give another, or --force")
     if not out.parent.is_dir():
-        raise ConfigError("init", f"--out must lie in a folder that exists, got {out}")
+        raise ConfigError("eff init", f"--out must lie in a folder that exists, got {out}")
     goal, model, trainer = _asked(goal, model, trainer, GOALS)
     if trainer not in _TRAINERS:
-        raise ConfigError("init", f"trainer must be hf or lightning, got {trainer!r}")
+        raise ConfigError("eff init", f"--trainer must be hf or lightning, got {trainer!r}")
     kind, name = _kind(model)
     text = commented_recipe(goal, kind, trainer, str(out))
     recipe = Recipe.from_yaml(text)
@@ -68,7 +68,7 @@ def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict
         model = model or typer.prompt("model (transformer, cnn, other, a folder or module:function)", default="other")
         trainer = trainer or typer.prompt("trainer (hf, lightning)", default="hf")
     if goal is None:
-        raise ConfigError("init", "--goal must be given where nobody can be asked", f"one of {', '.join(goals)}")
+        raise ConfigError("eff init", "--goal must be given where nobody can be asked", f"one of {', '.join(goals)}")
     return goal, model or "other", trainer or "hf"
 
 
@@ -82,14 +82,14 @@ def _kind(model: str) -> tuple[Kind, str | None]:
         return model, None  # type: ignore[return-value]
     if ":" not in model and not Path(model).is_dir():
         raise ConfigError(
-            "init", f"model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
+            "eff init", f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
         )
     from shared_core.activation_checkpointing.policies import chosen_blocks
     from shared_core.cli.explain import build
     from shared_core.errors import MatchError
 
     try:
-        chosen_blocks(build(model, where="init")[0])
+        chosen_blocks(build(model, where="eff init")[0])
     except MatchError:
         return "other", model
     return "transformer", model
@@ -99,9 +99,9 @@ def _check(recipe: Recipe, name: str, trainer: str) -> None:
     from shared_core.cli.explain import build
     from shared_core.tools.planning.explain import explain
 
-    conflicts = explain(recipe, build(name, where="init")[0], trainer=trainer).conflicts
+    conflicts = explain(recipe, build(name, where="eff init")[0], trainer=trainer).conflicts
     if conflicts:
-        raise CompatibilityError("init", f"this goal does not fit the model: {'; '.join(conflicts)}")
+        raise CompatibilityError("eff init", f"this goal does not fit the model: {'; '.join(conflicts)}")
 
 
 Kind = Literal["transformer", "cnn", "other"]
@@ -154,7 +154,7 @@ def starting_options(goal: str, kind: Kind) -> Mapping[str, Lines]:
         ConfigError: If there is no such goal.
     """
     if goal not in GOALS:
-        raise ConfigError("init", f"goal must be one that exists, got {goal!r}{nearest(goal, GOALS)}")
+        raise ConfigError("eff init", f"--goal must be one that exists, got {goal!r}{nearest(goal, GOALS)}")
     memory = {"checkpointing": _CHECKPOINTING} if kind == "transformer" else {"activations": _ACTIVATIONS}
     return {
         "smaller": {"prune": _PRUNE, "cluster": _SHARE},

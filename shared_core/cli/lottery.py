@@ -27,14 +27,12 @@ def lottery(
     rate: Annotated[float, typer.Option(help="Share of the weights left that each round prunes.")] = 0.2,
     output_rate: Annotated[
         float | None,
-        typer.Option("--output_rate", "--output-rate", help="The same in the output layer; half of --rate."),
+        typer.Option("--output-rate", help="The same in the output layer; half of --rate."),
     ] = None,
-    conv_rate: Annotated[
-        float | None, typer.Option("--conv_rate", "--conv-rate", help="The same in convolutions; --rate.")
-    ] = None,
+    conv_rate: Annotated[float | None, typer.Option("--conv-rate", help="The same in convolutions; --rate.")] = None,
     rewind_to: Annotated[
         str | None,
-        typer.Option("--rewind_to", "--rewind-to", help="Step k: 500, 0.05 of the run, or 2ep; 0 by default."),
+        typer.Option("--rewind-to", help="Step k: 500, 0.05 of the run, or 2ep; 0 by default."),
     ] = None,
     rewind: Annotated[
         str, typer.Option(help="weights, learning_rate (weights kept), or none (fine-tuning).")
@@ -52,13 +50,11 @@ def lottery(
         list[str] | None, typer.Option(help="Also train random_reinit or random_mask; may be given twice.")
     ] = None,
     control_rounds: Annotated[
-        str | None, typer.Option("--control_rounds", "--control-rounds", help="Controls in these rounds only, as 5,10.")
+        str | None, typer.Option("--control-rounds", help="Controls in these rounds only, as 5,10.")
     ] = None,
     include: Annotated[list[str] | None, typer.Option(help="Only these modules (glob, type, first, last).")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Not these modules.")] = None,
-    min_size: Annotated[
-        int, typer.Option("--min_size", "--min-size", help="Leave tensors with fewer weights dense.")
-    ] = 0,
+    min_size: Annotated[int, typer.Option("--min-size", help="Leave tensors with fewer weights dense.")] = 0,
     metric: Annotated[str | None, typer.Option(help="Validation metric of the curve, by the trainer's name.")] = None,
     mode: Annotated[str, typer.Option(help="Whether it is better when larger (max) or smaller (min).")] = "auto",
     quality: Annotated[str, typer.Option(help="Of a run: its last validation, or its best.")] = "last",

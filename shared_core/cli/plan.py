@@ -51,13 +51,13 @@ def plan(
 
     if (params is None) == (config is None):
         raise ConfigError(
-            "plan", f"either --params or --config must be given, got {'neither' if params is None else 'both'}"
+            "eff plan", f"either --params or --config must be given, got {'neither' if params is None else 'both'}"
         )
     for name, value in (("memory", memory), ("bandwidth", bandwidth)):
         if value is not None and not value > 0:
-            raise ConfigError("plan", f"{name} must be above 0, got {value}")
+            raise ConfigError("eff plan", f"--{name} must be above 0, got {value}")
     if not 0 <= teacher_params < float("inf"):
-        raise ConfigError("plan", f"teacher_params must be a number of at least 0, got {teacher_params}")
+        raise ConfigError("eff plan", f"--teacher-params must be a number of at least 0, got {teacher_params}")
     shape = (
         ModelShape.of_config(config)
         if config is not None
@@ -75,7 +75,7 @@ def plan(
     techniques = Recipe.from_yaml(recipe) if recipe is not None else Recipe({})
     if recipe is not None and not techniques:
         raise ConfigError(
-            "plan", f"{recipe} must switch on at least one technique", "leave --recipe out for a run without any"
+            "eff plan", f"{recipe} must switch on at least one technique", "leave --recipe out for a run without any"
         )
     compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
@@ -106,7 +106,7 @@ def _counted(config: Path) -> tuple[int | None, str]:
     if not config.is_dir() and config.name != "config.json":
         return None, "fused"
     try:
-        model = empty_folder(folder, "plan")
+        model = empty_folder(folder, "eff plan")
         return sum(parameter.numel() for parameter in model.parameters()), attention_of(model)
     except Exception:  # a class that transformers has not, or a config of sizes alone: the formula holds
         return None, "fused"

@@ -31,25 +31,27 @@ def privacy(
         sample_rate = batch_size / examples
     if sample_rate is None or not 0 < sample_rate <= 1:
         raise ConfigError(
-            "privacy",
-            f"sample rate must be in (0, 1], got {sample_rate}",
+            "eff privacy",
+            f"--sample-rate must be in (0, 1], got {sample_rate}",
             "give --sample-rate, or --examples and --batch-size",
         )
     if steps is None and epochs is not None:
         steps = math.ceil(epochs * math.ceil(1 / sample_rate - 1e-9))
     if steps is None or steps < 1:
-        raise ConfigError("privacy", f"steps must be at least 1, got {steps}", "give --steps or --epochs")
+        raise ConfigError("eff privacy", f"--steps must be at least 1, got {steps}", "give --steps or --epochs")
     if not 0 < delta < 1 / (examples or 1):
-        raise ConfigError("privacy", f"delta must be in (0, 1 / {examples or 'examples'}), got {delta}", "take less")
+        raise ConfigError(
+            "eff privacy", f"--delta must be in (0, 1 / {examples or 'examples'}), got {delta}", "take less"
+        )
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ConfigError(
-            "privacy",
+            "eff privacy",
             f"one of --noise-multiplier and --target-epsilon must be given, got {noise_multiplier} and "
             f"{target_epsilon}",
         )
-    for name, value in (("noise multiplier", noise_multiplier), ("target epsilon", target_epsilon)):
+    for name, value in (("noise-multiplier", noise_multiplier), ("target-epsilon", target_epsilon)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError("privacy", f"{name} must be above 0, got {value}")
+            raise ConfigError("eff privacy", f"--{name} must be above 0, got {value}")
     rows = []
     for accountant in ("rdp", "prv"):
         noise = noise_multiplier

@@ -25,7 +25,7 @@ def try_out(
     repeats: Annotated[int, typer.Option(help="Runs of each technique, each beside a plain one.")] = 1,
     eval_batches: Annotated[
         int,
-        typer.Option("--eval_batches", "--eval-batches", help="Batches of a trainer's validation at most; 0: all."),
+        typer.Option("--eval-batches", help="Batches of a trainer's validation at most; 0: all."),
     ] = 100,
     metric: Annotated[
         str | None, typer.Option(help="What quality is compared by, by the trainer's name; default: a loss.")

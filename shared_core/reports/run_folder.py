@@ -103,7 +103,7 @@ def read_run(path: Path) -> RunFolder:
         CheckpointError: If nothing is found, or a file is damaged.
     """
     if not path.exists():
-        raise CheckpointError("report", f"{path} must be the folder of a finished run, but it does not exist")
+        raise CheckpointError("eff report", f"{path} must be the folder of a finished run, but it does not exist")
     run = RunFolder(path)
     with of_ours(run):
         if path.is_dir():
@@ -113,7 +113,7 @@ def read_run(path: Path) -> RunFolder:
         _read_beside(run)
     if not run.files:
         raise CheckpointError(
-            "report",
+            "eff report",
             f"{path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
             f"{_STATE} (also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}",
             "give the output folder of a run, a logger's folder, a .ckpt that holds a receipt, or what a command wrote",
@@ -132,7 +132,9 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
-        raise CheckpointError("report", f"files must hold what efftrain writes, got {error!r} in {files}") from error
+        raise CheckpointError(
+            "eff report", f"files must hold what efftrain writes, got {error!r} in {files}"
+        ) from error
 
 
 def _read_folder(run: RunFolder) -> None:

@@ -123,7 +123,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(told))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *asked: "y")
-    with pytest.raises(CheckpointError, match=r"init: .* must be a model that can be loaded: [^\n]+$"):
+    with pytest.raises(CheckpointError, match=r"eff init: .* must be a model that can be loaded: [^\n]+$"):
         run_through("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
     assert not (tmp_path / "ran").exists()
 
@@ -136,7 +136,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
         (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
         (["--goal", "smaller", "--trainer", "keras"], ConfigError, "trainer must be hf or lightning"),
         (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
-        (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^init: MODEL must name a function"),
+        (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^eff init: MODEL must name a function"),
     ],
 )
 def test_init_refuses_what_would_not_run(arguments, error, told, tmp_path, monkeypatch):

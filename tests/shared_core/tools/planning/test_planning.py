@@ -120,7 +120,7 @@ def test_logits_in_chunks_are_not_counted_whole_on_a_model_that_is_there():
         (["--params", "1e9", "--gpus", "2", "--strategy", "single"], "strategy must be single with one rank"),
         (["--params", "1e9", "--precision", "fp12"], "precision must be one of fp32, mixed, 16-true"),
         (["--params", "1e9", "--memory", "nan"], "memory must be above 0"),
-        (["--params", "1e9", "--teacher-params", "inf"], "teacher_params must be a number"),
+        (["--params", "1e9", "--teacher-params", "inf"], "--teacher-params must be a number"),
     ],
 )
 def test_bad_input_is_refused(arguments, told):
