@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _LONGEST = 2000
 _LISTED = 30  # all techniques, formats and a technique's options; not all modules of a model
@@ -79,6 +79,23 @@ class MissingExtraError(EffError, ImportError):
     def __init__(self, where: str, library: str, extra: str) -> None:
         super().__init__(where, f"needs {library}, which is not installed", f"pip install 'efftrain[{extra}]'")
         self.args = (where, library, extra)  # what unpickling calls it with
+
+
+def by_reason(left_out: Mapping[str, str]) -> str:
+    """Return each reason once, rare ones first, with a name that it holds for and how many more there are.
+
+    Args:
+        left_out: The reason of each name.
+
+    Example:
+        >>> by_reason({"a": "frozen", "b": "frozen", "c": "tied"})
+        'c: tied; a and 1 more: frozen'
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    told = sorted(names.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {reason}" for reason, of in told)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -43,6 +43,8 @@ class Outputs:
 def find_outputs(output: Any, name: str, whose: str) -> Outputs:
     """Return what is compared of a forward's output: its logits, else the first of the kinds in `KEYS` that it holds.
 
+    A name of the user's own must be there; nothing else takes its place.
+
     Args:
         output: What forward returned: a tensor, or a mapping, object or tuple that holds tensors. Of a tuple the first
             matrix is taken as logits.
@@ -58,13 +60,18 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
     """
     if (logits := _logits(output, name)) is not None:
         return Outputs(LOGITS, (logits,))
-    for kind, keys in KEYS.items():
+    for kind, keys in _others(name).items():
         if holds(output, kind):
             parts = [_item(output, key) for key in keys]
             # a CrossEncoder may return one number for each pair of texts
             # (B,) becomes (B, 1): the divergences want a dimension of classes.
             return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
-    raise _nothing(output, f"logits under {name!r}, or {_known()}", whose)
+    raise _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
+
+
+def _others(name: str) -> dict[str, tuple[str, ...]]:
+    """Return the kinds that are looked for where there are no logits of that name."""
+    return KEYS if name == LOGITS else {}
 
 
 def holds(output: Any, kind: str) -> bool:
@@ -124,7 +131,7 @@ def kind_ahead(module: nn.Module, name: str, whose: str) -> str | None:
     """
     model: Any = getattr(module, "get_base_model", lambda: module)()  # under PEFT's wrapper
     fields = _declared(type(model))
-    for kind, keys in {LOGITS: (name,), **KEYS}.items():
+    for kind, keys in {LOGITS: (name,), **_others(name)}.items():
         if fields.issuperset(keys):
             return kind
     # annotations of classes with a head may be wrong (transformers 5.23: AlbertForQuestionAnswering)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.engine.preview import Touched
-from shared_core.errors import CompatibilityError, MatchError
+from shared_core.errors import CompatibilityError, MatchError, by_reason
 from shared_core.modules.block_calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
 from shared_core.modules.matching import chosen_modules, conv1d_of, options_by_module, own_class, plain_name, weight_of
@@ -127,7 +127,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         left_out[name] = LEFT_ALONE
         del modules[name]
     if not modules:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
+        reasons = by_reason(left_out) or "no matrix among them"
         raise MatchError("prune", f"must find at least one weight to prune, but all were left out ({reasons})")
     if config.granularity not in (*UNITS, "n_m"):
         _refuse_nothing_of_weights(config, modules, sparsities)

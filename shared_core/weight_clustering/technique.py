@@ -20,7 +20,7 @@ from shared_core.engine.claims import Claim, FewValues, Where
 from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, ConfigError, MatchError
+from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
 from shared_core.modules.matching import chosen_modules, match_modules, plain_name
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import clear_moments_, refuse_sparse
@@ -99,7 +99,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             # bits_of is in the order given, the first match wins.
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     if not targets.modules:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in targets.left_out.items()) or "tied to others"
+        reasons = by_reason(targets.left_out) or "tied to others"
         raise MatchError("cluster", f"must find at least one weight to share, but all were left out ({reasons})")
     return targets
 

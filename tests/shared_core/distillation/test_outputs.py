@@ -238,6 +238,10 @@ class TestRefused:
         with pytest.raises(ConfigError, match="teacher must return what the student does, spans, got logits"):
             attached(reader(0), classifier)
 
+    def test_another_output_in_the_place_of_the_one_that_the_user_names(self):
+        with pytest.raises(TrainingError, match=r"student's output must hold logits under 'start', got .*start_logits"):
+            soft(reader(0), reader(1), questions(), logits="start")
+
     def test_an_output_with_nothing_known_in_it(self):
         with pytest.raises(
             TrainingError, match=r"logits under 'logits', or start_logits and end_logits, or scores, or"

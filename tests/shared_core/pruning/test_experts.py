@@ -114,6 +114,15 @@ def test_what_needs_an_experts_inputs_is_refused(option):
         prune(mixture("mixtral"), {"sparsity": 0.5, "include": [UP], **option}, rows(1))
 
 
+def test_a_refusal_gives_each_reason_once_rare_ones_first():
+    recipe = Recipe.from_dict({"prune": {"sparsity": 0.5, "criterion": "fisher", "include": ["*.experts*"]}})
+    with pytest.raises(MatchError) as caught:
+        Session(recipe).attach(mixture("mixtral"))
+    told = str(caught.value)
+    assert told.count("left out by include") == told.count("multiplies each expert's own tokens") == 1
+    assert told.index("multiplies each expert's own tokens") < told.index("left out by include")
+
+
 def test_group_lasso_pulls_at_the_outputs_of_each_expert():
     stacked = torch.randn(3, 4, 5)
     together = torch.zeros_like(stacked)
