@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
+from shared_core.distributed.collectives import all_finite, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
 from shared_core.engine import claims, compatibility, coverage, model_guards, preview
 from shared_core.engine.claims import Where
@@ -757,6 +758,7 @@ class Session:
             claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
             self._claims = claims.settled(claimed, self.context.model)
+            self._tell_not_finite(self.context.model)
         elif self.recipe:
             self.note(
                 f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
@@ -777,6 +779,19 @@ class Session:
             self.note(f"steps: {applied} were applied, {planned} were planned")
         if experts := self._experts.told():
             self.note(experts)
+
+    def _tell_not_finite(self, model: nn.Module) -> None:
+        """Say that the trained weights, or this process's part of them, hold NaN or infinity."""
+        parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
+        held = {
+            name: part
+            for name, part in parts.items()
+            # float8 (1 byte) and other libraries' packed tensors have no norm
+            if part.is_floating_point() and part.itemsize > 1 and part.layout == torch.strided and type(part) is Tensor
+        }
+        if not all_finite(held.values()):
+            wrong = next(name for name, value in held.items() if not all_finite([value]))
+            self.note(f"WEIGHTS ARE NOT FINITE, such as {wrong}: training diverged, or a callback wrote into them")
 
     def claims_of(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""

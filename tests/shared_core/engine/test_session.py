@@ -441,3 +441,18 @@ def test_calibration_runs_the_model_under_the_scripts_default_device():
     with torch.device("cpu"):
         context.calibrate(1)
     assert found == [torch.device("meta")]
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_weights_that_are_not_finite_at_the_end_are_told(value):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Session({"prune": {"sparsity": 0.5}}).training(model, optimizer, total_steps=1) as session:
+        session.loss(model(torch.ones(2, 4)).sum()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        with torch.no_grad():
+            model.bias[1] = value
+    told = [note for note in session.receipt().values["notes"] if "NOT FINITE, such as bias:" in note]
+    assert len(told) == (value != 0.0)
