@@ -324,6 +324,13 @@ class AcceleratedLoop(ScriptLoop):
                 if number not in known:
                     named = (kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()
                     hook(module, args, *named)
+        planned = self.accelerator.gradient_accumulation_steps
+        if trains and self.session.draws_batches and self.micro_batches >= planned:
+            raise TrainingError(
+                "accelerate",
+                f"a step must be of one drawn batch in {planned} parts, got a forward behind {self.micro_batches}",
+                "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)",
+            )
         self.surround(trains)
 
     def _backward(self, method: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:

@@ -233,6 +233,10 @@ def test_a_private_loop_trains_on_drawn_batches_alone(make):
     assert (report["steps"], report["sampling"]) == (STEPS, "poisson")
     assert not loop.session.notes  # the model returns its loss, which is compared with its halves'
     other = Loop(make, PRIVATE)
+    other.accelerator.backward(other.model(**next(iter(other.loader))).loss)
+    with pytest.raises(TrainingError, match="must be of one drawn batch in 1 parts, got a forward behind 1"):
+        other.model(**next(iter(other.loader)))
+    other = Loop(make, PRIVATE)
     other.loader = DataLoader(make.examples(), batch_size=8, collate_fn=default_data_collator)
     with pytest.raises(TrainingError, match="must be drawn by Poisson sampling, got none; pass the DataLoader to hf_e"):
         other.steps(1)
