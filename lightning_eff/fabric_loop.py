@@ -98,6 +98,11 @@ class FabricServices(BareServices):
     def __init__(self, loop: FabricLoop) -> None:
         self._loop = loop
 
+    @property
+    def lacks_batches(self) -> str:
+        """What gives `calibrate` training batches; empty where it has some."""
+        return "pass calibration= to setup" if self._loop.calibration is None else ""
+
     def calibrate(self, num_batches: int) -> None:
         """Run the batches that were given, without gradients; random numbers stay as they were."""
         loop = self._loop

@@ -351,7 +351,7 @@ def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
 
 
 def _options(pairs: list[str]) -> dict[str, str]:
-    options = {}
+    options: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):

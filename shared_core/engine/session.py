@@ -32,7 +32,7 @@ from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.technique import BareServices, Context, Services, Technique
-from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
 
 
 def _state_of(
@@ -376,6 +376,7 @@ class Session:
         self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
         # Marked once they are what training begins with.
         context.left_out.mark()
+        self._refuse_without_batches(context)
         self._started = time.perf_counter()
         context.default_device = torch.get_default_device()
         for key, technique in self.techniques.items():
@@ -387,6 +388,16 @@ class Session:
         self._begun = True
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
+
+    def _refuse_without_batches(self, context: Context) -> None:
+        """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
+        remedy = getattr(context.services, "lacks_batches", "")
+        replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
+        wanting = [key for key, one in self.techniques.items() if one.wants_batches(context)]
+        if remedy and replacing and wanting:
+            raise CompatibilityError(
+                wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
+            )
 
     def attach_with(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], run_environment: Iterable[str] = ()

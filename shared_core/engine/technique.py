@@ -126,6 +126,16 @@ class BareServices:
         """Refuse."""
         raise self._needs_trainer("calibration")
 
+    @property
+    def lacks_batches(self) -> str:
+        """What gives `calibrate` training batches; empty where it has some."""
+        if type(self).calibrate is not BareServices.calibrate:
+            return ""
+        return (
+            "pass Session(services=...) with a subclass of BareServices whose calibrate(num_batches) calls the model "
+            "on training batches, or train with hf_eff or lightning_eff"
+        )
+
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
         """Return the loss that the model itself computes from labels among its inputs.
 
@@ -291,6 +301,8 @@ class Technique:
     """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     draws_batches: ClassVar[bool] = False
     """True if `loader` returns another DataLoader, and training must read that one."""
+    replaces_weights: ClassVar[bool] = False
+    """Whether the run ends with other weights than those in training: see `wants_batches`."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_optimizer_step` is called before that of every other technique."""
 
@@ -318,6 +330,10 @@ class Technique:
         Such a model is no candidate for the best of a run, and a run that ends with it says so.
         """
         return None
+
+    def wants_batches(self, context: Context) -> bool:
+        """Return whether training batches are looked at when a technique has replaced the weights."""
+        return False
 
     def holds(self) -> Mapping[str, nn.Module | Tensor]:
         """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""

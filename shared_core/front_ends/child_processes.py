@@ -115,7 +115,7 @@ def unseen(script: str, why: str) -> CompatibilityError:
         "eff run",
         f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
         f"model and optimizer, but {why}",
-        "nothing was switched on; in a loop of your own use shared_core.Session",
+        "nothing was switched on; in a loop of Fabric use lightning_eff.setup, in one of your own shared_core.Session",
     )
 
 

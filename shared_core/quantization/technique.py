@@ -223,6 +223,10 @@ class QuantizationAwareTraining(Technique):
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""
         return own_parameters(model)
 
+    def wants_batches(self, context: Context) -> bool:
+        """Return whether inputs have ranges, which are estimated anew for other weights."""
+        return bool(self.policy.static)
+
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
         if self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches)):

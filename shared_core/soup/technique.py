@@ -36,6 +36,7 @@ class ModelSoup(Technique):
     """
 
     key = "soup"
+    replaces_weights = True
 
     def __init__(self, config: SoupConfig) -> None:
         super().__init__(config)

@@ -191,6 +191,7 @@ class WeightAverage(Technique):
     """
 
     key: ClassVar[str] = "average"
+    replaces_weights = True
     config: AverageConfig
 
     def __init__(self, config: AverageConfig) -> None:
@@ -388,6 +389,10 @@ class WeightAverage(Technique):
             broadcast_(buffer)  # under DDP the first process's are the model's
 
     # -- end
+
+    def wants_batches(self, context: Context) -> bool:
+        """Return whether statistics of batch norms are estimated for the average."""
+        return bool(self.config.bn_batches)
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Leave the average in the model; without one the weights stay, and a line says so."""

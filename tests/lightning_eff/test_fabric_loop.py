@@ -115,6 +115,11 @@ def test_the_model_is_plain_behind_its_last_step_and_so_is_its_file(recipe, tmp_
         assert float((weights == 0).double().mean()) == pytest.approx(0.5, abs=0.01)
 
 
+def test_ranges_of_an_average_without_batches_are_refused_at_the_start():
+    with pytest.raises(CompatibilityError, match=r"qat: must see training batches .*; pass calibration= to setup"):
+        Loop({"qat": {"scheme": "int8"}, "average": {"kind": "ema"}}).steps(1)
+
+
 def test_weights_that_are_not_as_the_receipt_says_are_told_when_they_are_saved():
     loop = Loop(PRUNE).steps()
     with torch.no_grad():

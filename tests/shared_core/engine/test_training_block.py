@@ -1,5 +1,6 @@
 """`Session.training`: a plain loop whose optimizer exists before the techniques do."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,6 +11,7 @@ from promise_table import TECHNIQUES, recipe_of
 from torch import nn
 
 from shared_core import Session
+from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 
 PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
@@ -116,3 +118,26 @@ def test_an_optimizer_of_another_model_or_with_state_is_refused():
     half = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(CompatibilityError), Session({"soup": {"kind": "uniform"}}).training(model, half, total_steps=1):
         pass
+
+
+@pytest.mark.parametrize(("recipe", "refused"), [
+    ({"qat": {"scheme": "int8"}, "average": {"kind": "ema"}}, "qat: must see training batches once average has put"),
+    ({"qat": {"scheme": "int8_dynamic"}, "average": {"kind": "ema"}}, None),
+    ({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5}}, None),
+])  # fmt: skip
+def test_what_needs_batches_at_the_end_is_refused_at_the_start_without(recipe, refused):
+    model = net()
+    optimizer = sgd(model)
+
+    class Calibrating(BareServices):
+        def calibrate(self, num_batches):
+            for _ in range(num_batches):
+                model(torch.ones(2, 16))
+
+    def train(services):
+        with Session(recipe, services=services).training(model, optimizer, total_steps=2) as session:
+            steps(session, model, optimizer, 2)
+
+    with pytest.raises(CompatibilityError, match=refused) if refused else contextlib.nullcontext():
+        train(BareServices())
+    train(Calibrating())
