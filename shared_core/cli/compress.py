@@ -165,7 +165,9 @@ def _tell(done: Compression, seconds: float) -> None:
 
     table = Table(title=f"compressed: {done.path}", title_justify="left")
     for heading in ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change"):
-        table.add_column(heading, justify="left" if heading in ("tensor", "shape", "coding") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("tensor", "shape", "coding") else "right", overflow="fold"
+        )
     for line in done.tensors:
         table.add_row(*_cells(line))
     console = Console()

@@ -172,7 +172,7 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     console = Console()
     table = Table(title=f"pruned: {out}", title_justify="left")
     for heading in ("tensor", "weights", "zero", "sparsity"):
-        table.add_column(heading, justify="left" if heading == "tensor" else "right")
+        table.add_column(heading, justify="left" if heading == "tensor" else "right", overflow="fold")
     for entry in values["tensors"]:
         table.add_row(entry["name"], str(entry["numel"]), str(entry["pruned"]), f"{entry['sparsity']:.1%}")
     console.print(table)

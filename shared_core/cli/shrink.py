@@ -169,7 +169,7 @@ def _tell(out: Path, result: ShrinkResult) -> None:
     if result.removed:
         table = Table(title=f"shrunk: {out}", title_justify="left")
         for heading in ("group", "units", "removed"):
-            table.add_column(heading, justify="left" if heading == "group" else "right")
+            table.add_column(heading, justify="left" if heading == "group" else "right", overflow="fold")
         for name, count in result.removed.items():
             table.add_row(name, str(result.units[name]), str(count))
         console.print(table)

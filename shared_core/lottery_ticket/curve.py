@@ -67,7 +67,7 @@ class TicketCurve:
         """Return one row a run."""
         table = Table(title=f"lottery tickets: {self.metric or 'nothing was measured'}", title_justify="left")
         for name in ("round", "run", "weights left", "%", "quality", "best at step", "dense quality at step", "replay"):
-            table.add_column(name, justify="left" if name in ("run", "replay") else "right")
+            table.add_column(name, justify="left" if name in ("run", "replay") else "right", overflow="fold")
         for row in self.rows:
             quality, best, reached = (
                 "–" if value is None else f"{value:.6g}" for value in (row.quality, row.best_step, row.reached_dense_at)

@@ -270,7 +270,7 @@ def tell(out: Path, values: Values) -> None:
 
     grid = Grid(title=f"quantised with {values['config']['scheme']}: {out}", title_justify="left")
     for heading in ("layer", "weights", "bits", "input", "SQNR of weights", "of outputs"):
-        grid.add_column(heading, justify="left" if heading in ("layer", "input") else "right")
+        grid.add_column(heading, justify="left" if heading in ("layer", "input") else "right", overflow="fold")
     for entry in values["layers"]:
         output = entry.get("output_sqnr_db")
         grid.add_row(
