@@ -49,6 +49,15 @@ def test_every_make_target_of_the_readme_exists():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
+def test_benchmarks_that_pages_start_import_nothing_from_the_folder_above():
+    named = {file for page in PAGES for file in re.findall(r"python (benchmarks/[\w/]+\.py)", page.read_text())}
+    assert "benchmarks/run.py" in named
+    modules = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    for file in named:
+        found = set(re.findall(r"^\s*(?:from|import) (\w+)", (ROOT / file).read_text(), re.MULTILINE))
+        assert file.count("/") == 1 or not found & modules, file
+
+
 @pytest.mark.parametrize("one", REGISTRY.values(), ids=lambda one: one.key)
 def test_the_card_of_a_technique_names_every_option(one):
     card = (ROOT.joinpath(*one.package.split("."), "README.md")).read_text(encoding="utf-8")

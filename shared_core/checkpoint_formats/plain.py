@@ -154,7 +154,10 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
         # vector_norm(inf) is NaN or infinite if any element is, and makes no mask. float8 (1 byte) has no such
         # kernel.
         if value.is_floating_point() and value.itemsize > 1:
-            largest = torch.linalg.vector_norm(value.detach(), float("inf"))
+            try:
+                largest = torch.linalg.vector_norm(value.detach(), float("inf"))
+            except NotImplementedError:  # torchao's codes
+                largest = torch.linalg.vector_norm(value.detach().dequantize(), float("inf"))
             if not torch.isfinite(largest):
                 raise CheckpointError(
                     where, f"{name} must be finite, got {float(largest)}", "the run that saved it had diverged"

@@ -145,7 +145,7 @@ def _load(name: str, folder: Path | None, trust_remote_code: bool) -> nn.Module:
     if folder is None and ":" in name:
         return build_model(name, _WHERE)[0]
     # a name that is no folder is looked up on the Hub
-    return load_folder(folder or Path(name), _WHERE, trust_remote_code=trust_remote_code)
+    return load_folder(folder or Path(name), _WHERE, trust_remote_code=trust_remote_code, allow_codes=True)
 
 
 def _tokenizer(name: str) -> Any:

@@ -241,21 +241,26 @@ def check_new(folder: Path, where: str) -> None:
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
-def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False) -> nn.Module:
+def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, allow_codes: bool = False) -> nn.Module:
     """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable.
 
     Args:
         folder: The folder, or a name on the Hub.
         where: Who asks.
         trust_remote_code: Run the code that lies beside the weights.
+        allow_codes: Take a model whose weights are codes too.
 
     Raises:
-        CheckpointError: If it cannot be loaded.
+        CheckpointError: If it cannot be loaded, or holds codes.
         MissingExtraError: If transformers is not installed.
     """
     from torch import nn
 
     model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
+    if not allow_codes and getattr(model, "is_quantized", False):
+        raise CheckpointError(
+            where, f"{folder} must hold weights in float, got codes", "give the folder that they were made from"
+        )
     return model.requires_grad_(True).eval()
 
 

@@ -82,7 +82,8 @@ def prune(
     if loss is not None and calibration is None:
         raise ConfigError("eff prune", "--loss must come with --calibration, whose batches it takes, got none")
     if calibration is None and config.criterion in GATHERED:
-        raise ConfigError("eff prune", f"--calibration must be given with {needs_calibration(config)}, got none")
+        what = f"--calibration must be given with {needs_calibration(config)}, got none"
+        raise ConfigError("eff prune", what, "name a function that returns batches")
     judge = function(evaluate, "eff prune: --eval", "model") if evaluate else None
     run_batch = function(loss, "eff prune: --loss", "model", "batch") if loss else None
     network, example, folder = open_model(model, weights, "eff prune")

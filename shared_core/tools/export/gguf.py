@@ -67,7 +67,8 @@ def export_gguf(
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in ARCHITECTURES:
-        raise ConfigError(_WHERE, f"model must be one of {', '.join(ARCHITECTURES)} for llama.cpp, got {kind}")
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(_WHERE, f"model must be one of {known} for llama.cpp, got {kind}", "take another format")
     served = served_model(model, _WHERE, "llama.cpp", "gguf", _check_layer, experts=True, conv1d=True)
     exported, dtype = served.exported, served.dtype
     made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

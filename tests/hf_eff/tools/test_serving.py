@@ -239,6 +239,8 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
     assert "not compared with the model" in eff(tmp_path, "--no-verify").stdout
     with pytest.raises(CheckpointError, match="--out must be a new or empty folder"):
         eff(tmp_path)
+    with pytest.raises(ConfigError, match="--length must be a whole number >= 1, got -3"):
+        eff(tmp_path, "--length", "-3", out="other")
     with pytest.raises(ConfigError, match="model must have quantised layers, got none"):
         export_compressed_tensors(make.language_model(), tmp_path / "other")
     with pytest.raises(ConfigError, match="model must be one of transformers, got Linear"):
@@ -260,12 +262,29 @@ def test_other_refusals(folder, tmp_path, monkeypatch, make):
         INPUTS,
         scheme="int8_weight",
     )
-    with pytest.raises(ConfigError, match=r"model must be one of llama, mistral, .*, gpt2 for llama\.cpp, got falcon"):
+    with pytest.raises(
+        ConfigError, match=r"model must be one of llama, mistral, .*, gpt2 for llama\.cpp, got falcon; take"
+    ):
         export_gguf(falcon, tmp_path / "other.gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for write in (export_compressed_tensors, export_torchao, export_gguf):
         with pytest.raises(MissingExtraError, match=r"needs (compressed-tensors|torchao|gguf)"):
             write(model, tmp_path / "other")
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("int8_dynamic", "compressed-tensors"), ("int8_weight", "torchao")])
+def test_an_exported_folder_is_refused_where_weights_in_float_are_needed(scheme, kind, folder, tmp_path):
+    folder(scheme)
+    eff(tmp_path, kind=kind)
+    for command in (
+        ["export", "--format", kind],
+        ["quantize", "--scheme", "int8_weight"],
+        ["prune", "--sparsity", "0.5"],
+    ):
+        words = [command[0], tmp_path / "out", *command[1:], "--out", tmp_path / "other"]
+        with pytest.raises(CheckpointError, match="out must hold weights in float, got codes; give the folder"):
+            CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False)
+    assert not (tmp_path / "other").exists()
 
 
 TORCHAO = {
