@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -155,7 +156,8 @@ def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts:
 def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     """Return whether a model has the matrices of several experts in one parameter, beside those of some modules."""
     inside = {id(value) for name in coded for value in model.get_submodule(name).parameters()}
-    return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
+    convolutions = {id(at.weight) for at in model.modules() if isinstance(at, nn.modules.conv._ConvNd)}
+    return any(value.dim() > 2 and id(value) not in inside | convolutions for value in model.parameters())
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
@@ -419,9 +421,13 @@ def _write(
             if value is not None and value.dtype == torch.float32 and not name.endswith("_scale"):
                 value.data = value.data.to(dtype)
     compressor = ModelCompressor.from_pretrained_model(exported)
+    config = compressor.quantization_config
+    # the package names them as files do, for vLLM; transformers (5.23) looks for them by the modules' names
+    left = [name for name, at in exported.named_modules() if isinstance(at, nn.Linear) and name not in layers]
+    config.ignore = [*dict.fromkeys([*config.ignore, *left])]
     exported.save_pretrained(folder)
     compressor.update_config(folder)
-    return str(compressor.quantization_config.format.value)
+    return str(config.format.value)
 
 
 def _load_as_float(folder: Path) -> None:
@@ -445,21 +451,39 @@ def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, A
     for file in folder.glob("*.safetensors"):
         for key, value in load_file(file).items():
             name, _, part = key.rpartition(".")
-            if name in weights:
-                found.setdefault(name, {})[part] = value
+            found.setdefault(name, {})[part] = value
+    others = [name for name, parts in found.items() if "weight_scale" in parts and name not in weights]
     for name, expected in weights.items():
         scheme = layers[name].quantization_scheme
         compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
-        if name not in found:
+        there = [name] if name in found else _alike(name, others)
+        values = [compressor.decompress(dict(found[key]), scheme)["weight"] for key in there]
+        if not values:
             raise CompatibilityError(_WHERE, f"{name} must be in the file, got another name", "skip it in qat")
-        values = compressor.decompress(found[name], scheme)["weight"]
-        if not torch.equal(values.to(expected.dtype), expected):
+        if not any(torch.equal(value.to(expected.dtype), expected) for value in values):
             raise CompatibilityError(
                 _WHERE,
                 f"{name} must have the weights of the model in the file, got a difference of "
-                f"{float((values - expected.float()).abs().max()):.3g}",
+                f"{float((values[0] - expected.float()).abs().max()):.3g}",
                 "nothing was written",
             )
+
+
+def _alike(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that end most like a layer's: files of multimodal models name their parts in another order.
+
+    Example:
+        >>> _alike("model.language_model.layers.0.up", ["language_model.model.layers.0.up", "tower.layers.1.up"])
+        ['language_model.model.layers.0.up']
+    """
+
+    def shared(other: str) -> int:
+        pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    lengths = {other: shared(other) for other in others}
+    most = max(lengths.values(), default=0)
+    return [other for other, length in lengths.items() if length == most > 0]
 
 
 def _check_outputs(

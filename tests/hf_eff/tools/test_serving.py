@@ -14,7 +14,17 @@ from mixtures import mixture
 from qat_step import qat_result
 from safetensors.torch import load_file
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
@@ -54,6 +64,30 @@ def folder(make, tmp_path):
 def eff(tmp_path, *arguments, kind="compressed-tensors", out="out"):
     command = ["export", tmp_path / "run", "--format", kind, "--out", tmp_path / out, *arguments]
     return CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
+
+
+def test_a_multimodal_model_whose_files_name_its_parts_in_another_order_loads(tmp_path):
+    text = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=31)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "run")
+    network = LlavaForConditionalGeneration.from_pretrained(tmp_path / "run")
+    inputs = {"input_ids": torch.tensor([[31] * 4 + [1, 2, 3]]), "pixel_values": torch.rand(1, 3, 8, 8)}
+    tower = ["Conv2d", "Embedding", "*vision_tower*", "lm_head"]
+    model, ranges = qat_result(network, inputs, scheme="int8_dynamic", skip=tower)
+    baked = {name: value.clone() for name, value in model.state_dict().items()}
+    report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=inputs)
+    assert report.equal_layers == 9
+    assert report.largest_difference <= 1e-6
+    assert "language_model.model.layers.0.mlp.up_proj.weight_scale" in load_file(tmp_path / "out" / "model.safetensors")
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        loaded(**inputs)
+    assert all(torch.equal(value, baked[name]) for name, value in loaded.state_dict().items() if name in baked)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"lm_head", "language_model.lm_head"} <= {*ignored}
 
 
 @pytest.mark.parametrize("scheme", FORMATS)
