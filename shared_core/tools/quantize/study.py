@@ -213,6 +213,8 @@ class QuantizationStudy:
     def _measured(self, name: str, model: nn.Module) -> tuple[float | None, list[dict[str, Any]]]:
         """Return (quality, rows of accuracy under attack), as far as they are asked for."""
         quality = None if self.judge is None else self.judge(model)
+        if name == "float" and quality is not None and not math.isfinite(quality):
+            raise ConfigError("quantize", f"the quality of the float model must be finite, got {quality}", "see --eval")
         rows: list[dict[str, Any]] = []
         if self.images is not None and self.attack is not None:
             with self.progress(f"attacks on the {name} model") as advance:

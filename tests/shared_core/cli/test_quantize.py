@@ -80,6 +80,10 @@ def word(net):
 
 def unknown(net):
     return float("nan")
+
+def lost(net, seen=[]):
+    seen.append(net)
+    return 0.5 if len(seen) == 1 else float("nan")
 """
 
 
@@ -226,6 +230,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*STATIC, "quantize_task:texts"], ConfigError, "calibration must hold what the model takes.*got str"),
     (["quantize_task:narrow_inputs", *SCHEME[1:], "--latency"], ConfigError, "latency: the inputs of.*63"),
     ([*SCHEME, "--eval", "quantize_task:word"], ConfigError, "--eval must return a number, got str 'good'"),
+    ([*SCHEME, "--eval", "quantize_task:unknown"], ConfigError, "quality of the float model must be finite, got nan"),
     ([*SCHEME, "--set", "begin=0.5"], ConfigError, "--set must hold options of quantising, got begin"),
     ([*SCHEME, "--set", "gate=rounded"], ConfigError, "--set must hold options of quantising, got gate"),
     ([*SCHEME, "--accept", "0.1"], ConfigError, "--accept must come with --eval"),
@@ -259,9 +264,9 @@ def test_a_plan_brings_its_scheme(run, tmp_path):
 
 
 def test_an_unknown_quality_is_null_in_json(run, tmp_path):
-    told = run(*SCHEME, "--eval", "quantize_task:unknown", "--json").stdout
+    told = run(*SCHEME, "--eval", "quantize_task:lost", "--json").stdout
     assert told == (tmp_path / "out" / "eff_quantization.json").read_text()
-    assert json.loads(told, parse_constant=pytest.fail)["quality"] == {"float": None, "quantized": None}
+    assert json.loads(told, parse_constant=pytest.fail)["quality"] == {"float": 0.5, "quantized": None}
 
 
 def test_a_model_with_a_shared_weight_is_saved_once(run, tmp_path, monkeypatch):
