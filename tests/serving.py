@@ -65,13 +65,22 @@ CASES = {
     ),
     "int8_dynamic, experts": ({"scheme": "int8_dynamic"}, {"num_local_experts": 4}, "float32"),
     "fp8": ({"scheme": "fp8"}, {}, "float32"),
+    "fp8_static": ({"scheme": "fp8_static"}, {}, "float32"),
+    "fp8_block": ({"scheme": "fp8_block"}, {"num_key_value_heads": 4}, None),  # vLLM: on CPUs with AMX alone
     "fp8, FP8 cache": ({"scheme": "fp8"}, {}, "float32"),
 }  # fmt: skip
 # What an engine lacks, beside what is refused: transformers loads neither zero points beside other schemes nor experts.
 LACKS = {
     "transformers": ("int8_dynamic and int4_weight", "int8_dynamic, float experts", "int8_dynamic, experts"),
-    "torchao": ("int8", "int8_dynamic, float experts", "int8_dynamic, experts", "fp8, FP8 cache"),
-    "llama.cpp": ("fp8", "int8_dynamic, float experts", "fp8, FP8 cache"),
+    "torchao": (
+        "int8",
+        "int8_dynamic, float experts",
+        "int8_dynamic, experts",
+        "fp8_static",
+        "fp8_block",
+        "fp8, FP8 cache",
+    ),
+    "llama.cpp": ("fp8", "fp8_static", "fp8_block", "int8_dynamic, float experts", "fp8, FP8 cache"),
 }
 # An engine's mean difference of log-probs over the float model's. vLLM rounds as training did, sums in another order
 # move codes by one; the others round inputs by ranges of their own, a second rounding beside the model's.
@@ -171,8 +180,8 @@ def decoder(shape: dict, large: bool = False) -> torch.nn.Module:
     size = (512, 1536, 4, 2048, 0.05) if large else (128, 256, 2, 256, 0.08)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "initializer_range")
     config = (MixtralConfig if experts else LlamaConfig)(
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        **dict(zip(names, size, strict=True)), **shape,
+        num_attention_heads=4, max_position_embeddings=64, **dict(zip(names, size, strict=True)),
+        **{"num_key_value_heads": 2, **shape},
     )  # fmt: skip
     return (MixtralForCausalLM if experts else LlamaForCausalLM)(config)
 

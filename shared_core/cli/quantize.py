@@ -261,8 +261,8 @@ def _configs(
     else:
         planned = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
-    if not method and options["scheme"] == "int8":
-        options.setdefault("range", "mse")
+    if not method and (found := {"int8": "mse", "fp8_static": "minmax"}.get(options["scheme"])):
+        options.setdefault("range", found)
     config = QatConfig.from_dict(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
     if useless:

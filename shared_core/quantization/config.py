@@ -17,6 +17,8 @@ Scheme = Literal[
     "int4_weight",
     "int8_dynamic_int4_weight",
     "fp8",
+    "fp8_static",
+    "fp8_block",
     "mxfp4",
     "nvfp4",
     "ternary",
@@ -60,7 +62,8 @@ class QatConfig(OverridableConfig):
     scheme: Scheme = option(
         help="what is quantised how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
         "weights alone, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
-        "channel and token; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights"
+        "channel and token; fp8_static: activations per tensor; fp8_block: blocks of 128 x 128, activations in groups "
+        "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights"
     )
     begin: Position = option(0.0, help="when fake quantisation starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when ranges stop following the activations; at least step 1")
@@ -122,11 +125,15 @@ class QatConfig(OverridableConfig):
         static = _is_static(self.scheme, self.activation_bits is not None)
         if self.range != "ema" and not static:
             raise self._error("range", f"must be left alone with scheme={self.scheme}, which observes no activations")
+        if self.scheme == "fp8_static" and self.range not in ("ema", "minmax", "percentile"):
+            raise self._error("range", "must be ema, minmax or percentile with scheme=fp8_static: others seek integers")
         if self.clip_gelu is not None and (not static or self.range in ("lsq", "lsq_plus")):
             raise self._error("clip_gelu", f"must be left alone with scheme={self.scheme} and range={self.range}")
         if self.weight_bits is not None and not self.scheme.startswith("int"):
             raise self._error("weight_bits", f"must be left alone with scheme={self.scheme}, which fixes them")
-        if self.activation_bits is not None and self.scheme in ("int8_weight", "int4_weight", "fp8", "mxfp4", "nvfp4"):
+        if self.activation_bits is not None and (
+            self.scheme in ("int8_weight", "int4_weight", "mxfp4", "nvfp4") or self.scheme.startswith("fp8")
+        ):
             raise self._error("activation_bits", f"must be left alone with scheme={self.scheme}")
         if self.group_size is not None and "int4_weight" not in self.scheme:
             raise self._error("group_size", "must come with scheme=int4_weight or int8_dynamic_int4_weight")
@@ -181,4 +188,4 @@ class QatConfig(OverridableConfig):
 
 
 def _is_static(scheme: str, has_activation_bits: bool) -> bool:
-    return scheme == "int8" or (scheme in ("ternary", "binary") and has_activation_bits)
+    return scheme in ("int8", "fp8_static") or (scheme in ("ternary", "binary") and has_activation_bits)

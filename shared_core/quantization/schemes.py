@@ -14,8 +14,10 @@ from shared_core.modules.matching import options_by_module
 from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
 from shared_core.quantization.config import QatConfig
 
-Weight = Literal["channel", "group", "fp8", "mxfp4", "nvfp4", "ternary", "binary"]
-Input = Literal["none", "static", "token", "fp8", "mxfp4", "nvfp4"]
+Weight = Literal["channel", "group", "fp8", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]
+Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "nvfp4"]
+WITH_RANGE = ("static", "fp8_static")
+"""Inputs whose range is observed and kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +25,13 @@ class LayerScheme:
     """The quantisation of one layer, as plain values.
 
     Args:
-        weight: What shares a scale, or the number format; ``channel``: an output channel.
+        weight: What shares a scale, or the number format; ``channel``: an output channel, ``fp8`` too; ``fp8_block``:
+            `group_size` inputs of 128 channels.
         weight_bits: Bits of an integer code.
-        input: ``static``: one range a layer; ``token``: a range for each vector, found when it is seen.
+        input: ``static``: one range a layer; ``token``: a range for each vector, found when it is seen, ``fp8`` too;
+            ``fp8_group``: for each `group_size` features of it.
         activation_bits: Bits of an integer code.
-        group_size: Weights that share a scale; 0 unless `weight` is ``group``.
+        group_size: Weights that share a scale; 0 unless `weight` is ``group`` or ``fp8_block``.
         affine: Whether groups have a zero point.
         affine_input: Whether tokens have one.
     """
@@ -44,6 +48,16 @@ class LayerScheme:
     def of_weight(self) -> tuple[str, int, int, bool]:
         """The fields that concern the weight alone."""
         return self.weight, self.weight_bits, self.group_size, self.affine
+
+    @property
+    def has_range(self) -> bool:
+        """Whether the input has a range that is observed and kept."""
+        return self.input in WITH_RANGE
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether weights of several rows share a scale."""
+        return self.weight in ("fp8_block", "nvfp4")
 
     def group_of(self, width: int) -> int:
         """Return how many weights of a row of this width share a scale: all, where groups do not divide it."""
@@ -68,6 +82,8 @@ SCHEMES: dict[str, LayerScheme] = {
     "int4_weight": LayerScheme("group", 4, "none", 0, affine=True),
     "int8_dynamic_int4_weight": LayerScheme("group", 4, "token", 8, affine_input=True),
     "fp8": LayerScheme("fp8", 8, "fp8", 8),
+    "fp8_static": LayerScheme("fp8", 8, "fp8_static", 8),
+    "fp8_block": LayerScheme("fp8_block", 8, "fp8_group", 8, group_size=128),
     "mxfp4": LayerScheme("mxfp4", 4, "mxfp4", 4),
     "nvfp4": LayerScheme("nvfp4", 4, "nvfp4", 4),
     "ternary": LayerScheme("ternary", 2, "none", 0),
@@ -141,8 +157,10 @@ def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme
         change["activation_bits"] = config.activation_bits
         if scheme.input == "none":
             change["input"] = "static"
+    if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
+        change["input"] = "fp8"  # no range of what is made inside
     # of experts both products' tokens, whose second are made inside; an embedding's inputs are indices
-    seen = change.get("input", scheme.input) in ("token", "fp8", "mxfp4", "nvfp4") and gates_between_products(layer)
+    seen = change.get("input", scheme.input) not in ("none", *WITH_RANGE) and gates_between_products(layer)
     if isinstance(layer, nn.Embedding) or (
         isinstance(layer, StackedExperts) and not seen
     ):  # an embedding's are indices

@@ -36,7 +36,7 @@ from shared_core.quantization.layers.plain_state import own_parameters
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schedule import moments_told, resolve_moments
-from shared_core.quantization.schemes import SCHEMES, LayerScheme, layer_schemes
+from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme, layer_schemes
 from shared_core.quantization.selection import BASE, select_layers
 
 
@@ -328,7 +328,7 @@ class QuantizationAwareTraining(Technique):
             "range_updates": self.bank.num_updates,
             "non_finite_windows": int(self.bank.non_finite.sum()),
             "without_range": [
-                entry["name"] for entry in layers if entry["input"] == "static" and entry["scale"] is None
+                entry["name"] for entry in layers if entry["input"] in WITH_RANGE and entry["scale"] is None
             ],
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
@@ -347,7 +347,7 @@ class QuantizationAwareTraining(Technique):
             if "fold" in vars(module):
                 report["batch_norm"] = module.quantizer.batch_norm  # type: ignore[union-attr]
             report |= {"weight": scheme.weight, "weight_bits": scheme.weight_bits, "input": scheme.input}
-            if scheme.weight == "group":
+            if scheme.group_size:
                 report["group_size"] = scheme.group_size
             if scheme.input != "none":
                 report["activation_bits"] = scheme.activation_bits

@@ -1,6 +1,7 @@
 """Greedy tokens of vLLM, by its own environment's Python: ``vllm_tokens.py JOB``, a JSON file that gets the answer.
 
-On CPUs vLLM multiplies experts in int8 with AMX alone. Elsewhere torch does it here, on what vLLM has loaded.
+On CPUs vLLM multiplies experts in int8 with AMX alone. Elsewhere torch does it here, on what vLLM has loaded. Its
+kernel of FP8 for CPUs looks for a scale of each token, also where the file has one for all; it gets that.
 """
 
 import json
@@ -45,6 +46,17 @@ def multiply_experts_in_torch() -> None:
     method.is_monolithic = False
 
 
+def give_each_token_the_fixed_scale() -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel as Kernel
+
+    multiply = Kernel.apply_scaled_mm
+
+    def apply(self, *, A, As, **others):
+        return multiply(self, A=A, As=As.reshape(1, 1).expand(len(A), 1) if As.numel() == 1 else As, **others)
+
+    Kernel.apply_scaled_mm = apply
+
+
 def main(file: Path) -> None:
     import torch
     from vllm import LLM, SamplingParams
@@ -54,6 +66,7 @@ def main(file: Path) -> None:
         torch.cpu._is_amx_tile_supported = lambda: False
     if not torch.cpu._is_amx_tile_supported():
         multiply_experts_in_torch()
+    give_each_token_the_fixed_scale()
     engine = LLM(
         job["folder"],
         skip_tokenizer_init=True,

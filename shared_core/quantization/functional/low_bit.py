@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
@@ -55,6 +56,79 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
         [6.0, 1.0]
     """
     return _StraightThrough.apply(x, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+_HEIGHT = 128
+
+
+def to_blocks(rows: Tensor, width: int) -> Tensor:
+    """Return a matrix as one row for each block of 128 rows and `width` columns, missing rows as zeros.
+
+    Args:
+        rows: (outputs, inputs).
+        width: Divides the inputs.
+
+    Example:
+        >>> to_blocks(torch.ones(200, 6), 3).shape
+        torch.Size([4, 384])
+    """
+    rows = F.pad(rows, (0, 0, 0, -len(rows) % _HEIGHT))
+    return rows.view(-1, _HEIGHT, rows.shape[1] // width, width).transpose(1, 2).reshape(-1, _HEIGHT * width)
+
+
+def from_blocks(blocks: Tensor, shape: tuple[int, ...], width: int) -> Tensor:
+    """Return the matrix of this shape that `to_blocks` has cut.
+
+    Example:
+        >>> rows = torch.arange(12.0).view(2, 6)
+        >>> torch.equal(from_blocks(to_blocks(rows, 3), (2, 6), 3), rows)
+        True
+    """
+    rows = blocks.view(-1, shape[1] // width, _HEIGHT, width).transpose(1, 2).reshape(-1, shape[1])
+    return rows[: shape[0]]
+
+
+class _ToRange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, minimum: Tensor, maximum: Tensor) -> Tensor:
+        scale = fp8_scale(minimum, maximum)
+        ctx.save_for_backward(x.abs() <= scale * _E4M3_MAX)
+        codes = (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        return (codes.float() * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None
+
+
+_E4M3_MAX = 448.0
+
+
+def fp8_scale(minimum: Tensor, maximum: Tensor) -> Tensor:
+    """Return the scale that puts the larger end of a range on the largest value of e4m3.
+
+    Example:
+        >>> fp8_scale(torch.tensor(-896.0), torch.tensor(3.0))
+        tensor(2.)
+    """
+    return torch.maximum(minimum.abs(), maximum.abs()).float().clamp(min=2.0**-126 * _E4M3_MAX) / _E4M3_MAX
+
+
+def fp8_fake_quantize_in_range(x: Tensor, minimum: Tensor, maximum: Tensor) -> Tensor:
+    """Return `x` rounded to e4m3 under the scale of a range; what lies outside saturates and has no gradient.
+
+    Args:
+        x: Any shape and floating type; computed in float32.
+        minimum: Of the range, a scalar.
+        maximum: Of the range, a scalar.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433.
+
+    Example:
+        >>> fp8_fake_quantize_in_range(torch.tensor([17.0, 500.0]), torch.tensor(-1.0), torch.tensor(448.0))
+        tensor([ 16., 448.])
+    """
+    return _ToRange.apply(x, minimum, maximum)  # type: ignore[no-untyped-call, no-any-return]
 
 
 _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

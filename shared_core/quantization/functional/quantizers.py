@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.quantization.functional.low_bit import mxfp4_fake_quantize, nvfp4_fake_quantize
+from shared_core.quantization.functional.low_bit import (
+    from_blocks,
+    mxfp4_fake_quantize,
+    nvfp4_fake_quantize,
+    to_blocks,
+)
 from shared_core.quantization.schemes import LayerScheme
 
 
@@ -24,13 +29,15 @@ def _token(x: Tensor, scheme: LayerScheme) -> Tensor:
 
 
 def _fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
-    return fake_quantize_fp8(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn, 0).view(x.shape)
+    width = x.shape[-1] if scheme.input == "fp8" else scheme.group_of(x.shape[-1])
+    return fake_quantize_fp8(x.reshape(-1, width), torch.float8_e4m3fn, 0).view(x.shape)
 
 
 # ``LayerScheme.input`` → a function of vectors along the last axis
 _QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
     "token": _token,
     "fp8": _fp8,
+    "fp8_group": _fp8,
     "mxfp4": lambda x, scheme: mxfp4_fake_quantize(x),
     "nvfp4": lambda x, scheme: nvfp4_fake_quantize(x),
 }
@@ -71,11 +78,17 @@ def _group(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
     return fake_quantize_groups(rows, scheme.group_of(rows.shape[1]), scheme.weight_bits, not scheme.affine, noise)
 
 
+def _fp8_block(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    width = scheme.group_of(rows.shape[1])
+    return from_blocks(fake_quantize_fp8(to_blocks(rows, width), torch.float8_e4m3fn, 0), rows.shape, width)
+
+
 # kind → a function of a weight with one row for each output channel
 _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tensor]] = {
     "channel": _channel,
     "group": _group,
     "fp8": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn, 0),
+    "fp8_block": _fp8_block,
     "mxfp4": lambda rows, scheme, noise: mxfp4_fake_quantize(rows),
     "nvfp4": lambda rows, scheme, noise: nvfp4_fake_quantize(rows),
     "ternary": lambda rows, scheme, noise: ternarize(rows, 0),
@@ -99,7 +112,7 @@ def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, nois
     """
     noise = None if noise is None else as_rows(module, noise)
     quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
-    if scheme.weight == "nvfp4" and isinstance(module, StackedExperts):  # a tensor scale for each expert
+    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale for two experts
         rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
     else:
         rows = quantize(rows, scheme, noise)

@@ -22,6 +22,7 @@ from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.noise import SignalToNoise
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import fold_pair_, unfold_pair_
+from shared_core.quantization.functional.low_bit import to_blocks
 from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers.plain_state import LEARNED, PlainState
 from shared_core.quantization.schemes import LayerScheme
@@ -83,7 +84,7 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the fake-quantised vectors of the indices."""
-        if self.quantizer.scheme.weight == "nvfp4":  # its tensor scale is of the whole weight
+        if self.quantizer.scheme.spans_rows:  # vectors that are not looked up are under the same scale
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
         # Only the vectors looked up are rounded: a vocabulary's table would cost more than the model.
@@ -292,6 +293,14 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
     }
 
 
+def _blocks(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
+    """Return a weight with what shares a scale in each row; no block lies in two experts."""
+    parts = weight.chunk(len(weight)) if isinstance(module, StackedExperts) else (weight,)
+    return torch.cat(
+        [to_blocks(rows, scheme.group_of(rows.shape[1])) for rows in (as_rows(module, one) for one in parts)]
+    )
+
+
 def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
     """Return what a baked weight must look like.
 
@@ -302,19 +311,19 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
     """
     kind = scheme.weight
     group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
-    levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
+    levels = {"fp8": 255, "fp8_block": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
     # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
     is_folded = "batch_norm" in entry
     # the smallest code of a learned scale is -(qmax + 1); without a scale the largest weight tells the step
-    largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448}.get(kind)
+    largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448, "fp8_block": 448}.get(kind)
     scale = None if is_folded else entry.get("weight_scale")
     return Grid(
-        functools.partial(as_rows, module),
+        functools.partial(_blocks, module, scheme) if kind == "fp8_block" else functools.partial(as_rows, module),
         levels,
         group,
         largest,
         None if scale is None else tuple(scale),
-        torch.float8_e4m3fn if kind == "fp8" else None,
+        torch.float8_e4m3fn if kind.startswith("fp8") else None,
         any_step=is_folded,
         holds=Where.SAVED,
     )

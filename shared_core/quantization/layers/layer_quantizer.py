@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
+from shared_core.quantization.functional.low_bit import fp8_fake_quantize_in_range, fp8_scale
 from shared_core.quantization.functional.quantizers import on_grid, quantize_input, quantize_weight
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
@@ -70,6 +71,8 @@ class LayerQuantizer:
         bank = self.bank
         if not (bank.quantizing and self.has_range):
             return x
+        if self.scheme.input == "fp8_static":
+            return fp8_fake_quantize_in_range(x, *bank.ranges[index])
         qmin, qmax = self.scheme.input_range
         return kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
 
@@ -84,7 +87,7 @@ class LayerQuantizer:
     def _whole_axes(self, module: nn.Module, weight: Tensor) -> set[int]:
         """Return the axes of a weight along which its scales, or noise, are not those of its parts."""
         axes = {*range(weight.dim())}
-        by_row = self.weight_scale is None and self.bank.noise_seed is None and self.scheme.weight != "nvfp4"
+        by_row = self.weight_scale is None and self.bank.noise_seed is None and not self.scheme.spans_rows
         return axes - {output_axis(module)} if by_row else axes
 
     def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -106,7 +109,10 @@ class LayerQuantizer:
         """Return (scale, zero point) of the input's range, in signed codes; None if there is none."""
         if self.index is None or not self.has_range:
             return None
-        return self.bank.scale[self.index].clone(), self.bank.zero_point[self.index].clone()
+        scale, zero_point = self.bank.scale[self.index].clone(), self.bank.zero_point[self.index].clone()
+        if self.scheme.input == "fp8_static":
+            return fp8_scale(*self.bank.ranges[self.index]), zero_point.zero_()
+        return scale, zero_point
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the layer's scheme and range as plain values; None if it should have a range and has none."""

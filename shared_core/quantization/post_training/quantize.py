@@ -423,6 +423,8 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     if scheme.weight == "group":
         # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
         return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
+    if scheme.weight == "fp8_block":
+        return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
     if scheme.weight == "mxfp4":
         return codes + channels * -(-width // _MX_GROUP)
     if scheme.weight == "nvfp4":

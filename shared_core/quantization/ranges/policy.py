@@ -47,12 +47,12 @@ class ObservedRanges:
 
     def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
         self.config, self.schemes = config, schemes
-        self.static = [name for name, scheme in schemes.items() if scheme.input == "static"]
+        self.static = [name for name, scheme in schemes.items() if scheme.has_range]
         """Layers with a range, in the order of the bank's rows."""
         self.bank = self._make_bank([schemes[name].input_range for name in self.static])
         self.quantizers = {
             name: self.quantizer_class(
-                self.bank, self.static.index(name) if scheme.input == "static" else None, scheme, number=number
+                self.bank, self.static.index(name) if scheme.has_range else None, scheme, number=number
             )
             for number, (name, scheme) in enumerate(schemes.items())
         }

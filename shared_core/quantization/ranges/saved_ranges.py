@@ -55,7 +55,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
     ranges = take_cache_scales_(model, ranges)
     layers = find_layers(model, ranges, "apply_ranges")
     schemes = {name: saved_scheme(ranges[name], f"apply_ranges: {name}") for name in layers}
-    static = [name for name in layers if schemes[name].input == "static"]
+    static = [name for name in layers if schemes[name].has_range]
     bank = RangeBank([schemes[name].input_range for name in static])
     bounds = [check_range(ranges[name], f"apply_ranges: {name}") for name in static]
     bank.set_ranges(torch.tensor(bounds).view(len(static), 2), torch.ones(len(static), dtype=torch.bool))

@@ -116,7 +116,7 @@ def export_compressed_tensors(
     tensor_scales = _tensor_scales(exported, fp4)
     for name in coded:
         _set_codes(served, name, tensor_scales.get(name), inputs.get(name))
-        if schemes[name].input == "static":
+        if schemes[name].has_range:
             _set_input(layers[name], served.qparams[name])
     with atomic_folder(folder) as temporary:
         kind = _write(exported, {name: layers[name] for name in coded}, experts, dtype, temporary)
@@ -175,6 +175,8 @@ def check_servable(name: str, module: Any, where: str) -> None:
         ("channel", "static"),
         ("group", "none"),
         ("fp8", "fp8"),
+        ("fp8", "fp8_static"),
+        ("fp8_block", "fp8_group"),
         ("mxfp4", "mxfp4"),
         ("nvfp4", "nvfp4"),
     }
@@ -188,7 +190,7 @@ def check_servable(name: str, module: Any, where: str) -> None:
             where,
             f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
             f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
-            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8, mxfp4 or nvfp4",
+            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8, fp8_static, fp8_block, mxfp4 or nvfp4",
         )
     block, kind_of_fp4 = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
     if block and experts:
@@ -202,6 +204,13 @@ def check_servable(name: str, module: Any, where: str) -> None:
             where,
             f"{name} must have a multiple of {block} inputs for {kind_of_fp4}, got {module.in_features}",
             "skip it in qat",
+        )
+    if scheme.weight == "fp8_block" and (experts or module.in_features % 128 or module.out_features % 128):
+        found = "stacked experts" if experts else f"{module.out_features} x {module.in_features}"
+        raise CompatibilityError(
+            where,
+            f"{name} must be a matrix whose sizes are multiples of 128 for vLLM's blocks of FP8, got {found}",
+            "override its scheme with fp8, or skip it in qat",
         )
     # an expert's second matrix has the inputs that its first one's halves give
     sizes = [size for stack in weights_of(module).values() for size in stack.shape[1:]] if experts else []
@@ -218,7 +227,7 @@ def check_servable(name: str, module: Any, where: str) -> None:
             f"{name} must have a group_size of {', '.join(map(str, _GROUP_SIZES))} for vLLM, got {scheme.group_size}",
             "set qat.group_size, or skip the layer",
         )
-    if scheme.input == "static" and not module.quantizer.has_range:
+    if scheme.has_range and not module.quantizer.has_range:
         raise CompatibilityError(where, f"{name} must have a range of its input for vLLM, got none", "skip it in qat")
 
 
@@ -328,7 +337,7 @@ def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, inpu
             layer.input_global_scale.data = input_scale.reciprocal().view(1)
         return
     codes, scale = served.codes(name, rows)
-    layer.weight_scale.data = scale.view(len(rows), -1)
+    layer.weight_scale.data = scale.view(len(rows) // (128 if scheme.weight == "fp8_block" else 1), -1)
     if scheme.affine:
         layer.weight_zero_point.data = zero_points(codes, scheme.weight_bits).to(torch.int8).view(len(rows), -1)
 
@@ -337,7 +346,8 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
     assert qparams is not None  # noqa: S101  # `check_servable`
     scale, zero_point = qparams
     layer.input_scale.data = scale.float().view(1)
-    layer.input_zero_point.data = zero_point.to(torch.int8).view(1)
+    if hasattr(layer, "input_zero_point"):  # FP8 has none
+        layer.input_zero_point.data = zero_point.to(torch.int8).view(1)
 
 
 def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None:
@@ -377,19 +387,22 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
         return QuantizationScheme(targets=["Linear"], **MXFP4)
     if scheme.weight == "nvfp4":
         return QuantizationScheme(targets=["Linear"], **(NVFP4 if rounds_inputs else NVFP4A16))
-    kind = "float" if scheme.weight == "fp8" else "int"
+    kind = "float" if scheme.weight.startswith("fp8") else "int"
     # engines have kernels for 4 and 8 bits, and beside codes of inputs for 8 alone; fewer are the same codes
     bits = 4 if scheme.input == "none" and scheme.weight_bits <= 4 else 8
+    strategy = {"group": "group", "fp8_block": "block"}.get(scheme.weight, "channel")
     weights = QuantizationArgs(
-        num_bits=bits, type=kind, symmetric=not scheme.affine, dynamic=False,
-        strategy="group" if scheme.weight == "group" else "channel", group_size=scheme.group_size or None,
+        num_bits=bits, type=kind, symmetric=not scheme.affine, dynamic=False, strategy=strategy,
+        group_size=scheme.group_size if strategy == "group" else None,
+        block_structure=[128, scheme.group_size] if strategy == "block" else None,
     )  # fmt: skip
     inputs = None
     if scheme.input != "none":
-        static = scheme.input == "static"
+        seen = {"static": "tensor", "fp8_static": "tensor", "fp8_group": "group"}.get(scheme.input, "token")
         inputs = QuantizationArgs(
-            num_bits=8, type=kind, symmetric=not static, dynamic=not static, strategy="tensor" if static else "token"
-        )
+            num_bits=8, type=kind, symmetric=scheme.input != "static", dynamic=not scheme.has_range, strategy=seen,
+            group_size=scheme.group_size if seen == "group" else None,
+        )  # fmt: skip
     return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.quantization.functional.low_bit import to_blocks
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
@@ -247,8 +248,11 @@ def codes_of(
             where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
         )
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
-    levels = torch.float8_e4m3fn if scheme.weight == "fp8" else torch.int8
-    qmax: float = 448.0 if scheme.weight == "fp8" else scheme.weight_qmax
+    if scheme.weight == "fp8_block":
+        groups = to_blocks(rows, scheme.group_size)
+    is_float = scheme.weight.startswith("fp8")
+    levels = torch.float8_e4m3fn if is_float else torch.int8
+    qmax: float = 448.0 if is_float else scheme.weight_qmax
     if "weight_scale" in entry:
         scale = torch.tensor(entry["weight_scale"], dtype=torch.float32).view(-1)
         codes = (groups / scale.unsqueeze(1)).round()

@@ -136,7 +136,7 @@ def baked_copy(
     for name, layer in layers.items():
         quantizer = layer.quantizer
         scheme = quantizer.scheme
-        if scheme.input == "static" and qparams[name] is None:  # it saw no input: the model leaves that in float too
+        if scheme.has_range and qparams[name] is None:  # it saw no input: the model leaves that in float too
             scheme = dataclasses.replace(scheme, input="none")
         schemes[name] = scheme
         if not quantizer.baked:

@@ -285,7 +285,7 @@ class QuantizationStudy:
 def static_input(network: nn.Module, config: QatConfig) -> str | None:
     """Return the first layer whose inputs have ranges, which only calibration batches show; None: no layer has."""
     schemes = layer_schemes(config, select_layers(network, config.include, config.skip, config.min_size)[0])
-    return next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
+    return next((name for name, scheme in schemes.items() if scheme.has_range), None)
 
 
 def model_bytes(model: nn.Module) -> int:

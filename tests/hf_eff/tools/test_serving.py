@@ -42,6 +42,7 @@ FORMATS = {
     "int8_weight": ("pack-quantized", {"weight_packed", "weight_scale", "weight_shape"}),
     "int4_weight": ("pack-quantized", {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}),
     "fp8": ("float-quantized", {"weight", "weight_scale"}),
+    "fp8_static": ("float-quantized", {"weight", "weight_scale", "input_scale"}),
     "mxfp4": ("mxfp4-pack-quantized", {"weight_packed", "weight_scale"}),
     "nvfp4": ("nvfp4-pack-quantized", {"weight_packed", "weight_scale", "weight_global_scale"}),
 }

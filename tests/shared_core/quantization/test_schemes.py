@@ -77,6 +77,10 @@ def train(session, optimizer, model, steps):
         optimizer.zero_grad()
 
 
+def e4m3(values, scale):
+    return (values / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+
 def reference(rows, scheme, group_size):
     """What each scheme makes of one row for each channel, in float64 and from its definition."""
     if scheme in ("int8", "int8_weight", "int8_dynamic"):
@@ -92,9 +96,13 @@ def reference(rows, scheme, group_size):
         groups = rows.reshape(len(rows), -1, group_size)
         scale = groups.abs().amax(-1, keepdim=True) / 7
         return ((groups / scale).round() * scale).reshape(rows.shape)
-    if scheme == "fp8":
+    if scheme == "fp8_block":
+        width = rows.shape[1] if rows.shape[1] % group_size else group_size
+        bands = [band.split(width, 1) for band in rows.split(128)]
+        return torch.cat([torch.cat([e4m3(part, part.abs().max() / 448) for part in band], 1) for band in bands])
+    if scheme in ("fp8", "fp8_static"):
         scale = rows.abs().amax(1, keepdim=True) / 448
-        return (rows / scale).float().to(torch.float8_e4m3fn).double() * scale
+        return e4m3(rows, scale)
     if scheme == "mxfp4":
         return mx_round_to(rows)
     if scheme == "nvfp4":
@@ -343,3 +351,35 @@ def test_rows_that_no_group_divides_are_one_group_of_a_recurrent_layer():
         assert max(len(row.unique()) for row in found) <= 16
     weights, scales = 4 * 256 * (40 + 256), 4 * 256 * (1 + 2)
     assert layer_bytes(quantised)["0"] == (4 * weights, weights // 2 + 5 * scales)
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (200, 256), (130, 96)])
+def test_blocks_of_fp8_share_a_scale_by_128_rows_and_inputs_by_128_features(shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    weight = model[0].weight.detach().clone()
+    quantized = quantize(model, "fp8_block")
+    expected = reference(weight.double(), "fp8_block", 128)
+    assert (~torch.isclose(quantized[0].weight.double(), expected, rtol=1e-5, atol=1e-9)).sum() <= 1
+    width = 128 if shape[1] % 128 == 0 else shape[1]
+    x = torch.randn(3, shape[1]) * torch.logspace(-3, 3, shape[1])
+    groups = x.view(-1, width)
+    seen = e4m3(groups.double(), groups.double().abs().amax(1, keepdim=True) / 448).view(x.shape)
+    assert torch.allclose(quantized(x).double(), seen @ quantized[0].weight.double().T, rtol=1e-4, atol=1e-3)
+
+
+def test_a_range_of_fp8_saturates_and_stops_gradients_outside():
+    x = torch.tensor([[4.0, -2.0, 0.3, 1.0]])
+    quantized = quantize(nn.Sequential(nn.Linear(4, 2, bias=False)), "fp8_static", [x])
+    layer = quantized[0]
+    scale, zero_point = layer.quantizer.qparams(layer)
+    assert (scale.item(), zero_point.item()) == (pytest.approx(4 / 448), 0)
+    wide = torch.tensor([[9.0, -2.0, 0.3, 1.0]], requires_grad=True)
+    seen = layer.quantizer.input(layer, wide)
+    assert torch.allclose(seen.double(), e4m3(x.double(), 4 / 448), atol=1e-6)
+    seen.sum().backward()
+    assert wide.grad.tolist() == [[0.0, 1.0, 1.0, 1.0]]
+    again = apply_ranges(nn.Sequential(nn.Linear(4, 2, bias=False)), {"0": layer.quantizer.entry(layer)})
+    assert torch.equal(again[0].quantizer.input(again[0], wide), seen)
+    with pytest.raises(ConfigError, match="range must be ema, minmax or percentile with scheme=fp8_static"):
+        QatConfig(scheme="fp8_static", range="kl")
