@@ -95,7 +95,8 @@ def test_adapters_and_copies_for_vmap_are_made_before_sharding_or_in_larger_bloc
 
 
 IN_LAYERS = [
-    "qat", "qat-minmax", "qat-group", "qat-ternary", "qat-dynamic", "qat-fp8", "taylor", "movement", "recompute",
+    "qat", "qat-minmax", "qat-group", "qat-ternary", "qat-dynamic", "qat-fp8", "qat-static", "qat-block", "taylor",
+    "movement", "recompute",
     "rigl", "2:4", "filter", "filter-taylor", "layer", "average", "swa", "block", "selective", "matmul", "logits",
     "qat-prune", "int4-taylor", "lottery", "ticket-second", "ticket-rate", "soup", "soup-qat-prune",
 ]  # fmt: skip

@@ -123,6 +123,7 @@ VARIANTS = {
     "distill-chunked": Row("distill", {"chunked": True, "budget_mib": 0.001, "vocab_size": 9}, needs_teacher=True),
     "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
+    "qat-fp8": Row("qat", {"scheme": "fp8_static", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
     "fp8-int16": Row("fp8", {"recipe": "int16", "include": ["first"]}),
     "lora-int8": Row("lora", {"rank": 2, "base": "int8", "requantize": True}),

@@ -40,6 +40,8 @@ RECIPES = {
     "qat-minmax": {"qat": {"scheme": "int8", "range": "minmax"}},
     "qat-dynamic": {"qat": {"scheme": "int8_dynamic"}},
     "qat-fp8": {"qat": {"scheme": "fp8"}},
+    "qat-static": {"qat": {"scheme": "fp8_static"}},
+    "qat-block": {"qat": {"scheme": "fp8_block"}},
     "qat-ternary": {"qat": {"scheme": "ternary"}},
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},

@@ -45,7 +45,9 @@ def test_each_expert_is_quantised_as_a_linear_layer_of_its_own(kind, scheme):
     assert quantized_bytes(quantized) < quantized_bytes(net)
 
 
-@pytest.mark.parametrize("scheme", ["int8_dynamic", "fp8", "mxfp4", "int8_dynamic_int4_weight"])  # token by token
+@pytest.mark.parametrize(
+    "scheme", ["int8_dynamic", "fp8", "fp8_block", "mxfp4", "int8_dynamic_int4_weight"]
+)  # token by token
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_products_of_each_token_have_quantised_inputs(kind, implementation, scheme):
