@@ -121,7 +121,8 @@ def parse(words):
         arguments = take_flags(arguments)[1]
     if name == "run":
         return
-    context = command.context_class(command, info_name=name, **command.context_settings)
+    parent = COMMANDS.context_class(COMMANDS, **COMMANDS.context_settings)
+    context = command.context_class(command, info_name=name, parent=parent, **command.context_settings)
     command.make_parser(context).parse_args(list(arguments))
 
 
@@ -148,7 +149,11 @@ def test_commands_and_flags_in_the_text(page):
         words = span.replace("\n", " ").split()
         if words[0] == "eff" and len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]):
             options = {name for parameter in COMMANDS.commands[words[1]].params for name in parameter.opts}
-            given = {word.partition("=")[0] for word in words[2:] if word.startswith("--") and len(word) > 2}
+            given = {
+                word.partition("=")[0].replace("_", "-")
+                for word in words[2:]
+                if word.startswith("--") and len(word) > 2
+            }
             if words[1] not in ("run", "try", "chain", "lottery", "prune", "low-rank"):  # which also take flags
                 assert given <= options, span
         for flag in re.findall(r"--(\w+)", span):

@@ -209,8 +209,8 @@ def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_pat
     report = export_compressed_tensors(apply_ranges(model, ranges), tmp_path / "out", example_inputs=INPUTS)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     place, parts = EXPERTS[kind]
-    # inputs of experts stay in float where others have static ranges
-    stored = FORMATS["int8_weight" if scheme == "int8" else scheme][1]
+    # inputs of experts have no static ranges: they stay in float, or have scales per token
+    stored = FORMATS[{"int8": "int8_weight", "fp8_static": "fp8"}.get(scheme, scheme)][1]
     names = {f"{place}{expert}.{part}.{tensor}" for expert in range(4) for part in parts for tensor in stored}
     assert {name for name in saved if ".experts." in name} == names
     assert report.equal_layers == len(report.quantized) == 5 + 4 * 3
