@@ -248,6 +248,7 @@ def _configs(
     """Return (how to quantise, the method of torchao and GPTQ's options if they are asked for)."""
     from shared_core.quantization import BitPlan, QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
+    from shared_core.quantization.post_training.quantize import as_config
     from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
 
     by_torchao = gptq = None
@@ -261,9 +262,7 @@ def _configs(
     else:
         planned = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
-    if not method and (found := {"int8": "mse", "fp8_static": "minmax"}.get(options["scheme"])):
-        options.setdefault("range", found)
-    config = QatConfig.from_dict(options)
+    config = QatConfig.from_dict(options) if method else as_config(options)
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
     if useless:
         raise ConfigError(

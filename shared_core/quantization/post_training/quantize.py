@@ -91,7 +91,8 @@ def quantize(
         model: Trained, in float.
         config: A scheme such as ``"int8_weight"``, options as a recipe's ``qat`` section has them, or a `QatConfig`.
             A scheme or options without ``range`` search static ranges by least squared error (``range="mse"``), which
-            also searches the scales of weights of fewer than 8 bits; ``range="minmax"`` clips nothing.
+            also searches the scales of weights of fewer than 8 bits; ``range="minmax"``, that of ``fp8_static``, clips
+            nothing.
         calibration: Batches of inputs, for schemes with static ranges, fusion and equalisation of models that torch.fx
             cannot trace, and bias correction: each a tensor, a tuple of arguments or a mapping of keyword arguments.
         **options: As in `quantize_with_report`.
@@ -214,8 +215,8 @@ def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
         return config
     options = {"scheme": config} if isinstance(config, str) else dict(config)
     # an average over the batches would depend on their order, and start from the first
-    if options.get("scheme") == "int8":
-        options.setdefault("range", "mse")
+    if found := {"int8": "mse", "fp8_static": "minmax"}.get(options.get("scheme", "")):
+        options.setdefault("range", found)
     return QatConfig.from_dict(options)
 
 
