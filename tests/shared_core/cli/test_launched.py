@@ -82,7 +82,8 @@ def test_two_processes_write_and_print_what_one_does(room, command):
         out = room / name / "soup.safetensors" if command == "soup" else room / name
         done = eff(command, *COMMANDS[command], "--out", out, processes=processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        outputs.append([" ".join(line.replace(name, "NAME").split()) for line in done.stdout.splitlines()])
+        # a narrow table cuts the folder's name in its title anywhere
+        outputs.append("".join(done.stdout.split()).replace(name, "NAME"))
     assert outputs[0] == outputs[1]
     one, two = (sorted((room / name).iterdir()) for name in ("folder-1", "folder-2"))
     assert [file.name for file in one] == [file.name for file in two]
