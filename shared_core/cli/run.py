@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import runpy
@@ -68,10 +69,13 @@ def run(
         typer.echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
 
     sys.argv = [script, *rest]
+    ended_well: list[bool] = []
+    atexit.register(_leave_group, ended_well)  # before the script's own, which then come first
     with HandedOn(recipe, script, installed) if recipe else contextlib.nullcontext() as handed:
         guard = refuse_unseen_steps(lambda: installed, script) if recipe else None
         try:
             ended = _run(script, is_file)
+            ended_well.append(True)
         finally:
             if guard is not None:
                 guard.remove()
@@ -80,6 +84,16 @@ def run(
             raise unseen(script, "no training by any of them was seen")
     if ended is not None:
         raise ended
+
+
+def _leave_group(ended_well: list[bool]) -> None:
+    """Destroy a process group that the script has left: threads of gloo may abort a process that exits (torch 2.13)."""
+    import torch.distributed
+
+    from shared_core.distributed.collectives import has_group
+
+    if ended_well and has_group():
+        torch.distributed.destroy_process_group()
 
 
 def _run(script: str, is_file: bool) -> SystemExit | None:
