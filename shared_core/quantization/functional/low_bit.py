@@ -58,7 +58,8 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     return _StraightThrough.apply(x, True)  # type: ignore[no-untyped-call, no-any-return]
 
 
-_HEIGHT = 128
+_HEIGHT = 128  # rows of a block
+_E4M3_MAX = 448.0
 
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
@@ -92,16 +93,14 @@ class _ToRange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, minimum: Tensor, maximum: Tensor) -> Tensor:
         scale = fp8_scale(minimum, maximum)
-        ctx.save_for_backward(x.abs() <= scale * _E4M3_MAX)
+        # the largest value itself, not what its scale rounds to
+        ctx.save_for_backward(x.abs() <= torch.maximum(minimum.abs(), maximum.abs()))
         codes = (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
         return (codes.float() * scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0] * ctx.saved_tensors[0], None, None
-
-
-_E4M3_MAX = 448.0
 
 
 def fp8_scale(minimum: Tensor, maximum: Tensor) -> Tensor:
