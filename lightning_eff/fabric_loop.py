@@ -100,7 +100,7 @@ class FabricServices(BareServices):
 
     @property
     def lacks_batches(self) -> str:
-        """What gives `calibrate` training batches; empty where it has some."""
+        """What the user must do so that `calibrate` has training batches; empty if it has some."""
         return "pass calibration= to setup" if self._loop.calibration is None else ""
 
     def calibrate(self, num_batches: int) -> None:

@@ -128,7 +128,7 @@ class BareServices:
 
     @property
     def lacks_batches(self) -> str:
-        """What gives `calibrate` training batches; empty where it has some."""
+        """What the user must do so that `calibrate` has training batches; empty if it has some."""
         if type(self).calibrate is not BareServices.calibrate:
             return ""
         return (
@@ -302,7 +302,7 @@ class Technique:
     draws_batches: ClassVar[bool] = False
     """True if `loader` returns another DataLoader, and training must read that one."""
     replaces_weights: ClassVar[bool] = False
-    """Whether the run ends with other weights than those in training: see `wants_batches`."""
+    """Whether it puts other weights into the model at the end; techniques with `wants_batches` then look at batches."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_optimizer_step` is called before that of every other technique."""
 

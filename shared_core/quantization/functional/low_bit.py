@@ -91,43 +91,42 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], width: int) -> Tensor:
 
 class _ToRange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, minimum: Tensor, maximum: Tensor) -> Tensor:
-        scale = fp8_scale(minimum, maximum)
+    def forward(ctx: Any, x: Tensor, largest: Tensor) -> Tensor:
+        scale = fp8_scale(largest)
         # the largest value itself, not what its scale rounds to
-        ctx.save_for_backward(x.abs() <= torch.maximum(minimum.abs(), maximum.abs()))
+        ctx.save_for_backward(x.abs() <= largest)
         codes = (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
         return (codes.float() * scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.saved_tensors[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0], None
 
 
-def fp8_scale(minimum: Tensor, maximum: Tensor) -> Tensor:
-    """Return the scale that puts the larger end of a range on the largest value of e4m3.
+def fp8_scale(largest: Tensor) -> Tensor:
+    """Return the scale that puts the largest magnitude of a range on the largest value of e4m3.
 
     Example:
-        >>> fp8_scale(torch.tensor(-896.0), torch.tensor(3.0))
+        >>> fp8_scale(torch.tensor(896.0))
         tensor(2.)
     """
-    return torch.maximum(minimum.abs(), maximum.abs()).float().clamp(min=2.0**-126 * _E4M3_MAX) / _E4M3_MAX
+    return largest.float().clamp(min=2.0**-126 * _E4M3_MAX) / _E4M3_MAX
 
 
-def fp8_fake_quantize_in_range(x: Tensor, minimum: Tensor, maximum: Tensor) -> Tensor:
+def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
     """Return `x` rounded to e4m3 under the scale of a range; what lies outside saturates and has no gradient.
 
     Args:
         x: Any shape and floating type; computed in float32.
-        minimum: Of the range, a scalar.
-        maximum: Of the range, a scalar.
+        largest: Magnitude of the range, a scalar.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
     Example:
-        >>> fp8_fake_quantize_in_range(torch.tensor([17.0, 500.0]), torch.tensor(-1.0), torch.tensor(448.0))
+        >>> fp8_fake_quantize_in_range(torch.tensor([17.0, 500.0]), torch.tensor(448.0))
         tensor([ 16., 448.])
     """
-    return _ToRange.apply(x, minimum, maximum)  # type: ignore[no-untyped-call, no-any-return]
+    return _ToRange.apply(x, largest)  # type: ignore[no-untyped-call, no-any-return]
 
 
 _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

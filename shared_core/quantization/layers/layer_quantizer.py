@@ -72,7 +72,7 @@ class LayerQuantizer:
         if not (bank.quantizing and self.has_range):
             return x
         if self.scheme.input == "fp8_static":
-            return fp8_fake_quantize_in_range(x, *bank.ranges[index])
+            return fp8_fake_quantize_in_range(x, bank.ranges[index].abs().amax())
         qmin, qmax = self.scheme.input_range
         return kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
 
@@ -111,7 +111,7 @@ class LayerQuantizer:
             return None
         scale, zero_point = self.bank.scale[self.index].clone(), self.bank.zero_point[self.index].clone()
         if self.scheme.input == "fp8_static":
-            return fp8_scale(*self.bank.ranges[self.index]), zero_point.zero_()
+            return fp8_scale(self.bank.ranges[self.index].abs().amax()), zero_point.zero_()
         return scale, zero_point
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:

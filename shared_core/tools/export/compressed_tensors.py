@@ -156,8 +156,8 @@ def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts:
 def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     """Return whether a model has the matrices of several experts in one parameter, beside those of some modules."""
     inside = {id(value) for name in coded for value in model.get_submodule(name).parameters()}
-    convolutions = {id(at.weight) for at in model.modules() if isinstance(at, nn.modules.conv._ConvNd)}
-    return any(value.dim() > 2 and id(value) not in inside | convolutions for value in model.parameters())
+    inside |= {id(at.weight) for at in model.modules() if isinstance(at, nn.modules.conv._ConvNd)}
+    return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
