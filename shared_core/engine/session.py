@@ -582,8 +582,8 @@ class Session:
 
     def _tell_beyond_plan(self, context: Context) -> None:
         self.note(
-            f"more than the {context.total_steps} steps that were planned are trained: techniques go on to hold what "
-            "they hold, their schedules have ended, and an average takes in nothing more"
+            f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, and "
+            "everything without an end of its own continues"
         )
 
     def skipped_optimizer_step(self) -> None:

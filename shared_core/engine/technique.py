@@ -261,7 +261,7 @@ class Context:
 
     @property
     def is_beyond_plan(self) -> bool:
-        """Whether more steps were applied than were planned: what is held is held on, and nothing else moves."""
+        """True if more steps were applied than planned: schedules stay where they ended, all else goes on."""
         return self.total_steps is not None and self.step > self.total_steps
 
     def resolve(self, position: Position, where: str) -> int:

@@ -127,7 +127,8 @@ class LowRank(Technique):
     @property
     def _is_complete(self) -> bool:
         context = self._context
-        return not self.config.merge and context is not None and context.step == context.total_steps
+        total = None if context is None else context.total_steps
+        return not self.config.merge and context is not None and total is not None and context.step >= total
 
     def prepare_optimizers(self, context: Context) -> None:
         """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.

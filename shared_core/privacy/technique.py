@@ -179,6 +179,11 @@ class DifferentialPrivacy(Technique):
         """Return the parameters whose gradients are clipped and noised."""
         return trained(model)
 
+    def unreached(self, context: Context) -> str | None:
+        """Return how much more privacy was spent than `target_epsilon`, as by steps after the planned ones."""
+        target, shown = self.config.target_epsilon, self._shown_epsilon()
+        return None if target is None or shown <= target else f"epsilon {shown:.4g} was spent, not {target:g}"
+
     def begin(self, context: Context) -> None:
         """Settle the noise and say what the run will have spent.
 
@@ -194,7 +199,7 @@ class DifferentialPrivacy(Technique):
                 "publishing a few whole examples would meet it otherwise",
             )
         total = context.total_steps
-        left = None if total is None else total - context.step
+        left = None if total is None else max(total - context.step, 0)
         if config.target_epsilon is not None:
             if left is None:
                 raise ConfigError(
@@ -421,9 +426,12 @@ class DifferentialPrivacy(Technique):
 
     def metrics(self) -> dict[str, float]:
         """Return ``dp/epsilon``, spent so far."""
+        return {} if self._noise == 0 else {"dp/epsilon": self._shown_epsilon()}
+
+    def _shown_epsilon(self) -> float:
         if self._shown[0] != self._draws:
             self._shown = self._draws, self.spent()
-        return {} if self._noise == 0 else {"dp/epsilon": self._shown[1]}
+        return self._shown[1]
 
     def report(self) -> dict[str, Any]:
         """Return what was promised: epsilon, delta, accountant, sampling; the rate, noise and clipping behind it."""

@@ -12,7 +12,7 @@ from shared_core.quantization.config import QatConfig
 
 
 def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]:
-    """Return the steps of begin, freeze_observers and freeze_bn; what never comes is `sys.maxsize`.
+    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` stands for never.
 
     Raises:
         ConfigError: If they do not fit the run.
@@ -43,6 +43,8 @@ def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: 
 def _resolve(config: QatConfig, name: str, context: Context) -> int:
     value = getattr(config, name)
     position = parse_position(value)
+    if name != "begin" and position.unit == "fraction" and position.value == 1.0:
+        return sys.maxsize  # the end of the run, though more steps than planned may come
     if context.total_steps is None and position.unit == "fraction" and position.value in (0.0, 1.0):
         return 0 if position.value == 0 else sys.maxsize  # start and end need no known length
     return context.resolve(value, f"qat.{name}")

@@ -199,6 +199,8 @@ class QuantizationAwareTraining(Technique):
     def after_optimizer_step(self, context: Context) -> None:
         """Move the ranges and turn switches whose step has come."""
         self.policy.after_step()
+        if context.step == context.total_steps and self.bank.observing:
+            self.bank.refresh()  # a checkpoint of the last planned step has the ranges of all steps
         self._set_switches(context.step)
 
     @contextlib.contextmanager

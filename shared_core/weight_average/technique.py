@@ -286,7 +286,6 @@ class WeightAverage(Technique):
             self._stand_in = StandIn(context.model, self._stand_in.parameters.values())
             self._running.add(context.in_full_precision(self._stand_in.live()))
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
-        is_due &= not context.is_beyond_plan
         if is_due:
             self._update(context)
         # Pruned or clustered weights: the average of masked weights has other zeros where masks have changed, so the

@@ -36,6 +36,41 @@ def test_an_accumulation_schedule_is_planned_for(schedule, tmp_path):
     assert not loud(told)
 
 
+class Growing(pl.LightningModule):
+    """Has more data in every epoch, and keeps its weights of every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = lightning_module().net, []
+
+    def training_step(self, batch, index):
+        return self.net(**batch)["loss"]
+
+    def train_dataloader(self):
+        return DataLoader(train_examples()[: BATCH * (self.current_epoch + 1)], batch_size=BATCH)
+
+    def on_train_batch_end(self, *_):
+        self.seen.append(self.net.head.weight.detach().double())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa", "last_k"])
+def test_an_average_takes_in_the_steps_of_data_that_grows(kind, tmp_path):
+    options = {"ema": {"decay": 0.5, "warmup": False}, "swa": {"begin": 1}, "last_k": {"k": 3}}[kind]
+    module, callback = Growing(), EffCallback({"average": {"kind": kind, **options}})
+    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": tmp_path}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    pl.Trainer(accelerator="cpu", callbacks=[callback], **options, **quiet).fit(module)
+    mean = module.seen[0]
+    for weight in module.seen[1:]:
+        mean = (mean + weight) / 2
+    mean = {"ema": mean, "swa": torch.stack(module.seen).mean(0), "last_k": torch.stack(module.seen[-3:]).mean(0)}[kind]
+    assert callback.receipt["steps"] == {"applied": 10, "skipped": 0, "planned": 4}
+    torch.testing.assert_close(module.net.head.weight.double(), mean)
+
+
 class Manual(pl.LightningModule):
     """Steps its one optimizer after every few batches."""
 

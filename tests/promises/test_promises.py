@@ -58,6 +58,31 @@ def test_parity_of_loops_lightning_and_hf(keys, tmp_path):
         assert other.receipt["steps"]["applied"] == bare.receipt["steps"]["applied"] == NUM_STEPS
 
 
+# What goes on to the end of the run, whenever that comes.
+TO_THE_END = {
+    "average-swa": {"average": {"kind": "swa", "begin": 2}},
+    "qat-follows": {"qat": {"scheme": "int8", "begin": 2}},
+    "qat-follows-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},
+}
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", [*TO_THE_END, *TRAINED, *VARIANTS])
+def test_steps_after_the_planned_ones_are_as_if_they_had_been_planned(name):
+    def run(planned):
+        recipe = TO_THE_END.get(name) or recipe_of(name)
+        recipe.get("distill", {}).pop("alpha_end", None)  # reached at the planned end
+        return run_bare(recipe, max_steps=NUM_STEPS + 4, planned=planned)
+
+    late, planned = run(NUM_STEPS), run(NUM_STEPS + 4)
+    assert difference(late.weights, planned.weights) is None
+    reports = [each.receipt["techniques"] for each in (late, planned)]
+    plans = [told.pop("total_steps", None) for report in reports for told in report.values()]
+    assert difference(*reports) is None
+    assert plans in ([None] * len(plans), [NUM_STEPS, NUM_STEPS + 4])
+    assert sum("continues" in note for note in late.receipt["notes"]) == 1
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("front_end", RUNS)
 def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_path):

@@ -108,6 +108,8 @@ def run_bare(
     optim: str = "adamw_torch",
     clip: float | None = None,
     optimizer_first: bool = False,
+    max_steps: int = NUM_STEPS,
+    planned: int | None = None,
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     clip = CLIP if clip is None else clip
@@ -121,11 +123,12 @@ def run_bare(
         session.attach(model)
         optimizer = _optimizer(optim, model.parameters())
     steps_per_epoch = len(batches(accumulate)) // accumulate
-    epochs: list[Any] = [batches(accumulate) for _ in range(-(-NUM_STEPS // steps_per_epoch))]
+    epochs: list[Any] = [batches(accumulate) for _ in range(-(-max_steps // steps_per_epoch))]
     if (private := session.techniques.get("dp")) is not None:
         loader = private.loader(DataLoader(on_device(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
         epochs = [loader for _ in epochs]
-    session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=steps_per_epoch, clips_gradients=clip > 0)
+    planned = max_steps if planned is None else planned
+    session.begin([optimizer], total_steps=planned, steps_per_epoch=steps_per_epoch, clips_gradients=clip > 0)
     model.train()
 
     def clip_each_student() -> None:
@@ -133,7 +136,7 @@ def run_bare(
             if clip:
                 torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
 
-    micro = itertools.islice((batch for epoch in epochs for batch in epoch), NUM_STEPS * accumulate)
+    micro = itertools.islice((batch for epoch in epochs for batch in epoch), max_steps * accumulate)
     for index, batch in enumerate(micro, 1):
         with session.forward():
             loss = session.loss(model(**batch)["loss"]) / accumulate

@@ -22,6 +22,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.compatibility import check, remarks
 from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
+from shared_core.privacy.accountant import epsilon
 from shared_core.privacy.per_sample_gradients import (
     ExampleGradients,
     PerSample,
@@ -477,6 +478,13 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     by_example = ["0.bias", "2.bias", "2.weight", "3.bias"]
     assert (told["norms_by_ghost"], told["norms_by_example"]) == (["0.weight", "3.weight"], by_example)
     assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
+    assert run.session.unreached() == {}
+    # a step after the planned ones is counted, and more than the target is told
+    run.step(3)
+    run.session.after_optimizer_step()
+    spent = epsilon([(told["noise_multiplier"], 0.2, 4)], 1e-3, "rdp")
+    assert run.technique.report()["epsilon"] == spent > 9.0
+    assert run.session.unreached() == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
 
 
 def test_without_a_seed_no_two_runs_draw_alike():

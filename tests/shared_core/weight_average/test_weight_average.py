@@ -418,8 +418,7 @@ def test_what_is_unfrozen_later_is_averaged_as_if_its_first_value_had_been_there
     assert_equal(Run(model, state=both, **options).averaged(), average)
 
 
-def test_steps_beyond_the_plan_are_told_and_leave_the_average_as_it_was():
-    # a host that trains more steps than it planned: masks are held on, the average takes in nothing more
+def test_steps_after_the_planned_ones_are_told_and_averaged():
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     recipe = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "average": {"kind": "swa", "begin": 1}}
@@ -427,7 +426,7 @@ def test_steps_beyond_the_plan_are_told_and_leave_the_average_as_it_was():
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.begin([optimizer], total_steps=3)
-    averages = []
+    seen = []
     for _ in range(6):
         session.loss(model(torch.randn(2, 8)).square().mean()).backward()
         session.before_optimizer_step()
@@ -435,13 +434,11 @@ def test_steps_beyond_the_plan_are_told_and_leave_the_average_as_it_was():
         session.after_optimizer_step()
         optimizer.zero_grad()
         assert int((model.weight == 0).sum()) == 16
+        seen.append(model.weight.detach().double())
         with session.evaluating():
-            averages.append(model.weight.detach().clone())
-    assert not averages[1].equal(averages[2])
-    assert averages[2].equal(averages[3])
-    assert averages[2].equal(averages[5])
+            torch.testing.assert_close(model.weight.double(), torch.stack(seen).mean(0))
     session.finish()
-    assert model.weight.equal(averages[2])
+    torch.testing.assert_close(model.weight.double(), torch.stack(seen).mean(0))
     receipt = session.receipt()
     assert receipt["steps"]["applied"] == 6
-    assert sum("more than the 3 steps that were planned" in note for note in receipt["notes"]) == 1
+    assert sum("training goes on after the 3 planned steps" in note for note in receipt["notes"]) == 1
