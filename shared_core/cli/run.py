@@ -14,9 +14,10 @@ from typing import Annotated
 import typer
 
 from shared_core.errors import ConfigError, EffError
-from shared_core.front_ends.child_processes import HandedOn, refuse_unseen_steps, unseen
+from shared_core.front_ends.child_processes import HandedOn
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
+from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
 
 
 def run(
@@ -72,7 +73,7 @@ def run(
     ended_well: list[bool] = []
     atexit.register(_leave_group, ended_well)  # before the script's own, which then come first
     with HandedOn(recipe, script, installed) if recipe else contextlib.nullcontext() as handed:
-        guard = refuse_unseen_steps(lambda: installed, script) if recipe else None
+        guard = UnseenSteps(lambda: installed, script) if recipe else None
         try:
             ended = _run(script, is_file)
             ended_well.append(True)

@@ -139,6 +139,17 @@ class StepWatch:
         self._handles, self._stepped, self._has_stepped = [], False, False
 
 
+def _refuse_foreign_optimizers(optimizers: Iterable[Any], where: str) -> None:
+    """Refuse optimizers without the groups, state and step hooks that techniques need."""
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TrainingError(
+                where,
+                f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}",
+                "pass the one that it wraps, or train with an optimizer of torch",
+            )
+
+
 @contextlib.contextmanager
 def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
@@ -368,6 +379,9 @@ class Session:
             raise TrainingError(
                 "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
+        optimizers = [*optimizers]
+        if self._front_end == "bare":
+            _refuse_foreign_optimizers(optimizers, "session")
         environment = _layers_in_parts(context.model)  # since `attach`, perhaps
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
@@ -410,8 +424,10 @@ class Session:
             run_environment: As in `attach`.
 
         Raises:
-            TrainingError: If no optimizer holds a parameter of the model; else as `attach`.
+            TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `attach`.
         """
+        optimizers = [*optimizers]
+        _refuse_foreign_optimizers(optimizers, self._front_end)
         parameters = OptimizerParameters(model, optimizers)
         if parameters.is_empty:
             raise TrainingError(

@@ -7,24 +7,23 @@ trainers and imports nothing else, so that processes that do not train cost noth
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import CompatibilityError
 from shared_core.front_ends.after_import import after_import
 from shared_core.front_ends.finding import FrontEnd, front_ends
+from shared_core.front_ends.unseen_steps import UnseenSteps
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from shared_core.engine.recipe import Recipe
 
 _PATH = "PYTHONPATH"
@@ -89,7 +88,7 @@ def begin(file: str) -> None:
         after_import(name, install)
 
     def guard(_: Any) -> None:
-        refuse_unseen_steps(front_ends, facts["script"], _taken(folder).touch)
+        UnseenSteps(functools.cache(front_ends), facts["script"], _taken(folder).touch)
 
     after_import("torch.optim.optimizer", guard)
 
@@ -107,40 +106,3 @@ def _run_own_sitecustomize(folder: Path) -> None:
 
 def _taken(folder: Path) -> Path:
     return folder / "taken"
-
-
-def unseen(script: str, why: str) -> CompatibilityError:
-    """Return the error of a script that no front end reached."""
-    return CompatibilityError(
-        "eff run",
-        f"{script} must train with the Hugging Face Trainer, Lightning, or a loop of accelerate that prepares its "
-        f"model and optimizer, but {why}",
-        "nothing was switched on; in a loop of Fabric use lightning_eff.setup, in one of your own shared_core.Session",
-    )
-
-
-def refuse_unseen_steps(
-    installed: Callable[[], Sequence[FrontEnd]], script: str, taken: Callable[[], object] | None = None
-) -> RemovableHandle:
-    """Stop at the first optimizer step before any front end took the recipe: all training would be for nothing.
-
-    Args:
-        installed: Returns the front ends.
-        script: What the user runs.
-        taken: Called at the first step of an optimizer after one of them took it.
-    """
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    seen = False
-
-    def check(*_: Any) -> None:
-        nonlocal seen
-        if seen:
-            return
-        seen = any(front_end.used() for front_end in installed())
-        if not seen:
-            raise unseen(script, "an optimizer stepped before any of them took the recipe")
-        if taken is not None:
-            taken()
-
-    return register_optimizer_step_pre_hook(check)

@@ -11,6 +11,18 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.front_ends.flags import _nearest_flag, take_flags
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+OWN_OPTIMIZER = """import torch
+class Own:
+    def __init__(self, parameters): self.parameters = list(parameters)
+    def step(self):
+        for one in self.parameters: one.data -= 0.1 * one.grad
+model = torch.nn.Linear(3, 2)
+optimizer = Own(model.parameters())
+for step in range(5):
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+torch.save(model.state_dict(), "model.pt")
+"""
 FAILS = "def main():\n    open('/nowhere/data.csv')\n\n\nmain()\n"
 
 
@@ -64,6 +76,14 @@ def test_a_script_that_ends_by_itself_and_trained_nothing_is_told_so(run, monkey
     monkeypatch.setattr(Taken, "used", lambda self: False)
     with pytest.raises(CompatibilityError, match="no training by any of them was seen"):
         run("import sys\nsys.exit()", "--prune_sparsity", "0.5")
+
+
+def test_a_loop_with_an_optimizer_of_its_own_ends_before_it_saves(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Taken, "used", lambda self: False)
+    with pytest.raises(CompatibilityError, match=r"but Own updated the weights .* nothing was switched on"):
+        run(OWN_OPTIMIZER, "--prune_sparsity", "0.5")
+    assert not (tmp_path / "model.pt").exists()
 
 
 def test_errors_of_ours_stay_errors_of_ours(run):

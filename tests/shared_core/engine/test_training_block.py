@@ -99,6 +99,25 @@ def test_a_resumed_block_equals_the_whole():
     assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
 
 
+def test_an_optimizer_that_is_not_torchs_is_refused_by_its_class():
+    class Own:
+        def __init__(self, parameters):
+            self.param_groups = [{"params": list(parameters)}]
+
+    model = net()
+    with (
+        pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, got Own"),
+        Session(PRUNE).training(model, Own(model.parameters()), total_steps=4),
+    ):
+        pass
+    session = Session(PRUNE)
+    session.attach(model)
+    with pytest.raises(TrainingError, match="got Own"):
+        session.begin([Own(model.parameters())], total_steps=4)
+    session.detach()
+    assert list(model.state_dict()) == list(net().state_dict())
+
+
 def test_an_optimizer_of_another_model_or_with_state_is_refused():
     model = net()
     with (

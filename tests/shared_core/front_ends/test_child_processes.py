@@ -9,7 +9,8 @@ import pytest
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.after_import import after_import
-from shared_core.front_ends.child_processes import HandedOn, refuse_unseen_steps
+from shared_core.front_ends.child_processes import HandedOn
+from shared_core.front_ends.unseen_steps import UnseenSteps
 
 RECIPE = Recipe.from_dict({"prune": {"sparsity": 0.5}})
 
@@ -83,7 +84,7 @@ def test_who_waits_is_told_once_the_first_step_was_seen():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.grad = torch.ones(2)
-    handle = refuse_unseen_steps(lambda: [end], "train.py", lambda: told.append(1))
+    handle = UnseenSteps(lambda: [end], "train.py", lambda: told.append(1))
     try:
         with pytest.raises(CompatibilityError, match="an optimizer stepped before any of them took the recipe"):
             optimizer.step()
