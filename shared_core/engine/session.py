@@ -31,6 +31,7 @@ from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.step_watch import StepWatch
 from shared_core.engine.technique import BareServices, Context, Services, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
 
@@ -99,44 +100,6 @@ def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique
     for key in techniques.keys() - saved.keys():
         if why := techniques[key].config.own_checkpoints:
             raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
-
-
-class StepWatch:
-    """Notices a step that none of the watched optimizers made: another one was put in their place."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._stepped = self._has_stepped = False
-
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Watch these, and no others."""
-        self.close()
-        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
-
-    def _note(self, *_: Any) -> None:
-        self._stepped = True
-
-    def check(self) -> None:
-        """Refuse a step that another optimizer made.
-
-        Raises:
-            TrainingError: If none of them has stepped since the last call, and one did before.
-        """
-        # A step hook on the optimizers we know: if it did not fire, whoever stepped is another one.
-        stepped, self._stepped = self._stepped, False
-        if self._has_stepped and not stepped:
-            raise TrainingError(
-                "session",
-                "steps must be those of the optimizers that begin was given, got one that none of them made",
-                "change their param_groups instead, or finish this session and make another for the new optimizer",
-            )
-        self._has_stepped = stepped
-
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._stepped, self._has_stepped = [], False, False
 
 
 def _refuse_foreign_optimizers(optimizers: Iterable[Any], where: str) -> None:
@@ -387,7 +350,8 @@ class Session:
         self._is_tensor_parallel = bool(environment)
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
-        self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
+        acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
+        self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
         # Marked once they are what training begins with.
         context.left_out.mark()
         self._refuse_without_batches(context)
@@ -530,7 +494,11 @@ class Session:
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
         hooks, context = self._hooks.forward, self.context
-        if not hooks or context is None or not self._begun or self._finished:
+        if context is None or not self._begun or self._finished:
+            return contextlib.nullcontext()
+        if self._steps.is_comparing:
+            return self._compared_forward(hooks, context)
+        if not hooks:
             return contextlib.nullcontext()
         # One technique is the usual case: an ExitStack costs more than its hook.
         if len(hooks) == 1:
@@ -539,6 +507,17 @@ class Session:
             for _, forward in hooks:
                 stack.enter_context(forward(context))
             # pop_all hands the contexts over: entered here, left by the caller.
+            return stack.pop_all()
+
+    def _compared_forward(
+        self, hooks: Calls[[Context], contextlib.AbstractContextManager[None]], context: Context
+    ) -> contextlib.ExitStack:
+        """Return what surrounds a micro-batch of the first steps, after which weights are noted."""
+        self._steps.forget()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._steps.mark)
+            for _, forward in hooks:
+                stack.enter_context(forward(context))
             return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -551,6 +530,7 @@ class Session:
         """
         hooks = self._hooks.loss
         if not hooks or not self._begun:
+            self._steps.mark()
             return task_loss
         context = self._attached("loss")
         self._means.open()
@@ -560,16 +540,24 @@ class Session:
             start = time.perf_counter()  # not `_timed`: a generator costs more than some hooks
             task_loss = loss(task_loss, context)
             self._seconds[key] += time.perf_counter() - start
+        self._steps.mark()
         return task_loss
 
     def before_optimizer_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
         self._tell_counts(self._means.close())
         context = self._attached("before_optimizer_step")
+        self._steps.before_step()
         if self._is_tensor_parallel:
             place_gradients_(context.model)
         self._call(self._hooks.before_optimizer_step)
         if context.discard_step:
+            if name := self._steps.inside_backward:
+                raise TrainingError(
+                    "session",
+                    f"a step with gradients that are not finite must be discarded, but {name} made it inside backward",
+                    "use an optimizer that steps after backward, such as AdamW",
+                )
             # The trainer goes on to step: it must change nothing.
             for optimizer in context.optimizers:
                 optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
@@ -589,7 +577,7 @@ class Session:
         if context.discard_step:
             self.skipped_optimizer_step()
             return False
-        self._steps.check()
+        self._steps.after_step()
         context.step += 1
         if context.is_beyond_plan:
             self._tell_beyond_plan(context)
@@ -604,6 +592,7 @@ class Session:
 
     def skipped_optimizer_step(self) -> None:
         """An optimizer step was skipped (overflow): nothing advances."""
+        self._steps.after_step(skipped=True)
         self.skipped += 1
         self._call(self._hooks.skipped_optimizer_step)
         self._attached("skipped_optimizer_step").discard_step = False

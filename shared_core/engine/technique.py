@@ -309,6 +309,11 @@ class Technique:
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True if `before_optimizer_step` must come before weights move: then no optimizer may step inside backward."""
+        return False
+
     # -- describe
 
     @classmethod

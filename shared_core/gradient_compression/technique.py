@@ -61,6 +61,11 @@ class GradientCompression(Technique):
         self._discarded = self._in_a_row = 0
         self._saved: Mapping[str, Any] = {}
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: a step with gradients that overflowed in fp16 is discarded."""
+        return True
+
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return refused where torch has no processes."""

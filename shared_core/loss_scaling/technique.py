@@ -42,6 +42,11 @@ class LossScaling(Technique):
         self._steps_at_begin = 0
         self._flush_due = False
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: gradients are multiples of themselves until then."""
+        return True
+
     def make_scaler(self, device: str) -> LossScaler:
         """Return a fresh scaler with these options for a device type, and keep it as `scaler`.
 

@@ -68,6 +68,11 @@ class LotteryTicket(Technique):
         self._rates_held = HeldRates()
         self._result: dict[str, Any] = {}
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: rewinding clears the optimizer's state, and learning rates are held for a step."""
+        return True
+
     # -- before the first step
 
     def attach(self, model: nn.Module, context: Context) -> None:

@@ -105,6 +105,11 @@ class PrimaryWeights(Technique):
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: the optimizer steps float32 values in place of the weights."""
+        return True
+
     # -- start and end
 
     def attach(self, model: nn.Module, context: Context) -> None:

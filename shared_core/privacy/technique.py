@@ -89,6 +89,11 @@ class DifferentialPrivacy(Technique):
         """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
         where the loss is the mean over rows."""
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: weights may only be stepped on noised gradients."""
+        return True
+
     # -- start
 
     @classmethod

@@ -280,6 +280,16 @@ class PruneConfig(OverridableConfig):
         return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
 
     @property
+    def acts_on_gradients(self) -> bool:
+        """True if scores come from gradients, or the optimizer's step is another one than without."""
+        return (
+            self.straight_through
+            or self.dynamic == "rigl"
+            or self.regularizer != "none"
+            or self.criterion in ("taylor", "movement", "fisher", "neuron_taylor")
+        )
+
+    @property
     def watches_layers(self) -> bool:
         """Whether layers must be called as modules, for hooks to see what passes through them."""
         return self.gathers_at_layers or self.cost in ("flops", "energy")

@@ -88,6 +88,11 @@ class Pruning(Technique):
     def _targets(self) -> Targets:
         return self._policy.targets
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True if the options read or change gradients, or show the optimizer the weights under the masks."""
+        return self.config.acts_on_gradients
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Find the weights to prune, choose the policy, and listen to what the criterion needs.
 

@@ -72,6 +72,11 @@ class QuantizationAwareTraining(Technique):
         """The ranges of all layers, and the switches."""
         return self.policy.bank
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True if ranges are learned, from which weight decay is kept away."""
+        return self.config.learns_ranges
+
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return native; tells what multiplies converted layers."""

@@ -136,6 +136,11 @@ class WeightClustering(Technique):
         self._begin = 0
         self._clustered_at = -1
 
+    @property
+    def acts_on_gradients(self) -> bool:
+        """True: centroids get the sum of their members' gradients."""
+        return True
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Find the weights to share.
 

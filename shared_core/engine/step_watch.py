@@ -1,0 +1,217 @@
+"""Checks who steps the weights: the optimizers of the session, after the techniques have seen the gradients."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.errors import TrainingError
+
+_FIRST_STEPS = 8
+"""Applied steps after which weights that have not moved yet are no longer compared."""
+_PIECE = 1 << 22
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+class StepWatch:
+    """Raises an error if another optimizer steps the weights, or one steps them inside backward.
+
+    Every optimizer of torch reports its steps before they are made. An update without such a step, as in a hook that
+    writes into weights, shows in the weights themselves: they are compared before and after backward, until the
+    session's optimizers have moved them.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._optimizers: tuple[Any, ...] = ()
+        self._known: set[int] = set()  # of these and of those that they wrap
+        self._held: set[int] = set()  # of the parameters in their groups
+        self._parameters: dict[str, Tensor] = {}
+        self._ids: set[int] = set()
+        self._acting = self._other = ""
+        self._is_bare = self._is_step = self._stepped = self._has_stepped = False
+        self._steps_left = 0
+        self._marked: dict[str, int] = {}
+        self.inside_backward = ""
+        """The name of an optimizer that takes gradients inside backward, as far as one was seen."""
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._handle is not None:
+            self._handle.remove()
+        self.__init__()  # type: ignore[misc]
+
+    def watch(self, model: nn.Module, optimizers: Iterable[Any], acting: str, *, is_bare: bool) -> None:
+        """Watch the weights of a model, and no others.
+
+        Args:
+            model: With techniques attached, before they begin.
+            optimizers: Those that `Session.begin` was given.
+            acting: Key of a technique that needs complete gradients before the step, empty if none does.
+            is_bare: True if nothing but the user's own loop steps: then each step must be one of theirs.
+
+        Raises:
+            TrainingError: If a technique needs complete gradients, and an optimizer takes them inside backward.
+        """
+        self.close()
+        reshard_(model)
+        self._optimizers, self._acting, self._is_bare = tuple(optimizers), acting, is_bare
+        self._known = {id(one) for optimizer in self._optimizers for one in _inner(optimizer)}
+        self._held = {id(held) for one in self._optimizers for group in one.param_groups for held in group["params"]}
+        self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._ids = {*map(id, self._parameters.values())}
+        if name := next(filter(None, map(_taken_by, self._parameters.values())), ""):
+            self._refuse_inside(name)
+        self._steps_left = _FIRST_STEPS if acting else 0
+        me = weakref.ref(self)  # a session that nobody holds must not live on in torch's hooks
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (watch := me()) is not None:
+                watch._before(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(before)
+        weakref.finalize(self, self._handle.remove)
+
+    # -- one step
+
+    @property
+    def is_comparing(self) -> bool:
+        """True until the session's optimizers have moved weights."""
+        return self._steps_left > 0
+
+    def mark(self) -> None:
+        """Note the weights after a forward: backward comes next."""
+        if self.is_comparing:
+            self._marked = _digests(self._parameters)
+
+    def forget(self) -> None:
+        """Forget the note: a forward comes next, which may write into weights itself."""
+        self._marked = {}
+
+    def before_step(self) -> None:
+        """Check that backward moved no weight; the session's optimizers step next.
+
+        Raises:
+            TrainingError: If a technique needs complete gradients, and weights have moved.
+        """
+        self._is_step = True
+        if self._marked:
+            now = _digests(self._parameters)
+            if now != self._marked:
+                self._refuse_inside(self._names, ", and load the weights again, which have moved")
+
+    def after_step(self, *, skipped: bool = False) -> None:
+        """Check that one of the session's optimizers made the step.
+
+        Args:
+            skipped: True if the session was told that no step was made.
+
+        Raises:
+            TrainingError: If another one did.
+        """
+        stepped, other = self._stepped, self._other
+        self._stepped, self._other, self._is_step = False, "", False
+        if not stepped and (other or (self._is_bare and self._has_stepped and not skipped)):
+            raise self._others(other)
+        if not skipped:
+            self._has_stepped = stepped
+        if self._marked and not skipped:
+            # They have moved in the step, and not before it.
+            moved = _digests(self._parameters) != self._marked
+            self._steps_left = 0 if moved else self._steps_left - 1
+        self._marked = {}
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at a step of any optimizer in this process before it is made."""
+        if torch._C._current_graph_task_id() != -1:  # in a backward
+            if not self.inside_backward and _holds(optimizer, self._ids):
+                is_known = any(optimizer is one for one in self._optimizers)
+                self._refuse_inside(type(optimizer).__name__ + ("" if is_known else f" of {self._names}"))
+        elif id(optimizer) in self._known:
+            self._stepped = True
+        # A loop of the user's own may step with another one in between, where no technique acts on gradients.
+        elif _holds(optimizer, self._ids if self._acting else self._held):
+            self._other = type(optimizer).__name__
+            if not self._is_step and (self._acting or not self._is_bare):
+                raise self._others(self._other)
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(type(one).__name__ for one in self._optimizers)
+
+    def _others(self, name: str) -> TrainingError:
+        return TrainingError(
+            "session",
+            "steps must be those of the optimizers that begin was given, got one that none of them made"
+            + (f", but another {name}" if name else ""),
+            "change their param_groups instead, or finish this session and make another for the new optimizer",
+        )
+
+    def _refuse_inside(self, name: str, more: str = "") -> None:
+        self.inside_backward = name
+        if self._acting:
+            raise TrainingError(
+                self._acting,
+                f"gradients must be complete before the optimizer steps, got {name}, which steps inside backward",
+                f"use an optimizer that steps after backward, such as AdamW{more}",
+            )
+
+
+def _holds(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
+    return any(id(held) in ids for group in optimizer.param_groups for held in group["params"])
+
+
+def _inner(optimizer: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield an optimizer and those that it wraps."""
+    yield optimizer
+    if depth and hasattr(optimizer, "__dict__"):
+        for value in vars(optimizer).values():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for one in held:
+                if isinstance(one, torch.optim.Optimizer):
+                    yield from _inner(one, depth - 1)
+
+
+def _taken_by(parameter: Any) -> str:
+    """Return the name of an optimizer that takes a parameter's gradient inside backward; empty if none is known."""
+    if stepping := getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim marks them
+        return type(stepping[0]).__name__
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            owner = getattr(hook, "__self__", None)
+            if inspect.isfunction(hook) and "self" in hook.__code__.co_freevars:  # made in a method
+                owner = inspect.getclosurevars(hook).nonlocals["self"]
+            if isinstance(owner, torch.optim.Optimizer):
+                return type(owner).__name__
+    return ""
+
+
+@torch.no_grad()
+def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a number for the bits of each parameter, or of this process's part, that differs if they do."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        value = local_part(parameter.detach())
+        if value.is_meta or value.layout != torch.strided or type(value) is not Tensor:
+            continue
+        value = torch.view_as_real(value) if value.is_complex() else value
+        bits = value.reshape(-1).view(_BITS.get(value.itemsize, torch.int32))
+        # squares: elements that move by one in opposite directions must not cancel; overflow wraps around
+        wide = (piece.to(torch.int64) for piece in torch.split(bits, _PIECE))
+        found[name] = sum(((piece * piece + piece).sum() for piece in wide), torch.zeros((), dtype=torch.int64))
+    together: dict[torch.device, list[str]] = {}
+    for name, digest in found.items():
+        together.setdefault(digest.device, []).append(name)
+    return {
+        name: digest
+        for names in together.values()
+        for name, digest in zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True)
+    }
