@@ -335,7 +335,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         persistent = set(model.state_dict(keep_vars=True))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             # Buffers that no file holds (position ids, causal masks) are made again at any size, and are not cut.
-            if name in persistent and tensor not in seen:
+            # Of an empty tensor there is nothing to cut.
+            if name in persistent and tensor not in seen and tensor.numel():
                 seen.add(tensor)
                 self.names[name] = tensor
         self.positions = Positions({name: tuple(tensor.shape) for name, tensor in self.names.items()})

@@ -112,6 +112,9 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 RULES_OF = (contractions, convolutions, moves, norms, pointwise)
 """Importing them registers their rules."""
 
+UNREAD = "the forward that was followed does not use it"
+"""`ChannelGroup.reason_kept` of units that no operator read: of layers that were not called."""
+
 Kind = Literal["channel", "neuron", "head", "width", "filter", "layer"]
 """The last two are not traced: single layers' outputs and whole layers, as masks know them."""
 
@@ -192,6 +195,11 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
     positions = tracer.positions
     components = positions.components()
     reasons = positions.pinned(components)
+    # What depends on a unit that nothing computed with is not known: another forward may return it to the user.
+    used = np.zeros(positions.count, dtype=bool)
+    np.logical_or.at(used, components, positions.roles > 0)
+    for root in np.unique(components[~used[components]]):
+        reasons.setdefault(int(root), UNREAD)
     # By component, what it has of each axis. `parts` come in the order of axes, the same for units that are alike.
     units: dict[int, _Unit] = {}
     for axis in positions.axes.values():

@@ -18,7 +18,7 @@ from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.second_order import compensated
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.masks import MaskPolicy
-from shared_core.pruning.scorers import layer_costs, observe_positions
+from shared_core.pruning.scorers import CostWatch
 from shared_core.pruning.structured import UnitPruning
 
 _OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
@@ -47,26 +47,26 @@ class Calibration:
 
     def look_at(self, config: PruneConfig, batch: Any) -> None:
         """Run one batch to see what each layer costs and which units there are."""
-        modules = self._scorer.modules
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
         handle = self._model.register_forward_pre_hook(keep, with_kwargs=True)
-        # relative to the calls of one layer: which module `loss` calls is not known
-        first = next(iter(modules.values()))
-        positions: dict[str, float] = {}
+        costs = None if config.cost == "none" else CostWatch(config.cost, self._scorer.modules)
         try:
-            with contextlib.ExitStack() as stack:
-                if config.cost in ("flops", "energy"):
-                    positions = stack.enter_context(observe_positions(first, modules))
-                stack.enter_context(self._prepared(gradients=False))
+            if costs:
+                costs.watch()
+            with self._prepared(gradients=False):
                 self._run(batch)
+            if costs:
+                costs.end_step()
         finally:
             handle.remove()
-        if config.cost != "none":
-            self._scorer.costs = layer_costs(modules, config.cost, positions=positions)
+            if costs:
+                costs.close()
+        if costs:
+            self._policy.take_costs(costs.costs)
         if config.criterion == "shapley":
             self._count(batch)
         if isinstance(self._policy, UnitPruning):

@@ -7,7 +7,7 @@ and backward alone, and weights under them go on learning (movement pruning, rec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -95,12 +95,10 @@ class RigL(MaskPolicy):
             self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
 
     @torch.no_grad()
-    def choose(
-        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
-    ) -> dict[str, Tensor]:
+    def choose(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
         """Return `rigl_mask` of every layer's weight, scored by magnitude; one without a gradient keeps its mask."""
         if not self.store:
-            return super().choose(context, sparsity, own, unseen)
+            return super().choose(context, sparsity, own)
         begin, end = self.schedule.begin, self.schedule.end
         share = rigl_drop_share(context.step, begin=begin, end=end, alpha=self.config.drop_share)
         masks, gone = dict(self.store), self.store.num_pruned

@@ -25,7 +25,7 @@ from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer
-from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, select_weights
+from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, listed, select_weights
 from shared_core.pruning.targets import Targets, block_of
 
 
@@ -340,6 +340,9 @@ class MaskPolicy:
     stays_pruned: ClassVar[bool] = True
     """Whether a weight that is pruned once is pruned in every later mask."""
 
+    why_short: ClassVar[str] = "hardly any of the weights within reach could be scored"
+    """The likely reason where `is_short` is true."""
+
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
         self.config, self.targets, self.scorer = config, targets, scorer
         self.store = MaskStore(config.key)
@@ -347,6 +350,14 @@ class MaskPolicy:
         self.schedule = Schedule(config)
         self.is_final = False
         """Whether no mask changes any more."""
+
+    def take_costs(self, costs: dict[str, float]) -> None:
+        """Divide scores by costs, from now on; more costs may join them.
+
+        Args:
+            costs: By name what one weight costs.
+        """
+        self.scorer.costs = costs
 
     def begin(self, model: nn.Module, schedule: Schedule) -> None:
         """Take hold of the parameters that the modules hold now."""
@@ -403,25 +414,36 @@ class MaskPolicy:
         """
         self.scorer.reduce()
         self.lay_open()
-        unseen = [name for name in self.weights if self.scorer.ready and not self.scorer.has_seen(name)]
-        return self.choose(context, sparsity, own, unseen)
+        return self.choose(context, sparsity, own)
+
+    def unseen(self) -> list[str]:
+        """Return the names of weights that stay dense because nothing has reached them that they could be scored by."""
+        return [name for name in self.weights if not self.scorer.has_seen(name)]
+
+    def is_short(self, sparsity: float) -> bool:
+        """Return whether the masks prune nothing, or far less than asked, other than by a limit or by rounding.
+
+        Args:
+            sparsity: The share that was asked for.
+        """
+        alone = self.own
+        counts = {name: found for name, found in self.layers().items() if name not in alone}
+        if not sparsity or (self.targets.own and not counts):
+            return False
+        gone = sum(lost for _, lost in counts.values())
+        # each layer may round by one and keeps its last
+        asked = sum(max(sparsity * size - 1, 0.0) for size, _ in counts.values())
+        config = self.config
+        is_limited = config.layers_differ and at_limit(config.most_of_a_layer, config.sparsity, counts)
+        return not gone or (2 * gone < asked and not is_limited)
 
     def lay_open(self) -> None:
         """Put the weights that are scored in place: what is pruned scores as 0, and begins there if it comes back."""
         self.store.apply()
 
-    def choose(
-        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
-    ) -> dict[str, Tensor]:
-        """Return whole masks by the weights and what is gathered now; arguments are those of `next_masks`.
-
-        Args:
-            context: Of the session.
-            sparsity: Share to prune.
-            own: Shares of single weights.
-            unseen: Weights that there is nothing to score by.
-        """
-        store = self.store
+    def choose(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return whole masks by the weights and what is gathered now; arguments are those of `next_masks`."""
+        store, unseen = self.store, self.unseen() if self.scorer.ready else []
         # Masks that only grow, and as many pruned as asked: ranking again would give the same masks.
         if store and self.stays_pruned and self.config.resolved_scope == "global":
             sizes = {name: weight.numel() for name, weight in self.weights.items()}
@@ -525,14 +547,25 @@ class MaskPolicy:
             alone = self.own
             others = {name: counts for name, counts in self.layers().items() if name not in alone}
             capped = at_limit(config.most_of_a_layer, config.sparsity, others)
+        dense = unseen_note(config.key, self.unseen()) if self.store else []
         return {
             "scope": config.resolved_scope if config.layers_differ or config.granularity == "layer" else "local",
             "max_layer_sparsity": config.most_of_a_layer if config.layers_differ else None,
             "capped": capped,
             "overrides": dict(self.targets.sparsities),
-            "notes": limit_notes(config.key, config.most_of_a_layer, capped, self._lost()),
+            "notes": dense + limit_notes(config.key, config.most_of_a_layer, capped, self._lost()),
             "note": NOTES.get(config.granularity, UNITS_NOTE),
         }
+
+
+def unseen_note(where: str, names: Collection[str]) -> list[str]:
+    """Return the note on weights that nothing has reached, if there are any.
+
+    Example:
+        >>> unseen_note("prune", ["aux.weight"])
+        ['prune: aux.weight stay dense: no input has reached them']
+    """
+    return [f"{where}: {listed([*names])} stay dense: no input has reached them"] if names else []
 
 
 def _lost_of(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -149,7 +149,7 @@ def prune(
     ):
         calibrating.look_at(config, batches[0])
     elif config.cost == "bytes":
-        policy.scorer.costs = layer_costs(targets.modules, "bytes")
+        policy.take_costs(layer_costs(targets.modules, "bytes"))
     if config.criterion == "sparsegpt":
         masks = calibrating.solve(config, batches, targets.own, progress)
     else:

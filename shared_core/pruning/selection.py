@@ -367,17 +367,18 @@ def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping
     notes = []
     if capped:
         notes.append(
-            f"{where}: {_listed(capped)} reached {100 * most:.4g} %, the most that one layer may lose "
+            f"{where}: {listed(capped)} reached {100 * most:.4g} %, the most that one layer may lose "
             "(max_layer_sparsity); others gave what was missing"
         )
     nearly = {name: counts for name, counts in weights.items() if counts[1] > NEARLY_EMPTY * counts[0]}
     if nearly:
         named = [f"{name} ({gone:,} of {size:,})" for name, (size, gone) in nearly.items()]
-        notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is gone: {_listed(named)}")
+        notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is gone: {listed(named)}")
     return notes + tower_notes(where, weights)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

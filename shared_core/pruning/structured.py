@@ -6,8 +6,8 @@ keeping the outputs of a micro-batch as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shared_core.channel_graph.groups import ChannelGroup, Kind, Slice, find_groups
+from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Kind, Slice, find_groups
 from shared_core.distributed.collectives import any_rank, broadcast_, from_main
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.technique import Context
@@ -26,7 +26,7 @@ from shared_core.modules.matching import plain_name, stock_layers
 from shared_core.modules.weight_views import output_axis
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
-from shared_core.pruning.masks import MaskPolicy
+from shared_core.pruning.masks import MaskPolicy, unseen_note
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import (
     GroupTaylor,
@@ -232,6 +232,8 @@ class UnitPruning(MaskPolicy):
         scorer: What gathers gradients or activations, for criteria that need them.
     """
 
+    why_short: ClassVar[str] = "the units were not found or scored, as no training forward of their layers was seen"
+
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
         super().__init__(config, targets, scorer)
         self._modules = targets.modules
@@ -240,6 +242,8 @@ class UnitPruning(MaskPolicy):
         self._tensors: dict[str, Tensor] = {}
         self._taylor: GroupTaylor | None = None
         self._saved_taylor: Mapping[str, Any] = {}
+        self._costs: Mapping[str, float] | None = None
+        self._uncalled: list[str] = []
         self.left_out: dict[str, str] = {}
         """Groups that were found and cannot be pruned, with the reason."""
         self.groups: list[ChannelGroup] = []
@@ -247,6 +251,11 @@ class UnitPruning(MaskPolicy):
         if self.found:
             make = filter_groups if config.granularity == "filter" else layer_groups
             self._take(make(self._modules))
+
+    def take_costs(self, costs: dict[str, float]) -> None:
+        """Divide the score of a unit by what all of it costs."""
+        # not those of its weights before they are added up: that would count costs twice
+        self._costs = costs
 
     def begin(self, model: nn.Module, schedule: Schedule) -> None:
         """Take hold of every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
@@ -284,6 +293,8 @@ class UnitPruning(MaskPolicy):
         }
         if not groups:
             raise MatchError(_found_none(traced, granularity, self._modules))
+        used = {part.tensor for group in traced if group.reason_kept != UNREAD for part in group.slices}
+        self._uncalled = [name for name in self._modules if name not in used]
         # What the masks depend on, without arrays: compared as text with rank 0's.
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
         # on every process, where one that differs would not come to the next collective
@@ -359,6 +370,8 @@ class UnitPruning(MaskPolicy):
         """
         if not self.found and self._calls is not None and self._calls.calls:
             self._trace(context.model, self._calls.replay)
+            for line in unseen_note("prune", self._uncalled):
+                context.note(line)
         super().observe(context, gradients)
         self.observe_units()
 
@@ -370,9 +383,18 @@ class UnitPruning(MaskPolicy):
         if all_finite(gradients.values()):
             self._taylor.observe_step(self._tensors, gradients)
 
-    def choose(
-        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
-    ) -> dict[str, Tensor]:
+    def unseen(self) -> list[str]:
+        """Return weights that the traced forward did not use, and those of groups that nothing was gathered of."""
+        groups = [group for group in self.groups if not self._has_seen(group)] if self.store else []
+        dense = {part.tensor for group in groups for part in masked_slices(group)}
+        return [name for name in self._modules if name in dense or name in self._uncalled]
+
+    def _has_seen(self, group: ChannelGroup) -> bool:
+        if self._taylor:
+            return self._taylor.has_seen(group.name)
+        return any(self.scorer.has_seen(part.tensor) for part in masked_slices(group) if part.tensor in self._modules)
+
+    def choose(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the masks of every tensor that a group reaches; pruned units stay pruned."""
         before = dict(self.store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
@@ -390,7 +412,12 @@ class UnitPruning(MaskPolicy):
             # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
-        keeps = select_units(self.config, scores, sparsity, [shares.get(group.name) for group in self.groups])
+        # A group that nothing was gathered of keeps what it has, and the others share the sparsity.
+        seen = [self.config.criterion == "shapley" or self._has_seen(group) for group in self.groups]
+        scored = [found for found, is_seen in zip(scores, seen, strict=True) if is_seen]
+        alone = [shares.get(group.name) for group, is_seen in zip(self.groups, seen, strict=True) if is_seen]
+        chosen = iter(select_units(self.config, scored, sparsity, alone) if scored else ())
+        keeps = [next(chosen) if is_seen else kept for is_seen, kept in zip(seen, live, strict=True)]
         if self._taylor:
             self._taylor.reset()
         return masks_of_units(self.groups, keeps, self._tensors)
@@ -451,7 +478,7 @@ class UnitPruning(MaskPolicy):
 
         A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
         """
-        costs = self.scorer.costs
+        costs = self._costs
         if costs is None:
             return 1.0
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
@@ -480,6 +507,7 @@ class UnitPruning(MaskPolicy):
         """Return the units that were traced, and what was gathered of them, too."""
         traced = self.config.granularity in TRACED and self.found
         found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
+        found |= {"uncalled": list(self._uncalled)} if traced else {}
         return super().state_dict() | {"units": found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -497,7 +525,7 @@ class UnitPruning(MaskPolicy):
             raise CheckpointError("prune", f"state must hold units that prune saved, got {error!r}") from error
         groups = [*prunable_groups(saved, self.config.granularity, self._modules)]
         if groups and len(groups) == len(saved):
-            self.left_out = left_out
+            self.left_out, self._uncalled = left_out, [*state.get("uncalled", ())]
             self._take(groups)
         elif self._taylor and self._saved_taylor:
             self._taylor.load_state_dict(self._saved_taylor)

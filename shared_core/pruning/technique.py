@@ -107,7 +107,7 @@ class Pruning(Technique):
         self._policy = make_policy(config, targets, context.generator)
         if config.cost != "none":
             context.windows["prune.costs"] = self._costs = CostWatch(config.cost, targets.modules)
-            self._policy.scorer.costs = self._costs.costs
+            self._policy.take_costs(self._costs.costs)
         if config.regularizer != "none":
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, targets.modules)
         self._policy.scorer.attach()
@@ -131,7 +131,12 @@ class Pruning(Technique):
         """Return how sparse the weights are, until they are as sparse as asked."""
         short = [name for name, share in self._targets.own.items() if self._own.get(name, 0.0) < share]
         if self._last_update >= 0 and self._sparsity >= self.config.sparsity and not short:
-            return None
+            if not self._policy.is_short(self.config.sparsity):
+                return None
+            return (
+                f"sparsity {self._pruned_share:.4g} of {self.config.sparsity:.4g}: "
+                f"{self._policy.why_short}, and no further update of the masks is due"
+            )
         told = [f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}"]
         told += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
         return f"{', '.join(told)}, complete at step {self._schedule.end}"
@@ -316,8 +321,6 @@ class Pruning(Technique):
         policy = self._policy
         if policy.is_final:
             return
-        if missing := [name for name in policy.weights if not policy.scorer.has_seen(name)]:
-            context.services.say(f"efftrain: prune: {', '.join(missing[:5])} stay dense: no input has reached them")
         policy.freeze(context)
         if self._costs:
             self._costs.close()

@@ -228,6 +228,7 @@ class GatheringScorer(Scorer):
             else:
                 self._totals[name] = window
             self._counts[name] = self._counts.get(name, 0) + count
+            self._ever.add(name)
         self._window, self._window_counts = {}, {}
 
     def _total(self, name: str, weight: Tensor) -> Tensor | None:

@@ -241,6 +241,7 @@ class _StepSums(Scorer):
             weight = local_part(weights[name].detach())
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(wide(weight), memory_format=torch.contiguous_format)
+                self._ever.add(name)
             self._add_(self._sum(name, weight), wide(weight), wide(gradient))
 
     def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:

@@ -205,6 +205,11 @@ class GroupTaylor:
         self.groups = {name: list(members) for name, members in groups.items()}
         self.num_observed = 0
         self._sums: dict[str, Tensor] = {}
+        self._ever: set[str] = set()
+
+    def has_seen(self, group: str) -> bool:
+        """Return whether any step had a gradient of this group."""
+        return group in self._ever
 
     def observe_step(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Take in one complete step before it is applied: finite, accumulated, reduced, unscaled gradients.
@@ -229,6 +234,7 @@ class GroupTaylor:
         step = group_scores("taylor", pairs[0], extras=pairs[1])
         total = self._sums.get(group)
         self._sums[group] = step if total is None else total.to(step.device) + step
+        self._ever.add(group)
 
     def scores(self, group: str) -> Tensor:
         """Return (units,) scores, 0 for a group that had no gradient.
@@ -250,7 +256,8 @@ class GroupTaylor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
-        return {"num_observed": self.num_observed, "sums": {name: total.clone() for name, total in self._sums.items()}}
+        sums = {name: total.clone() for name, total in self._sums.items()}
+        return {"num_observed": self.num_observed, "sums": sums, "ever": sorted(self._ever)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state.
@@ -271,3 +278,4 @@ class GroupTaylor:
             {name: total.clone() for name, total in sums.items()},
             int(state["num_observed"]),
         )
+        self._ever = set(state.get("ever", self.groups))  # runs saved before this was kept

@@ -63,6 +63,7 @@ class Scorer:
         """Optimizer steps observed since the last `reset`."""
         self.num_left_out = 0
         """Steps since then whose gradients were not finite."""
+        self._ever: set[str] = set()
         self._set_up(generator)
 
     def __init_subclass__(cls) -> None:
@@ -113,7 +114,7 @@ class Scorer:
 
     def has_seen(self, name: str) -> bool:
         """Return whether there is something to score this weight by, where there is of any."""
-        return self.costs is None or name in self.costs
+        return (self.costs is None or name in self.costs) and (not self.needs or name in self._ever)
 
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
@@ -156,7 +157,12 @@ class Scorer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
-        return {"criterion": self.criterion, "num_observed": self.num_observed, "num_left_out": self.num_left_out}
+        return {
+            "criterion": self.criterion,
+            "num_observed": self.num_observed,
+            "num_left_out": self.num_left_out,
+            "ever": sorted(self._ever),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state.
@@ -171,6 +177,7 @@ class Scorer:
                 "resume with the recipe that wrote the checkpoint",
             )
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
+        self._ever = set(state.get("ever", self.modules))  # runs saved before this was kept
 
     def window_state(self) -> dict[str, Any]:
         """Return what was gathered since the last `observe_step`, on this rank."""

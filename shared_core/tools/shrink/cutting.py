@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shared_core.channel_graph.groups import ChannelGroup, Slice, Traced
+from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Slice, Traced
 from shared_core.errors import ConfigError, nearest
 from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.weight_views import input_axis
 
 Mask = NDArray[np.bool_]
 
@@ -100,6 +101,30 @@ def _of_group(
     if (dead & no_bias).any():
         reason = f"{int((dead & no_bias).sum())} units are constant, not zero, and the next layer has no bias for them"
     return dead & ~no_bias, costly, reason
+
+
+def why_uncalled_layers_need(model: nn.Module, traced: Traced) -> dict[str, str]:
+    """Return, by group, the layer that the example does not call and that may read the group's units elsewhere.
+
+    What such a layer reads is not known. So a group stays if one takes as many inputs as an axis has that would be cut.
+    """
+    modules = {f"{name}.weight".removeprefix("."): module for name, module in model.named_modules()}
+    readers: dict[int, str] = {}
+    for group in traced.groups:
+        for part in group.slices if group.reason_kept == UNREAD else ():
+            is_matrix = traced.tracer.names[part.tensor].ndim > 1
+            axis = input_axis(modules[part.tensor]) if is_matrix and part.tensor in modules else part.axis
+            if part.axis == axis and not part.tensor.endswith("bias"):
+                readers.setdefault(traced.tracer.positions.axes[part.tensor, axis].size, part.tensor)
+    found = {}
+    for group in traced.groups if readers else ():
+        axes = [traced.tracer.positions.axes[part.tensor, part.axis].size for part in group.slices]
+        if group.reason_kept is None and (reader := next((readers[size] for size in axes if size in readers), None)):
+            found[group.name] = (
+                f"{reader}, which the example does not call, may read it: give an example that calls its layer, or "
+                "take the layer out of the model"
+            )
+    return found
 
 
 def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from shared_core.errors import CompatibilityError, ConfigError, EffError
 from shared_core.modules.matching import check_model
 from shared_core.tools import measuring
 from shared_core.tools.shrink import model_config as configured
-from shared_core.tools.shrink.cutting import bias_names, masked_state, replaced, select
+from shared_core.tools.shrink.cutting import bias_names, masked_state, replaced, select, why_uncalled_layers_need
 from shared_core.tools.shrink.model_config import is_configured
 from shared_core.tools.shrink.widths import Change, Work, joined, why_not_narrow
 
@@ -139,7 +139,8 @@ def shrink(
     biases = bias_names(model)
     selection = select(traced, biases, create_biases=not described)
     # Constants are known, but norms over a width are not sums: these need their own answer.
-    for name, reason in why_not_narrow(model, traced, allow_inexact).items():
+    kept = why_not_narrow(model, traced, allow_inexact) | why_uncalled_layers_need(model, traced)
+    for name, reason in kept.items():
         if selection.removable[name].any():
             selection.reasons[name] = reason
             selection.removable[name][:] = False

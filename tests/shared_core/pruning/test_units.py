@@ -101,3 +101,33 @@ def test_the_magnitude_of_a_channel_is_the_mean_over_what_makes_scales_and_reads
     report = prune(model, {"sparsity": 0.5, "granularity": "channel"}, [torch.zeros(2, 1, 3, 3)])
     assert [(unit["pruned"], unit["units"]) for unit in report.units] == [(2, 4)]
     assert [bool(row.any()) for row in first.weight] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("criterion", ["fisher", "neuron_taylor"])
+def test_a_unit_is_divided_by_its_cost_once(criterion):
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Conv1d(1, 6, 3, padding=1), nn.Flatten(), nn.Linear(24, 6)).double()
+    x, wanted = torch.randn(5, 1, 4, dtype=torch.double), torch.randn(5, 6, dtype=torch.double)
+    # Σ over weights of ½·w²·mean g², or the mean over examples of |mean over positions of a·∂L/∂a|
+    scores = []
+    for layer in (net[0], net[2]):
+        per_example = []
+        for example, target in zip(x, wanted, strict=True):
+            seen = []
+            handle = layer.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+            loss = (net(example[None]) - target).square().mean()
+            handle.remove()
+            weight_gradient, gradient = torch.autograd.grad(loss, [layer.weight, seen[0]])
+            if criterion == "fisher":
+                per_example.append((0.5 * layer.weight.detach() ** 2 * weight_gradient**2).flatten(1).sum(1))
+            else:
+                product = (seen[0] * gradient).detach()[0]
+                per_example.append(product.reshape(6, -1).mean(1).abs())
+        positions = 4 if layer is net[0] else 1
+        cost = 2 * positions * layer.weight[0].numel()
+        scores.append(torch.stack(per_example).mean(0) / cost)
+    options = {"sparsity": 0.5, "granularity": "filter", "criterion": criterion, "scope": "global", "cost": "flops"}
+    prune(net, options, [(x, wanted)], loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+    gone = torch.cat([(layer.weight == 0).flatten(1).all(1) for layer in (net[0], net[2])])
+    lowest = torch.cat(scores).argsort()[:6]
+    assert gone.nonzero().flatten().tolist() == sorted(lowest.tolist())
