@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import pickle
 import sys
@@ -321,6 +322,35 @@ class Recount:
         """Remember a file that was written in this run; it is read when the run is over."""
         self._files[Path(str(path))] = self._session.step, self._session.is_finished
 
+    def keep_final(self) -> None:
+        """Save the finished module where techniques replaced its weights and no checkpoint holds them.
+
+        ModelCheckpoint saves before training ends: the soup, or ranges and batch norms of an average, come after that.
+        """
+        trainer, session = self._trainer, self._session
+        folders = [found for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
+        replaced = [key for key, one in session.techniques.items() if one.replaces_weights]
+        if trainer.fast_dev_run or not (folders and replaced) or from_main(self._file_of_final()):
+            return
+        # In a folder of its own: what looks for checkpoints to resume from, or to average, does not find it.
+        path = Path(from_main(str(_free(Path(folders[0]) / "final" / "final.ckpt"))))
+        trainer.save_checkpoint(path, weights_only=True)
+        session.note(f"{' and '.join(replaced)}: the final model is saved in {path}, as no other checkpoint holds it")
+
+    def _file_of_final(self) -> str:
+        """Return the checkpoint of this run that holds the finished module, empty if none does."""
+        final, context = self._module.state_dict(), self._session.context
+        # Sharded weights are not compared; ranges that are estimated anew at the end show in no weight.
+        alone = any(map(is_sharded, final.values())) or (
+            context is not None and any(one.wants_batches(context) for one in self._session.techniques.values())
+        )
+        for path, (step, is_final) in self._files.items():
+            if not path.exists():
+                continue
+            if is_final or (step == self._session.step and not alone and _holds(path, final)):
+                return str(path)
+        return ""
+
     def _before_teardown(self, original: Callable[[], None]) -> None:
         # Once: a nested `fit` of a callback tears down too.
         if self._session.is_finished and self._last_step < 0:
@@ -386,6 +416,23 @@ class Recount:
     def _others(self) -> list[str]:
         kinds = [type(callback) for callback in self._trainer.callbacks]
         return [kind.__name__ for kind in kinds if not _HARMLESS & {base.__name__ for base in kind.__mro__}]
+
+
+def _holds(path: Path, final: Mapping[str, Any]) -> bool:
+    try:
+        weights = _weights_in(path)
+        # a user's hook may leave some out, as those of a frozen teacher
+        return weights.keys() <= final.keys() and all(
+            torch.equal(weights[name].cpu(), final[name].detach().cpu()) for name in weights
+        )
+    except Exception:  # whatever a CheckpointIO of the user's own makes of it
+        return False
+
+
+def _free(path: Path) -> Path:
+    """Return a path at which nothing lies yet: with a version after the name, as ModelCheckpoint adds one."""
+    versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
+    return next(one for one in itertools.chain([path], versions) if not one.exists())
 
 
 class _Shards(Mapping[str, Tensor]):

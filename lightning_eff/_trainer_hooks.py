@@ -500,6 +500,8 @@ class EffCallback(Callback):
         if self._services.can_validate:
             session.validate_final(self._services.evaluate, anew=self._best.is_missing)
         self._best.save_last()
+        if self._recount is not None:
+            self._recount.keep_final()
         self._write_receipt()
 
     def _write_receipt(self) -> None:

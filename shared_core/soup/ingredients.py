@@ -178,13 +178,14 @@ class RunIngredients:
         self.logged: dict[str, float | None] = {}
         """The metric that was logged with each."""
 
-    def opened(self, last: int | None) -> tuple[list[Ingredient], Ingredient]:
+    def opened(self, last: int | None) -> tuple[list[Ingredient], Ingredient] | None:
         """Return the newest `last` usable checkpoints, oldest first, and the final weights, last if none holds them.
 
-        Raises:
-            CheckpointError: If the run saved none, or none after what it prunes or quantises was complete.
+        None if the run ended before it saved a usable one: nothing can be averaged, and the note says so.
         """
         usable = self._usable()
+        if not usable:
+            return None
         usable = usable if last is None else usable[-last:]
         found = [self._checkpoint(saved) for saved in usable]
         self.logged = {item.name: saved.metric for item, saved in zip(found, usable, strict=True)}
@@ -214,30 +215,33 @@ class RunIngredients:
     def _usable(self) -> list[SavedCheckpoint]:
         context = self._context
         saved = sorted(context.services.checkpoints(), key=lambda checkpoint: checkpoint.step)
-        if not saved:
-            raise CheckpointError(
-                "soup",
-                "run must have saved at least one checkpoint, got none",
-                "save some while training (save_steps or save_strategy, ModelCheckpoint) and keep them "
-                "(save_total_limit, save_top_k)",
-            )
         first = context.first_usable_step
         # Before this step weights were dense or unquantised: averages with them would undo what the recipe trained
         # for.
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
-        if len(usable) < len(saved):
+        if usable and len(usable) < len(saved):
             context.services.say(
                 f"efftrain: soup: {len(saved) - len(usable)} checkpoints from before step {first} are left out: their "
                 "weights were not yet pruned or quantised as the final ones are"
             )
-        if not usable:
-            raise CheckpointError(
-                "soup",
-                f"run must have saved a checkpoint at or after step {first}, where pruning or quantisation is "
-                f"complete, got the last at step {saved[-1].step}",
+        # No error: it would cost the whole training, and an early stop is a normal end.
+        if not saved:
+            self._not_made(
+                "the run saved no checkpoint",
+                "save some while training (save_steps or save_strategy, ModelCheckpoint) and keep them "
+                "(save_total_limit, save_top_k)",
+            )
+        elif not usable:
+            self._not_made(
+                f"the run saved no checkpoint at or after step {first}, where pruning or quantisation is complete, and "
+                f"the last at step {saved[-1].step}",
                 "save later ones or end the schedule earlier",
             )
         return usable
+
+    def _not_made(self, why: str, remedy: str) -> None:
+        step = self._context.step
+        self._context.note(f"SOUP WAS NOT MADE: {why}; the model holds its weights of step {step}; {remedy}")
 
     def _checkpoint(self, saved: SavedCheckpoint) -> Ingredient:
         services = self._context.services

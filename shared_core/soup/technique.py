@@ -97,15 +97,19 @@ class ModelSoup(Technique):
     def finish(self, model: nn.Module, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs.
 
-        Whatever ends the search early leaves the final weights.
+        Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
 
         Raises:
-            CheckpointError: If the run saved no checkpoint, or they are not of this model.
+            CheckpointError: If checkpoints are not of this model.
             ConfigError: If the trainer's evaluation does not report the metric.
         """
         options, say = self._options, context.services.say
         run = RunIngredients(model, context, self._adapter)
-        ingredients, final = run.opened(len(options.weights) or options.last)
+        opened = run.opened(len(options.weights) or options.last)
+        if opened is None:
+            self._report = {"kind": options.kind, "ingredients": [], "candidates": 0}
+            return
+        ingredients, final = opened
         if len(ingredients) == 1:
             say(f"efftrain: soup: the only ingredient is {final.name}, which the model holds already")
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from lightning_world import BOTH, dataset, fit, hook_callback, loader, make_module, make_trainer
+from lightning_world import BOTH, dataset, difference, fit, hook_callback, loader, make_module, make_trainer
 from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback, ModelSoup
@@ -63,6 +63,62 @@ def test_a_uniform_soup_is_the_mean_of_the_latent_weights(tmp_path):
     weights = [torch.load(path, weights_only=True)["state_dict"]["net.0.weight"] for path in tmp_path.glob("*.ckpt")]
     assert len(weights) == 4
     torch.testing.assert_close(module.net[0].weight.detach(), torch.stack(weights).mean(0))
+
+
+EMA = {"kind": "ema", "decay": 0.5}
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+@pytest.mark.parametrize(
+    ("recipe", "every", "is_saved"),
+    [
+        ({"soup": {"kind": "uniform"}}, 6, True),
+        ({"soup": {"kind": "greedy", "metric": "val_loss"}, "prune": {"sparsity": 0.5, "begin": 0, "end": 3}}, 5, True),
+        ({"soup": {"kind": "uniform"}, "average": EMA}, 6, True),
+        ({"average": EMA, "qat": {"scheme": "int8"}}, 6, True),  # ranges are estimated anew at the end
+        ({"average": EMA}, 5, True),  # not saved at the last step
+        ({"average": EMA}, 6, False),
+        ({"prune": {"sparsity": 0.5}}, 6, False),
+    ],
+)
+def test_weights_that_replace_those_of_training_are_in_a_file(tmp_path, namespace, recipe, every, is_saved):
+    options = {"monitor": None, "every_n_train_steps": every}
+    callback, _, module = run(tmp_path, recipe, namespace, **options)
+    final = {name: value.clone() for name, value in module.state_dict().items()}
+    told = [note for note in callback.receipt["notes"] if "the final model is saved in" in note]
+    held = [*(tmp_path / "final").glob("*"), *(() if is_saved else [tmp_path / "step=24.ckpt"])]
+    assert [path.name for path in held] == ["final.ckpt" if is_saved else "step=24.ckpt"]
+    assert bool(told) == is_saved
+    assert not is_saved or str(held[0]) in told[0]
+    loaded = type(module).load_from_checkpoint(held[0], weights_only=True, map_location="cpu")
+    assert difference(final, dict(loaded.state_dict())) == []
+
+
+def test_a_saved_soup_is_no_ingredient_when_the_run_goes_on(tmp_path):
+    options = {"monitor": None, "every_n_train_steps": 6}
+    callback, trainer, module = run(tmp_path, {"soup": {"kind": "uniform"}}, **options)
+    trainer.fit_loop.max_epochs += 1
+    fit(trainer, module, val=True)
+    assert callback.receipt["techniques"]["soup"]["candidates"] == len(list(tmp_path.glob("*.ckpt"))) == 5
+    assert sorted(path.name for path in (tmp_path / "final").glob("*")) == ["final-v1.ckpt", "final.ckpt"]
+
+
+def test_a_run_that_stops_before_its_first_checkpoint_keeps_its_last_weights(tmp_path):
+    weights = []
+
+    def stop(trainer):
+        trainer.should_stop = trainer.global_step == 2
+        weights.append(trainer.lightning_module.net[0].weight.detach().clone())
+
+    watch = hook_callback(BOTH[0], on_train_batch_end=stop)
+    options = {"monitor": None, "every_n_train_steps": 6, "callbacks": [watch]}
+    callback, trainer, module = run(tmp_path, {"soup": {"kind": "uniform"}}, **options)
+    assert trainer.global_step == 2
+    assert torch.equal(module.net[0].weight, weights[-1])
+    assert any("SOUP WAS NOT MADE: the run saved no checkpoint" in note for note in callback.receipt["notes"])
+    assert callback.receipt["techniques"]["soup"]["ingredients"] == []
+    loaded = type(module).load_from_checkpoint(tmp_path / "final" / "final.ckpt", weights_only=True)
+    assert torch.equal(loaded.net[0].weight, weights[-1])
 
 
 def test_checkpoints_of_other_runs_are_no_ingredients(tmp_path):

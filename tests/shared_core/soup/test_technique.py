@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -175,20 +176,30 @@ def test_last_and_first_usable_step():
     technique.finish(model, context)
     assert technique.report()["ingredients"] == ["checkpoint-20", "checkpoint-30", "checkpoint-40"]
     assert "1 checkpoints from before step 20" in services.said[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "first", "why"),
+    [(0, 0, "no checkpoint; "), (4, 41, "no checkpoint at or after step 41, .* last at step 40")],
+)
+def test_a_run_that_ends_before_it_saves_a_usable_checkpoint_keeps_its_last_weights(saved, first, why):
     model, context, services, technique = a_run()
-    context.first_usable_step = 41
-    with pytest.raises(CheckpointError, match="at or after step 41"):
-        technique.finish(model, context)
+    services.weights = services.weights if saved else {}
+    context.first_usable_step, notes = first, []
+    context.note = notes.append
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    technique.finish(model, context)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert re.match(f"SOUP WAS NOT MADE: the run saved {why}.*holds its weights of step 40", "; ".join(notes))
+    assert technique.report() == {"kind": "greedy", "ingredients": [], "candidates": 0}
+    assert (services.evaluations, context.unvalidated) == (0, False)
 
 
-def test_one_checkpoint_is_the_result_and_none_is_an_error():
+def test_one_checkpoint_is_the_result():
     model, context, services, technique = a_run(count=1)
     technique.finish(model, context)
     assert torch.equal(model[0].weight, services.weights[10]["0.weight"])
     assert "only ingredient" in services.said[0]
-    services.weights = {}
-    with pytest.raises(CheckpointError, match="save_steps"):
-        technique.finish(model, context)
 
 
 def test_a_metric_that_is_not_reported_is_refused():
