@@ -9,7 +9,7 @@ import copy
 import hashlib
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +142,9 @@ HF_FOLDER, LIGHTNING, STATE_DICT, SAFETENSORS, IN_MEMORY, DISTRIBUTED, ADAPTER =
     "distributed checkpoint", "PEFT adapter",
 )  # fmt: skip
 
+# Where training scripts put the weights of what they save.
+_WEIGHTS_KEYS = ("model", "model_state_dict", "module")
+
 RUN_KEY, RAW_KEY = "eff_run", "eff_raw_state_dict"
 
 
@@ -187,6 +190,8 @@ class Ingredient:
         self._load = load
         self._open: Mapping[str, Tensor] | None = None
         self._stored: dict[str, str] = {}
+        self._lent: dict[str, Tensor] = {}
+        self._is_fitted = False
         # Ties are found by storage: tensors of a file that share memory are one, and are averaged once.
         owners: dict[tuple[Any, ...], str] = {}
         self.specs: dict[str, TensorSpec] = dict(specs or {})
@@ -216,6 +221,8 @@ class Ingredient:
     def tensor(self, key: str) -> Tensor:
         """Return one tensor; do not write to it, it may be a view of the file or of the caller's own weights."""
         key = self.ties.get(key, key)
+        if key in self._lent:
+            return self._lent[key]
         return self._tensors()[self._stored.get(key, key)].detach()
 
     def renamed(self, names: Mapping[str, str], ties: Mapping[str, str]) -> Ingredient:
@@ -230,16 +237,30 @@ class Ingredient:
         other.specs = {new: self.spec(old) for new, old in names.items()}
         other.ties = dict(ties)
         other._stored = {}
+        other._lent = {new: self._lent[old] for new, old in names.items() if old in self._lent}
         # Through earlier renamings: `_stored` always leads to the name on disk.
         for new, old in names.items():
             owner = self.ties.get(old, old)
             other._stored[new] = self._stored.get(owner, owner)
         return other
 
+    def fitted(self, lent: Mapping[str, Tensor], left_out: Collection[str]) -> Ingredient:
+        """Return this ingredient with tensors that its file lacks, and without some that it has.
+
+        Args:
+            lent: By name.
+            left_out: Names of others; none of them is tied.
+        """
+        other = copy.copy(self)
+        other._lent, other._is_fitted = {**self._lent, **lent}, True
+        other.specs = {name: spec for name, spec in self.specs.items() if name not in left_out}
+        other.specs |= {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in lent.items()}
+        return other
+
     @property
     def is_renamed(self) -> bool:
-        """Whether its tensors have other names here than on disk."""
-        return any(new != old for new, old in self._stored.items())
+        """True if its tensors have other names here than on disk, or are not the same ones."""
+        return self._is_fitted or any(new != old for new, old in self._stored.items())
 
     @property
     def suffix(self) -> str:
@@ -277,6 +298,21 @@ class Ingredient:
             digest.update(f"{key} {self.specs[key]}".encode() + ends.tobytes())
         self.close()
         return digest.hexdigest()
+
+
+def weights_key(content: Any) -> str | None:
+    """Return the key of a saved dict under which the model's weights lie, None if they do not lie under one.
+
+    Example:
+        >>> weights_key({"model": {"w": torch.ones(1)}, "epoch": 3}), weights_key({"model": torch.ones(1)})
+        ('model', None)
+    """
+    if not isinstance(content, Mapping):
+        return None
+    if isinstance(content.get("state_dict"), Mapping):
+        return "state_dict"
+    nested = (key for key in _WEIGHTS_KEYS if isinstance(content.get(key), Mapping) and content[key])
+    return next((key for key in nested if all(isinstance(value, Tensor) for value in content[key].values())), None)
 
 
 def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shared_core.checkpoint_formats.files import NotPlainError, load_torch_file
+from shared_core.checkpoint_formats.files import NotPlainError, load_torch_file, weights_key
 from shared_core.errors import CheckpointError
 
 # No object of a hyperparameter needs these by name, all code does: whoever wrote them wants a reader to run it.
@@ -188,8 +188,9 @@ def _set(target: Any, items: list[Any]) -> None:
 def load_checkpoint(file: Path) -> Any:
     """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code.
 
-    Where Lightning wrote it, or it is a dict with a ``state_dict`` as Lightning's are, a `Foreign` stands for each
-    object that is more than tensors and plain values: ``save_hyperparameters`` saves whatever a module is built with.
+    Where Lightning wrote it, or the weights lie under a key of a dict (``state_dict``, ``model``), a `Foreign` stands
+    for each object that is more than tensors and plain values: ``save_hyperparameters`` saves whatever a module is
+    built with.
 
     Raises:
         CheckpointError: If it is missing, damaged, names what runs code, or is another file with such objects.
@@ -205,7 +206,9 @@ def load_checkpoint(file: Path) -> Any:
         except Exception as damage:  # a pickle that is no such checkpoint raises anything
             raise error from damage
         # Only for what trainers write: another pickle with foreign objects is no checkpoint that this must read.
-        if isinstance(content, dict) and ("state_dict" in content or "pytorch-lightning_version" in content):
+        if isinstance(content, dict) and (
+            {"state_dict", "pytorch-lightning_version"} & {*content} or weights_key(content)
+        ):
             return content
         raise
 

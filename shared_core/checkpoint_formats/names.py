@@ -2,24 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from shared_core.checkpoint_formats import ADAPTER, DISTRIBUTED, Ingredient
+from shared_core.checkpoint_formats.plain import is_made_by_model
+from shared_core.modules.matching import plain_name
+
+# What a layer's tensors were called by earlier versions of transformers and torch.
+_EARLIER = {
+    "gamma": "weight",
+    "beta": "bias",
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+}
+
+
+def present_name(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers insert, as present versions call it.
+
+    Example:
+        >>> present_name("module.encoder._orig_mod.LayerNorm.gamma")
+        'encoder.LayerNorm.weight'
+    """
+    holder, dot, last = plain_name(name).rpartition(".")
+    return f"{holder}{dot}{_EARLIER.get(last, last) if holder else last}"
+
+
+def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Return for each name the one of `wanted` that means the same tensor, or itself where none does.
+
+    They may differ in what wrappers insert and earlier versions wrote, and in a prefix that all names of one side have:
+    Lightning's start with the attribute that holds the model (``model.``), those of ``save_pretrained`` do not.
+
+    Example:
+        >>> named_as(["model.0._orig_mod.weight", "model.0.bias"], ["0.weight", "0.bias"])
+        {'model.0._orig_mod.weight': '0.weight', 'model.0.bias': '0.bias'}
+    """
+    if not names or {*names} == {*wanted}:
+        return {name: name for name in names}
+    for call in (present_name, plain_name, str):
+        theirs, mine = {call(name): name for name in names}, {call(name): name for name in wanted}
+        found = {theirs[called]: mine.get(own, own) for called, own in _without_prefix(theirs, mine).items()}
+        # Two names that become one are two tensors.
+        if len({*found.values()}) == len(names) and len(mine) == len(wanted):
+            break
+    return found
+
+
+def _without_prefix(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    # One name tells the prefix: all others must then have it.
+    unchanged = {name: name for name in names}
+    mine = next((name for name in wanted if not is_made_by_model(name, ())), None)
+    if mine is None or mine in names:
+        return unchanged
+    # Theirs has more in front (a wrapper's name): take it off.
+    theirs = next((name for name in names if name.endswith(f".{mine}")), None)
+    if theirs is not None:
+        prefix = theirs.removesuffix(mine)
+        if all(name.startswith(prefix) for name in names):
+            return {name: name.removeprefix(prefix) for name in names}
+    # Mine has more: put it in front of theirs.
+    mine_ends = next((name for name in names if mine.endswith(f".{name}")), None)
+    return unchanged if mine_ends is None else {name: mine.removesuffix(mine_ends) + name for name in names}
 
 
 def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
-    """Return the ingredients under the names of the first, as far as only a prefix or the names of ties differ.
+    """Return the ingredients under the names of the first, as far as only the names of ties, or `named_as`, differ.
 
-    Lightning's names start with the attribute that holds the model (``model.``), those of ``save_pretrained`` do not;
-    a safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
+    A safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
+    Buffers that a model makes by itself are those of the first, as files of other versions lack them or have more.
     """
     first, *others = ingredients
     # Adapters have PEFT's names everywhere.
     if any(item.kind == ADAPTER for item in ingredients):
         return list(ingredients)
-    opened = [first, *(_without_prefix(other, first) for other in others)]
+    opened = [first, *(_with_buffers_of(first, _with_names_of(first, other)) for other in others)]
     if len({frozenset((*item.specs, *item.ties)) for item in opened}) == 1:
         return opened
     # A distributed checkpoint stores tied tensors as copies: ties show only by equal contents under names that others
@@ -29,29 +88,27 @@ def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
     return [opened[0], *(_with_ties_of(opened[0], other) for other in opened[1:])]
 
 
-def _without_prefix(other: Ingredient, first: Ingredient) -> Ingredient:
-    # One name tells the prefix: all others must then have it.
-    mine, names = next(iter(first.specs)), [*other.specs, *other.ties]
-    if mine in names:
+def _with_names_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    names = named_as([*other.specs, *other.ties], [*first.specs, *first.ties])
+    if all(name == own for name, own in names.items()):
         return other
-    # Theirs has more in front (a wrapper's name): take it off.
-    theirs = next((name for name in names if name.endswith(f".{mine}")), None)
-    if theirs is not None:
-        prefix = theirs.removesuffix(mine)
-        if all(name.startswith(prefix) for name in names):
-            return other.renamed(
-                {name.removeprefix(prefix): name for name in other.specs},
-                {name.removeprefix(prefix): owner.removeprefix(prefix) for name, owner in other.ties.items()},
-            )
-    # Mine has more: put it in front of theirs.
-    mine_ends = next((name for name in names if mine.endswith(f".{name}")), None)
-    if mine_ends is None:
-        return other
-    prefix = mine.removesuffix(mine_ends)
     return other.renamed(
-        {prefix + name: name for name in other.specs},
-        {prefix + name: prefix + owner for name, owner in other.ties.items()},
+        {names[name]: name for name in other.specs}, {names[tie]: names[owner] for tie, owner in other.ties.items()}
     )
+
+
+def _with_buffers_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    made = {
+        name: mine
+        for mine, its in ((True, first), (False, other))
+        for name, spec in its.specs.items()
+        if is_made_by_model(name, spec.shape) and not (other if mine else first).has(name)
+    }
+    tied = {*other.ties.values()}
+    left_out = {name for name, mine in made.items() if not mine and name not in tied}
+    lent = {name: first.tensor(name).clone() for name, mine in made.items() if mine}
+    first.close()
+    return other.fitted(lent, left_out) if lent or left_out else other
 
 
 def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:

@@ -25,6 +25,7 @@ from shared_core.checkpoint_formats.files import (
     open_safetensors,
     read_config,
     read_json,
+    weights_key,
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
 from shared_core.checkpoint_formats.module_folders import MODULES, Part, parts_of
@@ -41,9 +42,9 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
 
     Args:
         path: A Hugging Face folder (safetensors or ``.bin``, whole or sharded), a Lightning ``.ckpt``, a file of a
-            plain state dict (``.safetensors``, or ``torch.save``), a distributed checkpoint (DCP) of either trainer or
-            of one's own, the folder of a PEFT adapter, or one of sentence-transformers, whose modules have folders of
-            their own in it.
+            plain state dict (``.safetensors``, or ``torch.save`` of it or of a dict with it under ``model``), a
+            distributed checkpoint (DCP) of either trainer or of one's own, the folder of a PEFT adapter, or one of
+            sentence-transformers, whose modules have folders of their own in it.
         alone: Of a folder with several modules only the weights right in it, under the names that they have there.
 
     Raises:
@@ -56,7 +57,7 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
         files = dict.fromkeys(open_safetensors(path).keys(), path)
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
     content = load_checkpoint(path)
-    kind = LIGHTNING if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping) else STATE_DICT
+    kind = LIGHTNING if weights_key(content) == "state_dict" else STATE_DICT
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(
             path, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
@@ -65,9 +66,10 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
 
 
 def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    weights = content.get("state_dict")
-    if not isinstance(weights, Mapping):
+    key = weights_key(content)
+    if key is None:
         return content
+    weights = content[key]
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
     raw = content.get(RAW_KEY, {})
     if not isinstance(raw, Mapping):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,28 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
         ) from error
 
 
+# Buffers that models make from their config or count up, and that files of other versions hold or lack: of positions
+# and causal masks in transformers, and the batches that a norm has seen (torch below 0.4.1 saved none).
+_MADE_BY_MODEL = re.compile(
+    r"(?:^|\.)(?:num_batches_tracked|position_ids|token_type_ids|masked_bias|inv_freq|(?:cos|sin)_cached)$"
+)
+_CAUSAL_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.bias$")
+
+
+def is_made_by_model(name: str, shape: Sequence[int]) -> bool:
+    """Return True if a tensor is a buffer that a model makes by itself, so that a file may lack it.
+
+    Example:
+        >>> is_made_by_model("layers.0.rotary_emb.inv_freq", [32]), is_made_by_model("layers.0.attn.bias", [32])
+        (True, False)
+    """
+    return bool(_MADE_BY_MODEL.search(name) or (len(shape) == 4 and _CAUSAL_MASK.search(name)))
+
+
 def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
     """Return the names that weights lack for a model, ties aside, and those that the model has not in their shape.
+
+    Buffers that a model makes by itself, as `is_made_by_model` knows them, may be on one side only.
 
     Args:
         model: Whose names and shapes count.
@@ -124,8 +145,16 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
     own = model.state_dict()
     # Ties by address: a file may store a tied weight under one of its names.
     given = {own[name].data_ptr() for name in weights if name in own}
-    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in given]
-    others = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    missing = [
+        name
+        for name, value in own.items()
+        if name not in weights and value.data_ptr() not in given and not is_made_by_model(name, value.shape)
+    ]
+    others = [
+        name
+        for name, value in weights.items()
+        if (own[name].shape != value.shape if name in own else not is_made_by_model(name, value.shape))
+    ]
     return missing, others
 
 

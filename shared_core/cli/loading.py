@@ -177,6 +177,7 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     Raises:
         CheckpointError: If it is of another model.
     """
+    from shared_core.checkpoint_formats.names import named_as
     from shared_core.checkpoint_formats.plain import check_values, unlike
     from shared_core.front_ends.finding import own_weights
 
@@ -184,7 +185,8 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
     prefix = first.removesuffix(names[0]) if first else ""
     own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-    own = own_weights(model, names, own)
+    called = named_as(list(own), names)
+    own = own_weights(model, names, {called[key]: value for key, value in own.items()})
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:

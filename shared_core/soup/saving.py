@@ -26,6 +26,7 @@ from shared_core.checkpoint_formats import (
 )
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
 from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
+from shared_core.checkpoint_formats.files import weights_key
 from shared_core.checkpoint_formats.model_card import CARD, add_section
 from shared_core.checkpoint_formats.module_folders import parts_of
 from shared_core.checkpoint_formats.plain import (
@@ -139,7 +140,8 @@ def save_soup(
             if _has_ranges(content):
                 say(_requantise(target, f"module:function --weights {target}"))
         else:
-            torch.save(dict(state_dict), temporary)
+            key = None if like.path is None else weights_key(load_checkpoint(like.path))
+            torch.save(dict(state_dict) if key is None else {key: dict(state_dict)}, temporary)
     if beside is not None:
         beside(target)
     return target

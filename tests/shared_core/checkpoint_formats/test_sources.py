@@ -1,5 +1,6 @@
 """Soups of checkpoints on disk: formats in and out, damaged and unsafe files."""
 
+import argparse
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from shared_core.checkpoint_formats import expand, open_ingredient
 from shared_core.errors import CheckpointError
@@ -245,12 +247,101 @@ def test_what_is_not_a_model_is_refused_by_name(folders, tmp_path):
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="state dict, got list"):
         open_ingredient(tmp_path / "list.pt")
-    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "nested.pt")
-    with pytest.raises(CheckpointError, match="'model' must be a tensor"):
+    torch.save({"ema": {"w": torch.ones(2)}}, tmp_path / "nested.pt")
+    with pytest.raises(CheckpointError, match="'ema' must be a tensor"):
         open_ingredient(tmp_path / "nested.pt")
     (folders[0] / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="must be JSON"):
         open_ingredient(folders[0])
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), norm, nn.Linear(4, 2)).state_dict()
+
+
+def called(old, new):
+    return lambda state: {name.replace(old, new, 1): value for name, value in state.items()}
+
+
+WRITTEN = {
+    "DDP": called("", "module."),
+    "compiled": called("", "_orig_mod."),
+    "a compiled layer": called("0.", "0._orig_mod."),
+    "a compiled layer of a Lightning module": lambda state: {
+        f"net.{name}".replace(".0.", ".0._orig_mod."): value for name, value in state.items()
+    },
+    "FSDP and recomputation": called("2.", "2._fsdp_wrapped_module._checkpoint_wrapped_module."),
+    "norms of old versions": lambda state: {
+        name.replace("1.weight", "1.gamma").replace("1.bias", "1.beta"): value for name, value in state.items()
+    },
+    "weight norms of old versions": lambda state: {
+        name.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        ): value
+        for name, value in state.items()
+    },
+    "torch before 0.4.1": lambda state: {name: state[name] for name in state if "num_batches" not in name},
+    "buffers of old versions": lambda state: {
+        **state, "rotary_emb.inv_freq": torch.ones(4), "embeddings.position_ids": torch.arange(5)[None],
+        "attn.bias": torch.ones(1, 1, 5, 5), "attn.masked_bias": torch.tensor(-1e4),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", WRITTEN)
+def test_files_of_other_versions_and_wrappers_are_averaged_under_the_names_of_the_first(tmp_path, how, first):
+    states = [network(seed) for seed in range(3)]
+    written = [WRITTEN[how](state) if first == (number == 0) else state for number, state in enumerate(states)]
+    files = [tmp_path / f"{number}.pt" for number in range(3)]
+    for file, state in zip(files, written, strict=True):
+        torch.save(state, file)
+    was = {name: name for name in states[0]}
+    was = {new: old for new, old in (WRITTEN[how](was) if first else was).items() if isinstance(old, str)}
+    for soup in (uniform_soup(files), greedy_soup(files, lambda weights: 0.0).state_dict):
+        assert soup.keys() == written[0].keys()
+        for name in soup.keys() & was.keys():
+            own = [state[was[name]] for state in states]
+            if own[0].is_floating_point():
+                expected = torch.stack([value.double() for value in own]).mean(0)
+                torch.testing.assert_close(soup[name].double(), expected, rtol=0, atol=1e-6)
+    out = save_soup(uniform_soup(files), open_ingredient(files[0]), tmp_path / "soup.pt")
+    assert torch.load(out, weights_only=True).keys() == written[0].keys()
+
+
+@pytest.mark.parametrize("key", ["model", "model_state_dict", "module"])
+def test_weights_under_a_key_are_read_and_written_under_it(tmp_path, key):
+    states = [network(seed) for seed in range(2)]
+    for number, state in enumerate(states):
+        beside = {"epoch": 3, "optimizer": {"state": {}, "param_groups": []}, "args": argparse.Namespace(lr=0.1)}
+        torch.save({key: state, **beside}, tmp_path / f"{number}.pth")
+    paths = [tmp_path / "0.pth", tmp_path / "1.pth"]
+    soup = uniform_soup([*paths, states[0]])
+    torch.testing.assert_close(soup["0.weight"], (2 * states[0]["0.weight"] + states[1]["0.weight"]) / 3)
+    saved = torch.load(save_soup(soup, open_ingredient(paths[0]), tmp_path / "soup.pth"), weights_only=True)
+    assert saved.keys() == {key}
+    assert torch.equal(saved[key]["0.weight"], soup["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda state: state.pop("1.running_mean"), r"got '1\.running_mean' in .*0\.pt but not"),
+        (lambda state: state.update({"1.gamma": state["1.weight"].clone()}), r"got '1\.gamma' in .*1\.pt but not"),
+        (lambda state: state.update({"2.alpha": state.pop("2.bias")}), "got '2.bias' in"),
+        (lambda state: state.update({"3.gamma": state.pop("3.weight")[:1]}), "must have the same shape"),
+        (lambda state: state.update({"5.attn.bias": torch.ones(4)}), r"got '5\.attn\.bias' in"),
+    ],
+)
+def test_tensors_that_a_model_does_not_make_by_itself_must_be_in_all(tmp_path, change, match):
+    states = [network(seed) for seed in range(2)]
+    change(states[1])
+    for number, state in enumerate(states):
+        torch.save(state, tmp_path / f"{number}.pt")
+    with pytest.raises(CheckpointError, match=match):
+        uniform_soup([tmp_path / "0.pt", tmp_path / "1.pt"])
 
 
 @pytest.mark.parametrize(

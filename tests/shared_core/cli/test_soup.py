@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from plain_loop import plain_step
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from shared_core.errors import CheckpointError, ConfigError, EffError
 
 TASK = """
 import torch
+import transformers
 calls = []
 class Net(torch.nn.Module):
     def __init__(self, size=4):
@@ -453,3 +455,36 @@ def test_a_soup_takes_the_config_of_the_member_that_has_one(room):
     eff("run/checkpoint-1", "run/checkpoint-2", "--kind", "uniform", "--out", "soup")
     assert json.loads((room / "soup" / "config.json").read_text()) == {"width": 4}
     assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]
+
+
+@pytest.mark.parametrize("older", ["both", "first", "second"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_folders_of_older_versions_of_transformers_are_evaluated_and_averaged(room, family, older):
+    small = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(family, intermediate_size=16, num_key_value_heads=2, **small)
+    models = []
+    for number, name in enumerate(("first", "second")):
+        torch.manual_seed(number)
+        models.append(transformers.AutoModel.from_config(config))
+        models[-1].save_pretrained(room / name)
+        if older in ("both", name):
+            file = room / name / "model.safetensors"
+            state = {key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): value
+                     for key, value in load_file(file).items()} if family == "bert" else load_file(file)  # fmt: skip
+            made = {"bert": ("embeddings.position_ids", torch.arange(512)[None]),
+                    "llama": ("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))}  # fmt: skip
+            save_file(state | dict([made[family]]), file, metadata={"format": "pt"})
+    (room / "constant.py").write_text("def evaluate(model):\n    return 1.0\n")
+    done = CliRunner().invoke(
+        app, ["soup", "first", "second", "--eval", "constant:evaluate", "--order", "given", "--out", "averaged"]
+    )
+    assert done.exit_code == 0, done.exception
+    soup, told = transformers.AutoModel.from_pretrained(room / "averaged", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert (
+        load_file(room / "averaged" / "model.safetensors").keys()
+        == load_file(room / "first" / "model.safetensors").keys()
+    )
+    for name, value in soup.named_parameters():
+        one, two = (model.get_parameter(name).double() for model in models)
+        torch.testing.assert_close(value.double(), (one + two) / 2, rtol=0, atol=1e-6)
