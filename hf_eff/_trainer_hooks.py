@@ -462,6 +462,7 @@ class SessionCallback(TrainerCallback):
 
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
+        session.settle_optimizers()  # the optimizer's own other weights are those of the last step
         with loading(session):
             method(*args, **kwargs)
         self._load_renamed(best)

@@ -314,6 +314,7 @@ class EffCallback(Callback):
             total_steps=total_steps,
             steps_per_epoch=_run_environment.steps_per_epoch(trainer, pl_module),
             clips_gradients=_run_environment.clips_by_norm(trainer, pl_module),
+            wrappers=wrappers if isinstance(wrappers := pl_module.optimizers(), list) else [wrappers],
         )
 
     # -- one step

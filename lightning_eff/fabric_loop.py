@@ -184,7 +184,7 @@ class FabricLoop(ScriptLoop):
 
     def watch(self, model: nn.Module, optimizer: Any) -> None:
         """Put the hooks on what Fabric set up, and on Fabric."""
-        self.model = model
+        self.model, self._wrapper = model, optimizer
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -228,7 +228,12 @@ class FabricLoop(ScriptLoop):
     def _begin(self) -> None:
         """Begin at the first micro-batch: whatever the script loads is loaded by then."""
         if not self.session.has_begun:
-            self.session.begin([self._optimizer], total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+            self.session.begin(
+                [self._optimizer],
+                total_steps=self.total_steps,
+                steps_per_epoch=self.steps_per_epoch,
+                wrappers=[self._wrapper],
+            )
             self.restore_window()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import OptimizerParameters
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
@@ -284,6 +285,7 @@ class Session:
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._weights_replaced, context)
+        context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         attached: list[Technique] = []
         # Counted before: techniques replace layers and move weights.
         counted = coverage.count(model) if self.techniques else coverage.Counted()
@@ -323,6 +325,7 @@ class Session:
         total_steps: int | None,
         steps_per_epoch: StepsPerEpoch | None = None,
         clips_gradients: bool = True,
+        wrappers: Iterable[Any] = (),
     ) -> None:
         """Start or go on: the optimizer exists and `load_state_dict` was called if this is a resume.
 
@@ -331,6 +334,7 @@ class Session:
             total_steps: Optimizer steps of the whole run, None if unknown.
             steps_per_epoch: Optimizer steps of every epoch, or of each where they differ; None if unknown.
             clips_gradients: Whether gradients are clipped by norm.
+            wrappers: A trainer's, around these optimizers, that a script may call in their place.
 
         Raises:
             ConfigError: If a position does not fit the run.
@@ -352,6 +356,7 @@ class Session:
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
+        context.modes.watch(context.optimizers, wrappers)
         # Marked once they are what training begins with.
         context.left_out.mark()
         self._refuse_without_batches(context)
@@ -758,6 +763,7 @@ class Session:
         if self._begun:
             # A validation that an exception cut short left its weights in.
             self._evaluation.close()
+            self.settle_optimizers()
             model_guards.refuse_changed(self.techniques, self.context)
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
@@ -780,6 +786,12 @@ class Session:
                 f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
             )
         self.detach()
+
+    def settle_optimizers(self) -> None:
+        """Have optimizers with modes leave the weights of evaluation in the model, for good: final ones come next."""
+        context = self._attached("settle_optimizers")
+        if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
+            context.modes.settle()
 
     def _tell_end(self, context: Context) -> None:
         planned, applied = context.total_steps, self.furthest_step
@@ -852,6 +864,7 @@ class Session:
             return
         self._steps.close()
         self._experts.close()
+        self.context.modes.leave()
         try:
             self._final_reports = self._reports()  # stock layers have nothing left to tell
         finally:
@@ -961,6 +974,10 @@ class Session:
         context.project()
         for _, weights_replaced in self._hooks.weights_replaced:
             weights_replaced(context)
+
+    def _weights_moved(self, context: Context) -> None:
+        reshard_(context.model)
+        context.project()
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:

@@ -15,6 +15,7 @@ from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
 from shared_core.engine.claims import Claim
 from shared_core.engine.model_guards import is_element_wise
+from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
@@ -220,6 +221,9 @@ class Context:
     scaler can unscale them."""
     in_full_precision: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     """Returns weights as they are stepped, where parameters are 16-bit copies of them; every process must call it."""
+    modes: OptimizerModes = field(default_factory=OptimizerModes)
+    """Keeps optimizers that have modes from moving weights that are not theirs: a technique that puts others into the
+    model calls `hold` before, and `release` once the weights are back."""
     discard_step: bool = False
     """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""

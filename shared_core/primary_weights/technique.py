@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.model_guards import refuse_lbfgs
+from shared_core.engine.optimizer_modes import has_modes
 from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
@@ -162,6 +163,12 @@ class PrimaryWeights(Technique):
         why = "which runs the model again within a step, before its weights are rounded"
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
+        if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
+            raise CompatibilityError(
+                "primary_weights",
+                f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported",
+                "use an optimizer without these modes, or leave primary_weights out",
+            )
         if self.config.kind != "fp32_copy":
             self._slice_steps()
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):

@@ -274,6 +274,10 @@ class HidesMoments(Protocol):
         ...
 
 
+WEIGHTS = frozenset({"z", "ax"})
+"""State of optimizers that holds weights, not moments: what schedule-free ones average, and ASGD's average."""
+
+
 @torch.no_grad()
 def clear_moments_(
     optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]

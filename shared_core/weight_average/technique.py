@@ -13,6 +13,7 @@ from shared_core.distributed.collectives import all_reduce_, broadcast_, local_p
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, Same
 from shared_core.engine.model_guards import refuse_scripted
+from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.preview import Event, Touched, every, trained
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
@@ -34,10 +35,12 @@ class StandIn:
     Args:
         model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
         trained: Parameters that count as trained though they are frozen now: the turn of a GAN's other half.
+        modes: Of the optimizers of the weights.
     """
 
-    def __init__(self, model: nn.Module, trained: Iterable[Tensor] = ()) -> None:
+    def __init__(self, model: nn.Module, trained: Iterable[Tensor] = (), modes: OptimizerModes | None = None) -> None:
         self._model, known = model, set(map(id, trained))
+        self._modes = modes or OptimizerModes()
         named = model.named_parameters()
         # Also what trained when the run began: layers that are frozen in turns stay in the average.
         self.parameters = {name: value for name, value in named if is_trained(value) or id(value) in known}
@@ -120,9 +123,12 @@ class StandIn:
     def stay_in(self) -> None:
         """Let the weights go that the average has taken the place of."""
         self._aside, self._exchanged = {}, set()
+        self._modes.release()
 
     def exchange(self, *, average: bool) -> None:
         """Let the model hold the average, or its weights again; those that it holds already stay."""
+        if average:
+            self._modes.hold()
         with writing():
             # Values are exchanged, not tensors: optimizers, DDP and FSDP2 hold the parameters themselves.
             for name, value in {**self.live(), **self.norms}.items():
@@ -136,6 +142,8 @@ class StandIn:
                     # By name: interrupted halfway, the next exchange moves back what was moved, and no other.
                     self._exchanged ^= {name}
         reshard_(self._model)  # FSDP2 would compute with the weights of before
+        if not average:
+            self._modes.release()
 
     def kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values of the average, where their memory holds the model's weights those in the model."""
@@ -283,7 +291,7 @@ class WeightAverage(Technique):
         """Take the new weights into the average if that is due, and prune it when they are."""
         if self._running.kept and self._stand_in.is_short():
             # Unfrozen since: the value of now, one step after the frozen one, stands for those of earlier updates.
-            self._stand_in = StandIn(context.model, self._stand_in.parameters.values())
+            self._stand_in = StandIn(context.model, self._stand_in.parameters.values(), context.modes)
             self._running.add(context.in_full_precision(self._stand_in.live()))
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
         if is_due:
@@ -298,7 +306,7 @@ class WeightAverage(Technique):
     def _update(self, context: Context) -> None:
         if not self._running.kept:
             # At the first update and not before: layers may be replaced or frozen until then.
-            self._stand_in = StandIn(context.model, self._trained)
+            self._stand_in = StandIn(context.model, self._trained, context.modes)
         self._running.update(context.in_full_precision(self._stand_in.live()))
 
     # -- in the weights' place
@@ -474,7 +482,8 @@ class WeightAverage(Technique):
                 "average", f"saved average must be of kind {self.config.kind}, got {kind}", "resume with that kind"
             )
         # With the layers that were frozen since: the best checkpoint may be of an earlier step.
-        stand_in = StandIn(context.model, [value for name, value in context.model.named_parameters() if name in shapes])
+        known = [value for name, value in context.model.named_parameters() if name in shapes]
+        stand_in = StandIn(context.model, known, context.modes)
         like = {**stand_in.parameters, **stand_in.norms}
         odd = sorted(set(shapes) - set(stand_in.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)

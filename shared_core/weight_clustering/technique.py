@@ -23,7 +23,7 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
 from shared_core.modules.matching import chosen_modules, match_modules, plain_name
 from shared_core.numerics.deferred_checks import copied_to_cpu
-from shared_core.pruning.masks import clear_moments_, refuse_sparse
+from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
     SHARED_DTYPES,
@@ -404,13 +404,18 @@ class WeightClustering(Technique):
             bundle.put_(flat, parts)
 
     def _restart(self, context: Context) -> None:
-        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
+        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew.
+
+        Other weights that an optimizer keeps, an average or what it averages, start as the shared ones.
+        """
         parts = {name: local_part(weight) for name, weight in self._weights.items()}
         nothing = {name: torch.zeros(part.shape, dtype=torch.bool) for name, part in parts.items()}
         clear_moments_(context.optimizers, self._weights, nothing)
         for optimizer in context.optimizers:
             for weight in self._weights.values():
                 state = optimizer.state.get(weight, {})
+                for key in WEIGHTS & state.keys():
+                    state[key].copy_(weight.detach())
                 if isinstance(state.get("step"), Tensor):
                     state["step"].zero_()  # Adam corrects its cleared moments for their bias by it
                 elif "step" in state:

@@ -16,6 +16,7 @@ import torch
 from plain_loop import backward, update
 from promise_table import BATCH, DEVICE, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
 from safetensors.torch import load_file
+from schedule_free import ScheduleFree
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -74,6 +75,8 @@ def batches(accumulate: int) -> list[list[dict[str, Tensor]]]:
 
 
 def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "schedule_free":
+        return ScheduleFree(parameters)
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
     fused = True if "fused" in name else None  # False would be another implementation than the trainers' on a GPU
@@ -301,6 +304,11 @@ def hf_trainer(
             data = args[0] if args else self.train_dataset
             return super()._get_train_sampler(*args, **kwargs) if shuffle else SequentialSampler(data)
 
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            if optim == "schedule_free":
+                self.optimizer = self.optimizer or _optimizer(optim, self.model.parameters())
+            return super().create_optimizer(*args, **kwargs)
+
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": max_steps,
@@ -308,7 +316,7 @@ def hf_trainer(
         "gradient_accumulation_steps": accumulate,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
-        "optim": optim,
+        "optim": "adamw_torch" if optim == "schedule_free" else optim,
         "weight_decay": 0.0,
         "max_grad_norm": CLIP,
         "save_strategy": "steps" if save_every else "no",
