@@ -3,7 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import batches, difference, hf_trainer, run_lightning, weights_of
+from promise_drivers import batches, difference, hf_trainer, run_hf, run_lightning, weights_of
 from promise_table import NUM_STEPS, TECHNIQUES, make_net, recipe_of, train_examples
 from safetensors.torch import load_file
 from schedule_free import ScheduleFree
@@ -194,6 +194,15 @@ def test_trainers_end_as_a_loop_does(key, tmp_path):
     trainer.evaluate()
     trainer.save_model(tmp_path / "final")
     assert difference(trained, weights_of(trainer.model)) is None
+
+
+@pytest.mark.parametrize("key", ["cluster", "average"])
+def test_a_trainer_resumes_bit_for_bit(key, tmp_path):
+    options = {"optim": "schedule_free", "save_every": 1, "eval_strategy": "steps", "eval_steps": EVERY}
+    whole = run_hf(RECIPES[key], tmp_path / "whole", **options)
+    for stop in (3, 6):
+        again = run_hf(RECIPES[key], tmp_path / str(stop), resume=whole.checkpoints[stop], **options)
+        assert difference(whole.weights, again.weights) is None
 
 
 class SwitchesBack(TrainerCallback):
