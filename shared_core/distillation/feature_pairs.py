@@ -568,13 +568,31 @@ def _filled(features: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
-    """Return one vector an example: of tokens their mean, where it is told which of them count."""
+    """Return one vector an example or packed document: of tokens their mean, where it is told which of them count."""
     real = real_positions(features.shape[:-1], mask, inputs) if features.ndim == 3 else None
-    if real is None:
+    documents = _documents(features, inputs)
+    if real is None and documents is None:
         return features.reshape(len(features), -1)
+    if real is None:
+        real = torch.ones(features.shape[:-1], dtype=torch.bool)
     real = real.to(features.device)
+    if documents is not None:
+        features, real = features.flatten(0, 1), real.flatten() & documents
+        return real.to(features.dtype) @ _filled(features, real.any(0)) / real.sum(1, keepdim=True).clamp(min=1)
     # Padding is zeroed and not counted: the mean over the real tokens of each example.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+def _documents(features: Tensor, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return which tokens, of all rows in order, each document of a packed batch holds; None if nothing is packed."""
+    positions = inputs.get("position_ids")
+    if inputs.get("attention_mask") is not None or not isinstance(positions, Tensor) or features.ndim != 3:
+        return None
+    if positions.shape != features.shape[:2]:
+        return None
+    numbers = F.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten().cumsum(0).to(features.device)
+    count = int(numbers[-1])
+    return None if count == len(features) else numbers == torch.arange(1, count + 1, device=features.device)[:, None]
 
 
 def open_pairs(

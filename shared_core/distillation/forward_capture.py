@@ -82,7 +82,11 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
 
 
 def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
-    """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients."""
+    """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients.
+
+    The student's ``use_cache`` is not the teacher's. The default in a teacher's configuration is left to the caller
+    (`shared_core.modules.calls.without_cache`).
+    """
     like = first_parameter(teacher, floating=True)
     names = _positional_names(student)
     args = tuple(
@@ -96,6 +100,8 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         for name, value in forward.kwargs.items()
         if name not in FOR_THE_LOSS and (accepted is None or name in accepted)
     }
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
     # Encoder-decoder students make their decoder's input of labels, which the teacher does not get: make it here.
     shift = _decoder_inputs_of(student)
     named = named_inputs(student, forward) if shift else {}

@@ -28,6 +28,7 @@ from shared_core.distributed.collectives import all_reduce_, broadcast_, world_s
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.files.atomic import atomic_write
+from shared_core.modules.calls import cache_configs, without_cache
 
 PEER_FILE = "eff_peer_{}.safetensors"
 """Name of a peer's weights in the run's folder, counted from 1."""
@@ -146,7 +147,8 @@ class Peers(Teachers):
                 part.training = modes.get(name, True)
             for buffer in module.buffers():
                 broadcast_(buffer)  # as DDP does before a forward
-            loss = context.services.task_loss(module, partial(student, *forward.args, **forward.kwargs))
+            with without_cache(cache_configs(module)):
+                loss = context.services.task_loss(module, partial(student, *forward.args, **forward.kwargs))
             latest = hook.take()
             if latest is None:
                 raise TrainingError(

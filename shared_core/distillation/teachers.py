@@ -29,6 +29,7 @@ from shared_core.errors import (
     TrainingError,
 )
 from shared_core.libraries import optional
+from shared_core.modules.calls import cache_configs, without_cache
 from shared_core.modules.four_bits import linear_of_four_bits
 from shared_core.modules.running_average import move_towards_
 
@@ -164,13 +165,15 @@ class Teachers:
         self.modules = [module.requires_grad_(False).eval() for module in modules]
         parts = [part for module in self.modules for part in module.modules()]
         self._parts = [*self.modules, *(part for part in parts if type(part) not in _ALIKE_IN_BOTH_MODES)]
+        self._caches = cache_configs(*self.modules)
 
     def ask(self, student: nn.Module, forward: Forward) -> list[Any]:
         """Return what each says to the student's inputs."""
         if any(map(_TRAINING, self._parts)):  # `eval` goes through all of a model, slowly
             for module in self.modules:
                 module.eval()
-        return [self._ask(module, student, forward) for module in self.modules]
+        with without_cache(self._caches):
+            return [self._ask(module, student, forward) for module in self.modules]
 
     def _ask(self, module: nn.Module, student: nn.Module, forward: Forward) -> Any:
         try:

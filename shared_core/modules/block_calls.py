@@ -54,7 +54,7 @@ def solve_in_order(
     """
     blocks = _blocks(model, layers)
     calls: list[list[_Call]] = []
-    with evaluated(model), _without_cache(model):
+    with evaluated(model):
         for done, batch in enumerate(batches, 1):
             if blocks:
                 recorded = _record(blocks, lambda batch=batch: run(batch))  # type: ignore[misc]
@@ -144,19 +144,6 @@ def _again(block: nn.Module, call: _Call) -> Any:
     device = next(block.parameters()).device
     args, kwargs = tree_map(lambda value: value.to(device, copy=True) if isinstance(value, Tensor) else value, call)
     return block(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    config: Any = getattr(model, "config", None)
-    before = getattr(config, "use_cache", None)
-    if before:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        if before:
-            config.use_cache = before
 
 
 @contextlib.contextmanager

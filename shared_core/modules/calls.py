@@ -1,11 +1,11 @@
-"""A model run on example inputs, whatever way it takes them, and in eval mode.
+"""A model run on example inputs, whatever way it takes them, in eval mode and without a key-value cache.
 
 The calls of one micro-batch, kept so that what depends on what can be traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,17 +95,53 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def cache_configs(*models: nn.Module) -> list[Any]:
+    """Return the configurations in these models that have a switch for the key-value cache, once each."""
+    modules = (module for model in models for module in model.modules())
+    # Parts have configurations of their own (the text model of a vision-language model).
+    configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+    return [config for config in configs.values() if isinstance(getattr(config, "use_cache", None), bool)]
+
+
+@contextmanager
+def without_cache(configs: Iterable[Any]) -> Iterator[None]:
+    """Switch off the key-value cache; afterwards each configuration has its own value again.
+
+    No loss needs keys and values, and they take memory. transformers (5.23) ignores where documents of a packed batch
+    begin as soon as there is a cache, so that tokens attend across documents.
+
+    Args:
+        configs: As `cache_configs` returns them.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(use_cache=True)
+        >>> with without_cache([config]):
+        ...     inside = config.use_cache
+        >>> inside, config.use_cache
+        (False, True)
+    """
+    switched = [config for config in configs if config.use_cache]
+    for config in switched:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in switched:
+            config.use_cache = True
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode; afterwards each has its own mode again."""
-    with modes_restored(model):
+    """Put every module into evaluation mode, without a key-value cache; afterwards each is as it was."""
+    with modes_restored(model), without_cache(cache_configs(model)):
         model.eval()
         yield
 
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, without gradients, and back afterwards."""
+    """Put a model into evaluation mode, without gradients or a key-value cache, and back afterwards."""
     with evaluating(model), torch.no_grad():
         yield
 

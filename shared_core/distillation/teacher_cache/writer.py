@@ -50,7 +50,7 @@ from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.files.atomic import clean_strays
 from shared_core.files.journal import exclusive
-from shared_core.modules.calls import naming
+from shared_core.modules.calls import cache_configs, naming, without_cache
 
 _CHUNK_ELEMENTS = 2**24
 
@@ -239,6 +239,7 @@ class StoreWriter:
         self._teacher, self._folder, self._settings, self._shard_bytes = teacher, folder, settings, shard_bytes
         self._job = job or Job()
         self._accepted = _keywords(teacher)
+        self._caches = cache_configs(teacher)
         self._pending = PendingShard()
         self._order = hashlib.blake2b(digest_size=16)
         """Of all new examples so far, which must be the same for every process."""
@@ -421,13 +422,12 @@ class StoreWriter:
 
     def _call(self, batch: Any) -> Forward:
         if self._takes_keywords(batch):
-            # keys and values of every layer, which nobody asks for again, would be the largest tensors of the forward
-            no_cache = {"use_cache": False} if "use_cache" in (self._accepted or ()) else {}
-            return Forward((), {**batch, **no_cache}, None)
+            return Forward((), dict(batch), None)
         return Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
 
     def _ask(self, batch: Any, number: int) -> Any:
-        with naming(batch, f"cached teacher: batch {number}", "return others from the function of the data"):
+        where = naming(batch, f"cached teacher: batch {number}", "return others from the function of the data")
+        with where, without_cache(self._caches):
             return ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
 
     def _labelled_positions(self, batch: Any) -> Array:

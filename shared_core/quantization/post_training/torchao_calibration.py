@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.libraries import optional
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import match_modules
 from shared_core.numerics.noise import decibels, sqnr
 from shared_core.quantization.layer_graph import output_tensor
@@ -484,7 +484,8 @@ def _hooked(layers: dict[str, nn.Linear], make: Callable[[str], Callable[..., No
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:
-    return output_tensor(call_model(model, batch, f"{WHERE}: calibration"))
+    with evaluated(model):
+        return output_tensor(call_model(model, batch, f"{WHERE}: calibration"))
 
 
 def _observe(model: nn.Module, observed: dict[str, ObservedLayer], batches: list[Any], tell: Progress) -> None:
