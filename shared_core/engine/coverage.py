@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ _NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^
 _MATRIX = re.compile(r"weight|kernel|proj", re.IGNORECASE)
 _PRODUCT = re.compile(r"\b(?:linear|matmul|mm|bmm|addmm|baddbmm|einsum)\(")
 _TOLD = 6
+_FROZEN = "frozen weights"
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,16 @@ class Counted:
         beside: Elements of embeddings, norms, biases and others.
         holders: By plain name the modules that hold the former, in registration order.
         modules: All modules by plain name.
+        frozen: Names of the former that require no gradients.
+        unheld: Names of parameters, and of modules, of which no optimizer holds any.
     """
 
     multiplying: list[Weight] = field(default_factory=list)
     beside: dict[str, int] = field(default_factory=dict)
     holders: dict[str, nn.Module] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    unheld: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Reach:
         within: Their elements within reach.
         total: Of all.
         left: By kind of module and reason, how many tensors are left as they are and their elements.
-        beside: Elements of embeddings, norms, biases and others, which are not among `total`.
+        beside: Elements of embeddings, norms, biases, frozen weights that are left, and others, which are not among
+            `total`.
         unasked: Elements left that neither `skip` nor a `min_size` of the user's leaves out.
     """
 
@@ -151,10 +157,18 @@ def count(model: nn.Module) -> Counted:
                 found.holders[prefix] = module
             else:
                 found.beside[kind] = found.beside.get(kind, 0) + value.numel()
-    return found
+    frozen = {id(value) for value in model.parameters() if not value.requires_grad}
+    return replace(found, frozen=frozenset(name for held, own in names.items() if held in frozen for name in own))
 
 
-def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn.Module) -> Reach | None:
+def reach(
+    counted: Counted,
+    touched: Touched,
+    config: TechniqueConfig,
+    model: nn.Module,
+    *,
+    reaches_frozen: bool = False,
+) -> Reach | None:
     """Return what a technique reaches, None of one that works on the run as a whole.
 
     Args:
@@ -162,6 +176,7 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
         touched: What the technique says that it touches.
         config: Its options.
         model: The model, as it is now.
+        reaches_frozen: Whether frozen weights that it leaves count against it.
     """
     if touched.what not in _OF_LAYERS or not touched.tensors:
         return None
@@ -179,12 +194,17 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
     }
     within = unasked = 0
     left: dict[str, tuple[int, int]] = {}
+    apart_from = counted.unheld if reaches_frozen else counted.unheld | counted.frozen
+    beside = dict(counted.beside)
     for weight in counted.multiplying:
         places = [place for name in weight.names for place in (name, *_around(name))]
         # of a layer that was taken apart (`low_rank`) what stands in its place
         apart = {_around(name)[0] for name in weight.names} if there.isdisjoint(weight.names) else set()
         if apart & inside or not {*touched.tensors, *touched.reached}.isdisjoint(places):
             within += weight.numel
+            continue
+        if not apart_from.isdisjoint(places):
+            beside[_FROZEN] = beside.get(_FROZEN, 0) + weight.numel
             continue
         asked = "" if skipped.isdisjoint(places) else "skip names it"
         asked = asked or _too_small(config, weight)
@@ -196,8 +216,8 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
         left[label] = tensors + 1, numel + weight.numel
         # What the user asked to be left out does not count against the technique.
         unasked += 0 if asked else weight.numel
-    total = sum(weight.numel for weight in counted.multiplying)
-    return Reach(within, total, left, counted.beside, unasked)
+    total = within + sum(numel for _, numel in left.values())
+    return Reach(within, total, left, beside, unasked)
 
 
 def _too_small(config: TechniqueConfig, weight: Weight) -> str:
@@ -222,7 +242,7 @@ def of_run(
     """
     found: dict[str, Reach] = {}
     for key, technique in techniques.items():
-        one = reach(counted, technique.touched(model), technique.config, model)
+        one = reach(counted, technique.touched(model), technique.config, model, reaches_frozen=technique.reaches_frozen)
         if one is None:
             continue
         found[key] = one
@@ -233,7 +253,7 @@ def of_run(
 
 def lines(reaches: Mapping[str, Reach]) -> list[str]:
     """Return a line about each technique that leaves some of the weights that multiply activations as they are."""
-    return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left]
+    return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left or _FROZEN in one.beside]
 
 
 def percent(share: float) -> str:

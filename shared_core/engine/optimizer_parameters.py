@@ -1,15 +1,149 @@
-"""Parameters that techniques add or replace after the optimizer was made: its groups follow the model, and return."""
+"""Which of a model's parameters optimizers hold, and groups that follow what techniques add or replace, and return."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shared_core.errors import TrainingError
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.modules.matching import plain_name
+
+_TOLD = 6
+
+
+def unheld(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], trained: Container[nn.Parameter] = ()
+) -> dict[nn.Parameter, str]:
+    """Return the parameters that require gradients but are in no optimizer, with their plain names.
+
+    Empty where the optimizers hold none of the model's parameters: they hold others in their place (parts of a sharded
+    model, copies), or step elsewhere.
+
+    Args:
+        model: Techniques are attached.
+        optimizers: Torch's own, unwrapped.
+        trained: Those that required gradients before techniques attached: of a layer whose additions no optimizer holds
+            what a technique has frozen is returned too.
+
+    Example:
+        >>> model = nn.ModuleDict({"net": nn.Linear(1, 1), "copy": nn.Linear(1, 1)})
+        >>> list(unheld(model, [torch.optim.SGD(model["net"].parameters(), lr=0.1)]).values())
+        ['copy.weight', 'copy.bias']
+    """
+    held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    named = {value: plain_name(name) for name, value in model.named_parameters()}
+    trains = [value for value in named if value.requires_grad]
+    found = {parameter: named[parameter] for parameter in trains if parameter not in held}
+    if len(found) == len(trains):
+        return {}
+    inside = [value for module in untrained_modules(model, found).values() for value in module.parameters()]
+    return found | {value: named[value] for value in inside if value in trained}
+
+
+def untrained_modules(model: nn.Module, left: Mapping[nn.Parameter, str]) -> dict[str, nn.Module]:
+    """Return by plain name the outermost modules that hold some of these parameters and train no others.
+
+    Args:
+        model: Searched through.
+        left: Parameters that do not train, with their plain names.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        place, parameters = plain_name(name), [*module.parameters()]
+        if any(not outer or place.startswith(f"{outer}.") for outer in found):
+            continue
+        if any(one in left for one in parameters) and all(one in left or not one.requires_grad for one in parameters):
+            found[place] = module
+    return found
+
+
+def named_parts(model: nn.Module, left: Mapping[nn.Parameter, str]) -> str:
+    """Return the names of the modules that hold these parameters, or their own, for a message.
+
+    Args:
+        model: Searched through.
+        left: Parameters that do not train, with their plain names.
+    """
+    modules = untrained_modules(model, left)
+    inside = {parameter for module in modules.values() for parameter in module.parameters()}
+    names = [*modules, *(name for parameter, name in left.items() if parameter not in inside)]
+    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
+
+
+def shapes_of(module: nn.Module) -> list[torch.Size]:
+    """Return the shapes of a module's parameters, in order."""
+    return [value.shape for value in module.parameters()]
+
+
+def copies(
+    model: nn.Module, left: Mapping[nn.Parameter, str], shapes: Mapping[nn.Module, list[torch.Size]]
+) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Return by name the copies of trained parts, such as a moving average that the user's code updates, and those.
+
+    Such code goes through the parameters of both one by one. So a copy is told by parameters of the same shapes.
+
+    Args:
+        model: Searched through.
+        left: From `unheld`.
+        shapes: Of the parameters of modules, before techniques attached.
+    """
+    trained = [one for one in shapes if any(p.requires_grad and p not in left for p in one.parameters())]
+    found: dict[str, tuple[nn.Module, nn.Module]] = {}
+    for name, module in untrained_modules(model, left).items():
+        original = next((one for one in trained if shapes[one] == shapes.get(module)), None)
+        if original is not None:
+            found[name] = module, original
+    return found
+
+
+def layers_of_copies(
+    where: str, model: nn.Module, left: Mapping[nn.Parameter, str], shapes: Mapping[nn.Module, list[torch.Size]]
+) -> set[nn.Module]:
+    """Return the modules inside `copies`, which keep what a technique adds to them as to their originals.
+
+    Args:
+        where: The technique, for errors.
+        model: As in `copies`.
+        left: As in `copies`.
+        shapes: As in `copies`.
+
+    Raises:
+        CompatibilityError: If the parameters of a copy are no longer those of its original one by one.
+    """
+    found = copies(model, left, shapes)
+    for name, (copy, original) in found.items():
+        if shapes_of(copy) != shapes_of(original):
+            raise CompatibilityError(
+                where,
+                f"{name}, which no optimizer holds, must keep the parameters of the part that it copies one by one, "
+                "got layers added to one of them",
+                "let average keep the moving average, or make the copy outside of the model once training has begun",
+            )
+    return {inner for copy, _ in found.values() for inner in copy.modules()}
+
+
+def unheld_note(model: nn.Module, left: Mapping[nn.Parameter, str]) -> str:
+    """Return the line that tells which parameters no optimizer holds."""
+    return f"no optimizer holds the parameters of {named_parts(model, left)}: for all techniques they count as frozen"
+
+
+def joined_note(left: Mapping[nn.Parameter, str], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Return the line that tells which of these parameters an optimizer holds by now; empty if none."""
+    if not left:
+        return ""
+    held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    names = [name for parameter, name in left.items() if parameter in held]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} joined an optimizer after training had begun: techniques leave them as they are; give them "
+        "to the optimizer at the start, frozen (requires_grad False) or with a learning rate of 0, until they train"
+        if names
+        else ""
+    )
 
 
 class OptimizerParameters:
@@ -55,7 +189,9 @@ class OptimizerParameters:
         joins: dict[nn.Parameter, int] = {}
         for name, parameter in now.items():
             if parameter not in self._before and parameter.requires_grad:
-                joins[parameter] = self._nearest(name)
+                # what is added to a layer that no optimizer holds does not train either
+                if not self._is_unheld(name):
+                    joins[parameter] = self._nearest(name)
             # what a technique froze leaves, what the user froze stays
             elif parameter in self._held and (parameter.requires_grad or not self._before[parameter][1]):
                 joins[parameter] = self._held[parameter]
@@ -117,6 +253,17 @@ class OptimizerParameters:
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             for parameter in [one for one in optimizer.state if one not in held]:
                 del optimizer.state[parameter]
+
+    def _is_unheld(self, name: str) -> bool:
+        """Return True if parameters stood nearest to a new one that could train, and no group holds any of them."""
+        around = name
+        while around:
+            around = around.rpartition(".")[0]
+            inside = f"{around}." if around else ""
+            beside = [parameter for parameter, (held, _) in self._before.items() if held.startswith(inside)]
+            if beside:
+                return not any(parameter in self._held or not self._before[parameter][1] for parameter in beside)
+        return False
 
     def _nearest(self, name: str) -> int:
         around = name

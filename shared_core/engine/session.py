@@ -7,6 +7,7 @@ a checkpoint's weights before they are loaded, since techniques may have changed
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,14 @@ from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.optimizer_parameters import OptimizerParameters
+from shared_core.engine.optimizer_parameters import (
+    OptimizerParameters,
+    joined_note,
+    shapes_of,
+    unheld,
+    unheld_note,
+    untrained_modules,
+)
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
@@ -197,7 +205,9 @@ class Session:
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._parameters: OptimizerParameters | None = None
-        self._begun = self._finished = self._is_saving = self._is_tensor_parallel = False
+        self._counted = coverage.Counted()
+        self._trained: set[nn.Parameter] = set()
+        self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
@@ -288,7 +298,10 @@ class Session:
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         attached: list[Technique] = []
         # Counted before: techniques replace layers and move weights.
-        counted = coverage.count(model) if self.techniques else coverage.Counted()
+        if self.techniques:
+            self._counted = coverage.count(model)
+            context.shapes = {module: shapes_of(module) for module in model.modules()}
+            self._trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
         # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.
@@ -300,8 +313,8 @@ class Session:
                 attached.append(technique)
                 with self._timed(key), torch.device("cpu"):
                     technique.attach(model, context)
-            partial = self.recipe.allow_partial
-            self.coverage = coverage.of_run(counted, self.techniques, model, allow_partial=partial)
+            # a checkpoint's run was looked at when it began, and knew what optimizers hold
+            self._measure_coverage(model, allow_partial=self.recipe.allow_partial or bool(resumed))
         except BaseException:
             # In reverse: the last one may sit on what an earlier one put in.
             for technique in reversed(attached):
@@ -315,6 +328,7 @@ class Session:
         """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
+        self._leave_unheld(context)
         for technique in self.techniques.values():
             technique.prepare_optimizers(context)
 
@@ -354,12 +368,13 @@ class Session:
         self._is_tensor_parallel = bool(environment)
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
-        acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
-        self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
         context.modes.watch(context.optimizers, wrappers)
         # Marked once they are what training begins with.
         context.left_out.mark()
         self._refuse_without_batches(context)
+        self._leave_unheld(context)
+        acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
+        self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
         self._started = time.perf_counter()
         context.default_device = torch.get_default_device()
         for key, technique in self.techniques.items():
@@ -371,6 +386,28 @@ class Session:
         self._begun = True
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
+
+    def _leave_unheld(self, context: Context) -> None:
+        """Have techniques leave alone what no optimizer holds; the first call of a run decides."""
+        if self._knows_held or not self.techniques:
+            return
+        # Once: techniques give optimizers copies in place of parameters.
+        self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
+        if not context.unheld:
+            return
+        self._trained = set()  # FSDP2 has put others in their places, and these would stay in memory
+        # Before techniques take out what they added to them.
+        told = unheld_note(context.model, context.unheld)
+        places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
+        for key, technique in self.techniques.items():
+            with self._timed(key), torch.device("cpu"):
+                technique.leave_unheld(context.model, context)
+        self._counted = dataclasses.replace(self._counted, unheld=places)
+        self._measure_coverage(context.model, allow_partial=self.recipe.allow_partial)
+        self.note(told)
+
+    def _measure_coverage(self, model: nn.Module, *, allow_partial: bool) -> None:
+        self.coverage = coverage.of_run(self._counted, self.techniques, model, allow_partial=allow_partial)
 
     def _refuse_without_batches(self, context: Context) -> None:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
@@ -764,7 +801,7 @@ class Session:
             # A validation that an exception cut short left its weights in.
             self._evaluation.close()
             self.settle_optimizers()
-            model_guards.refuse_changed(self.techniques, self.context)
+            self._refuse_changed()
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
             self._experts.join()
@@ -987,7 +1024,10 @@ class Session:
     def _refuse_changed(self) -> None:
         # not in every step: to go through a model takes long
         if self._begun and not self._finished:
-            model_guards.refuse_changed(self.techniques, self._attached("begin"))
+            context = self._attached("begin")
+            model_guards.refuse_changed(self.techniques, context)
+            if joined := joined_note(context.unheld, context.optimizers):
+                self.note(joined)
 
     def _call(self, hooks: Calls[Concatenate[Context, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._begun and not self._finished and self.context is not None:

@@ -188,6 +188,10 @@ class Context:
     front_end: str = "bare"
     services: Services = field(default_factory=BareServices)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    unheld: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    """Parameters that require gradients but were in no optimizer when training began, with their names."""
+    shapes: Mapping[nn.Module, list[torch.Size]] = field(default_factory=dict)
+    """The shapes of the parameters of each module, before techniques attached."""
     step: int = 0
     """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
     total_steps: int | None = None
@@ -303,6 +307,8 @@ class Technique:
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
     holds_frozen: ClassVar[bool] = False
     """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
+    reaches_frozen: ClassVar[bool] = False
+    """True if it works on frozen weights too: then those that it leaves count against its coverage."""
     draws_batches: ClassVar[bool] = False
     """True if `loader` returns another DataLoader, and training must read that one."""
     replaces_weights: ClassVar[bool] = False
@@ -360,6 +366,12 @@ class Technique:
         """Give the model back its stock classes without touching a weight. Safe to call twice."""
 
     # -- train
+
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave alone, as frozen, the parameters in `context.unheld`: no optimizer holds them.
+
+        Called once after `attach`, before saved state is restored, and only if there are any.
+        """
 
     def prepare_optimizers(self, context: Context) -> None:
         """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""

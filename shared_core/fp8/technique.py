@@ -14,7 +14,7 @@ from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.preview import Ability, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import ExpertMatrix
@@ -34,6 +34,12 @@ from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.recipes import round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
+from shared_core.modules.matching import UNHELD
+
+
+def _parameter(module: Any) -> Any:
+    """Return the parameter that holds a layer's weight, or the matrix of an expert."""
+    return module.module.get_parameter(module.stack) if isinstance(module, ExpertMatrix) else weight_of(module)
 
 
 class Fp8(Technique):
@@ -47,6 +53,7 @@ class Fp8(Technique):
     """
 
     key: ClassVar[str] = "fp8"
+    reaches_frozen: ClassVar[bool] = True
     config: Fp8Config
 
     def __init__(self, config: Fp8Config) -> None:
@@ -81,7 +88,21 @@ class Fp8(Technique):
         found = select_layers(model, self.config)
         self.left_out = found.left_out
         self.sixteen_bit = set(found.sixteen_bit)
-        self.layers = found.narrow | found.sixteen_bit
+        self._convert(model, found.narrow | found.sixteen_bit)
+
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave in their precision the layers whose weight no optimizer holds."""
+        out = {name: UNHELD for name, module in self.layers.items() if _parameter(module) in context.unheld}
+        if len(out) == len(self.layers):
+            raise MatchError("fp8", "must find at least one layer whose weight an optimizer holds, got none")
+        if out:
+            self.detach(model)
+            self.left_out |= {self._stacks().get(name, name): reason for name, reason in out.items()}
+            self._convert(model, {name: module for name, module in self.layers.items() if name not in out})
+
+    def _convert(self, model: nn.Module, layers: dict[str, Any]) -> None:
+        """Swap the classes of these layers, each with its place in what is remembered."""
+        self.layers, self.states = layers, {}
         if self.config.recipe == "delayed":
             self._bank = AmaxBank(len(self.layers), self.config.amax_history)
         elif self.config.recipe == "int16":

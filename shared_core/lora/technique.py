@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Gone, Same
+from shared_core.engine.optimizer_parameters import layers_of_copies
 from shared_core.engine.preview import Ability, Event, Touched, needs
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
@@ -31,6 +32,7 @@ from shared_core.lora.config import LoraConfig
 from shared_core.lora.expert_adapters import AdaptedStack
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
+from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.noise import relative_error, sqnr
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
@@ -65,6 +67,7 @@ class Lora(Technique):
     """
 
     key: ClassVar[str] = "lora"
+    reaches_frozen: ClassVar[bool] = True
     holds_frozen: ClassVar[bool] = True
     config: LoraConfig
 
@@ -73,6 +76,7 @@ class Lora(Technique):
         self.layers: dict[str, Any] = {}
         self.left_out: dict[str, str] = {}
         self.whole: list[str] = []
+        self._copied: set[str] = set()
         self._begun = False
         self._undo: Undo = []
         self._required: list[tuple[nn.Module, str, bool]] = []
@@ -190,6 +194,30 @@ class Lora(Technique):
         """Return what happens before and after training."""
         return [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
 
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Restore the user's layers where no optimizer holds the adapters, but in copies of what is trained."""
+        copied = layers_of_copies("lora", model, context.unheld, context.shapes)
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        for name in [*self.whole]:
+            trained = [one for one in modules[name].parameters() if one in context.unheld]
+            if trained:
+                self.whole.remove(name)
+                self.left_out[name] = UNHELD
+                self._parameters["trained_parameters"] -= sum(parameter.numel() for parameter in trained)
+        unheld = [name for name, one in self.layers.items() if any(m in context.unheld for m in adapters(one))]
+        # of all: the optimizer was made before the adapters, which `begin` refuses
+        if len(unheld) == len(self.layers):
+            return
+        self._copied = {name for name in unheld if self.layers[name] in copied}
+        for name in (name for name in unheld if name not in self._copied):
+            layer = self.layers.pop(name)
+            in_adapters = sum(matrix.numel() for matrix in adapters(layer))
+            restore_layer(model, layer, None)
+            del self._told[name]
+            self.left_out[name] = UNHELD
+            for count in ("trained_parameters", "adapter_parameters"):
+                self._parameters[count] -= in_adapters
+
     def begin(self, context: Context) -> None:
         """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all.
 
@@ -206,6 +234,8 @@ class Lora(Technique):
             for parameter in group["params"]
         }
         for name, layer in self.layers.items():
+            if name in self._copied:
+                continue
             if context.optimizers and not held.issuperset(id(matrix) for matrix in adapters(layer)):
                 raise CompatibilityError(
                     "lora",

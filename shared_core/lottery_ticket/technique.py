@@ -114,6 +114,10 @@ class LotteryTicket(Technique):
         if is_main() and not context.is_preview:
             self._folder.make()
 
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave dense what no optimizer holds."""
+        self._targets = self._targets.without(context.unheld, "lottery")
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights that tickets are of."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
@@ -203,7 +207,11 @@ class LotteryTicket(Technique):
             return
         self._set_masks()
         if self.config.control == "random_reinit":
-            parameters = [parameter for parameter in context.model.parameters() if parameter.is_floating_point()]
+            parameters = [
+                parameter
+                for parameter in context.model.parameters()
+                if parameter.is_floating_point() and parameter not in context.unheld
+            ]
             redraw_(parameters, self._drawn("weights"))
         # A replay of steps 0 .. k gives θ_k, if the run is deterministic; that is checked, not assumed.
         elif self.config.rewind == "weights":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import broadcast_
 from shared_core.engine.claims import Claim, Gone, Rank, Shape, Where
+from shared_core.engine.optimizer_parameters import layers_of_copies
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
@@ -20,7 +21,7 @@ from shared_core.low_rank.factorize import apply, errors, plan_ranks
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
 from shared_core.low_rank.rank_selection import select
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
-from shared_core.modules.matching import plain_name
+from shared_core.modules.matching import UNHELD, plain_name
 
 
 class LowRank(Technique):
@@ -47,6 +48,7 @@ class LowRank(Technique):
     """
 
     key: ClassVar[str] = "low_rank"
+    reaches_frozen: ClassVar[bool] = True
     config: LowRankConfig
 
     def __init__(self, config: LowRankConfig) -> None:
@@ -130,6 +132,28 @@ class LowRank(Technique):
         total = None if context is None else context.total_steps
         return not self.config.merge and context is not None and total is not None and context.step >= total
 
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Restore the user's layers where no optimizer holds the factors, but in copies of what is trained."""
+        copied = layers_of_copies("low_rank", model, context.unheld, context.shapes)
+        out = {
+            name: layer
+            for name, layer in self.layers.items()
+            if layer not in copied and any(part.weight in context.unheld for part in (layer.first, layer.second))
+        }
+        # of all: the optimizer was made before the factors, which `prepare_optimizers` refuses
+        if not self._is_fresh or not out or len(out) == len(self.layers):
+            return
+        for name, layer in out.items():
+            replace_(model, layer, layer.dense.to(layer.first.weight))
+            del self.layers[name]
+        self.left_out |= dict.fromkeys(out, UNHELD)
+        self._told = [entry for entry in self._told if entry["name"] not in out]
+        self._structure = structure_of(self.layers)
+        self._of_name = {name: layer for name, layer in self._of_name.items() if layer not in out.values()}
+        self._parameters = (self._parameters[0], sum(parameter.numel() for parameter in model.parameters()))
+        if not self.config.merge:
+            context.restructured()
+
     def prepare_optimizers(self, context: Context) -> None:
         """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
 
@@ -138,9 +162,12 @@ class LowRank(Technique):
         """
         self._is_checked = True
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        unheld = {id(parameter) for parameter in context.unheld}
+        if all(id(layer.first.weight) in unheld for layer in self.layers.values()):
+            unheld = set()
         for name, layer in self.layers.items():
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
-            if context.optimizers and not held >= wanted:
+            if context.optimizers and not held | unheld >= wanted:
                 raise CompatibilityError(
                     "low_rank",
                     f"optimizer must hold the factors of {name}, but it was made before they were",

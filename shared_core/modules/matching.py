@@ -342,6 +342,8 @@ def _num_weights(found: Matched) -> int:
     return sum(value.numel() for name, value in module.named_parameters(recurse=False) if "weight" in name)
 
 
+UNHELD = "no optimizer holds it"
+"""Of a weight that counts as frozen, in reasons why it is left out."""
 PAST_FORWARD = "computes with its weight itself"
 """Of a parent, in reasons why a layer is left out."""
 

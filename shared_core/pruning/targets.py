@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,15 @@ from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError, by_reason
 from shared_core.modules.block_calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
-from shared_core.modules.matching import chosen_modules, conv1d_of, options_by_module, own_class, plain_name, weight_of
+from shared_core.modules.matching import (
+    UNHELD,
+    chosen_modules,
+    conv1d_of,
+    options_by_module,
+    own_class,
+    plain_name,
+    weight_of,
+)
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.towers import tower_names
@@ -66,6 +74,22 @@ class Targets:
     def own(self) -> dict[str, float]:
         """The sparsities of the weights that are pruned by themselves."""
         return {name: share for name, share in self.sparsities.items() if name in self.modules}
+
+    def without(self, unheld: Container[Tensor], where: str) -> Targets:
+        """Return the targets less the weights that no optimizer holds.
+
+        Args:
+            unheld: Those weights, among others.
+            where: The technique, for errors.
+
+        Raises:
+            MatchError: If nothing is left.
+        """
+        out = {name: UNHELD for name, weight in self.weights().items() if weight in unheld}
+        if len(out) == len(self.modules):
+            raise MatchError(where, "must find at least one weight that an optimizer holds, got none")
+        modules = {name: module for name, module in self.modules.items() if name not in out}
+        return replace(self, modules=modules, left_out=self.left_out | out)
 
     def touched(self) -> Touched:
         """Return the weights to prune, and why others stay dense."""

@@ -100,10 +100,26 @@ class Pruning(Technique):
             MatchError: If there are none.
             CompatibilityError: If they are PEFT's adapters.
         """
-        config, targets = self.config, find_targets(model, self.config)
+        targets = find_targets(model, self.config)
         refuse_adapters(
             "prune", model, targets.modules, "merging would fill their zeros again", "merge, and prune the merged model"
         )
+        context.projections.append(self._project)
+        self._take(targets, model, context)
+
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave dense what no optimizer holds."""
+        targets = self._targets.without(context.unheld, "prune")
+        if targets.modules.keys() != self._targets.modules.keys():
+            self._policy.scorer.detach()
+            self._take(targets, model, context)
+
+    def _project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
+        self._policy.store.apply(values)
+
+    def _take(self, targets: Targets, model: nn.Module, context: Context) -> None:
+        """Prune these weights, and listen to what the criterion needs of them."""
+        config = self.config
         self._policy = make_policy(config, targets, context.generator)
         if config.cost != "none":
             context.windows["prune.costs"] = self._costs = CostWatch(config.cost, targets.modules)
@@ -111,7 +127,6 @@ class Pruning(Technique):
         if config.regularizer != "none":
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, targets.modules)
         self._policy.scorer.attach()
-        context.projections.append(self._policy.store.apply)
         context.windows["prune.scorer"] = self._policy.scorer
 
     def holds(self) -> Mapping[str, Tensor]:

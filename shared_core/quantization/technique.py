@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim
+from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
-from shared_core.modules.matching import own_class, plain_name
+from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import find_folds, relative
@@ -49,6 +50,7 @@ class QuantizationAwareTraining(Technique):
     """
 
     key: ClassVar[str] = "qat"
+    reaches_frozen: ClassVar[bool] = True
     config: QatConfig
 
     def __init__(self, config: QatConfig, *, trains: bool = True) -> None:
@@ -102,6 +104,12 @@ class QuantizationAwareTraining(Technique):
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
                 swap(module, quantizer)
+        adapted = any(hasattr(module, "get_base_layer") for module in model.modules())  # their base is meant
+        if self._trains and not adapted and (frozen := self._frozen(model)):
+            context.note(
+                f"qat: frozen layers are quantised as well: {frozen}. Name them in skip if they are not part of the "
+                "model that you deploy"
+            )
         if floats := self.float_inputs:
             named = ", ".join(floats[:5])
             context.note(f"qat: {named} are quantised in their weights alone: inputs of these experts stay in float")
@@ -124,12 +132,49 @@ class QuantizationAwareTraining(Technique):
         # the state dict of a layer under adapters of lora has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
 
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave in float the layers whose weights no optimizer holds.
+
+        Raises:
+            MatchError: If no layer is left.
+            CompatibilityError: If scales are learned, and the layers are a copy that goes by the parameters' order.
+        """
+        out = {
+            name: module
+            for name, module in self.layers.items()
+            if all(weight in context.unheld for weight in weights_of(module).values())
+        }
+        if len(out) == len(self.layers):
+            raise MatchError("qat", "must find at least one layer whose weights an optimizer holds, got none")
+        copied = layers_of_copies("qat", model, context.unheld, context.shapes) if self.config.learns_ranges else ()
+        if name := next((name for name, module in out.items() if module in copied), None):
+            raise CompatibilityError(
+                "qat",
+                f"range must be an observed one, such as ema, beside a copy that no optimizer holds, got "
+                f"{self.config.range}, which adds parameters that {name} would lack",
+                "observe ranges, or let average keep the moving average",
+            )
+        for name, module in out.items():
+            restore(module)
+            del self.layers[name], self.schemes[name]
+        self.left_out |= dict.fromkeys(out, UNHELD)
+        self._weight_keys = {key: name for key, name in self._weight_keys.items() if name not in out}
+        self.policy.leave_out(out)
+
     @property
     def float_inputs(self) -> list[str]:
         """Stacked experts whose inputs stay in float though the scheme quantises those of other layers."""
         asked = SCHEMES[self.config.scheme].input != "none" or self.config.activation_bits is not None
         found = (name for name, module in self.layers.items() if asked and isinstance(module, StackedExperts))
         return [name for name in found if self.schemes[name].input == "none"]
+
+    def _frozen(self, model: nn.Module) -> str:
+        """Return the names of what is quantised and frozen, beside layers that train; empty if there is none."""
+        keys = {
+            value: f"{name}.{own}" for name, layer in self.layers.items() for own, value in layer.named_parameters()
+        }
+        frozen = {value: name for value, name in keys.items() if not value.requires_grad}
+        return named_parts(model, frozen) if 0 < len(frozen) < len(keys) else ""
 
     def _find_folds(self, model: nn.Module) -> dict[str, str]:
         if not self.config.fold_batch_norm:

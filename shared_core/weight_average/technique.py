@@ -280,7 +280,7 @@ class WeightAverage(Technique):
         """
         self.timeline(context)
         # Those that train now, though layers may be frozen later.
-        self._trained = [*filter(is_trained, context.model.parameters())]
+        self._trained = [one for one in filter(is_trained, context.model.parameters()) if one not in context.unheld]
         saved, self._saved = self._saved, None
         if saved is not None:
             self._restore(saved, context)

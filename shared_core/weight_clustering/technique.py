@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
-from shared_core.modules.matching import chosen_modules, match_modules, plain_name
+from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
@@ -154,6 +154,15 @@ class WeightClustering(Technique):
             "merge, and share the weights of the merged model",
         )  # fmt: skip
         context.projections.append(self._tie)
+
+    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+        """Leave as it is what no optimizer holds."""
+        targets, weights = self._targets, self._targets.weights()
+        out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
+        if len(out) == len(weights):
+            raise MatchError("cluster", "must find at least one weight that an optimizer holds, got none")
+        modules = {name: module for name, module in targets.modules.items() if name not in out}
+        self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import MatchError
 from shared_core.quantization.layers.layer_quantizer import ClippedQuantizer
+from shared_core.quantization.ranges.observers import RangeBank
 
 # They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.
 _PASSES = frozenset(
@@ -63,6 +64,11 @@ class GeluInputs:
         self._hooks: list[RemovableHandle] = []
         for quantizer in self.quantizers.values():
             quantizer.gelu_inputs = self
+
+    def leave_out(self, names: Collection[str], bank: RangeBank) -> None:
+        """Judge these layers no longer; the others observe into `bank` from now on."""
+        self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
+        self._bank = bank
 
     def watch(self, model: nn.Module) -> None:
         """Watch a model's GELU modules until every layer has been judged."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -73,6 +73,17 @@ class ObservedRanges:
 
     def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         """Register what the swapped layers need; called once they have their quantisers."""
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let go of layers before anything was observed; the others keep what is registered on them."""
+        self.schemes = {name: scheme for name, scheme in self.schemes.items() if name not in names}
+        self.quantizers = {name: quantizer for name, quantizer in self.quantizers.items() if name not in names}
+        self.static = [name for name in self.static if name not in names]
+        self.bank = self._make_bank([self.schemes[name].input_range for name in self.static])
+        for quantizer in self.quantizers.values():
+            quantizer.bank = self.bank
+        for row, name in enumerate(self.static):
+            self.quantizers[name].index = row
 
     def begin(self, device: torch.device, seed: int) -> None:
         """Begin or resume a run: the optimizer exists."""
@@ -217,6 +228,11 @@ class ClippedRanges(ObservedRanges):
         super().attach(model, layers)
         self.gelu_inputs.watch(model)
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let go of layers before anything was observed, and look at their inputs no longer."""
+        super().leave_out(names)
+        self.gelu_inputs.leave_out(names, self.bank)
+
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the window of this step, if every layer knew what it reads when it observed."""
         self.settle()
@@ -346,6 +362,11 @@ class LearnedRanges(ObservedRanges):
             learnable = scheme.weight == "channel" and alone and not isinstance(layer, OWN_SCALES)
             if kind != "pact" and learnable:
                 quantizer.weight_scale = WeightScale(layer, scheme, kind == "lsq_plus", rounded)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Let go of layers before anything was observed, which learn nothing then."""
+        super().leave_out(names)
+        self.layers = {name: layer for name, layer in self.layers.items() if name not in names}
 
     def _learning(self) -> Iterable[tuple[nn.Module, LearnedQuantizer]]:
         return ((layer, cast("LearnedQuantizer", self.quantizers[name])) for name, layer in self.layers.items())

@@ -209,11 +209,17 @@ def test_the_smallest_size_leaves_smaller_layers_which_are_told_and_stop_nothing
     assert re.search(r"2 of Linear \([^)]*min_size", session.coverage[key].line())
 
 
-def test_a_frozen_backbone_is_out_of_reach_of_what_trains_weights_alone():
-    with pytest.raises(MatchError, match=r"got 11\.1 %; left as they are: 88\.9 % in 1 of Linear \(frozen; name its"):
-        notes(frozen_backbone(), {"prune": {"sparsity": 0.5}})
-    assert notes(frozen_backbone(), {"prune": {"sparsity": 0.5, "include": ["1"]}})
-    assert not notes(frozen_backbone(), {"qat": {"scheme": "int8"}})
+@pytest.mark.parametrize("options", [{}, {"include": ["1"]}])
+def test_frozen_weights_are_told_beside_what_trains_weights_alone(options):
+    (told,) = notes(frozen_backbone(), {"prune": {"sparsity": 0.5, **options}})
+    assert told.startswith("prune: 100 % of the weights that multiply activations are within reach (beside them: ")
+    assert "1,024 of frozen weights" in told
+
+
+def test_frozen_layers_that_are_quantised_are_named():
+    session = began(frozen_backbone(), {"qat": {"scheme": "int8"}})
+    assert session.coverage["qat"].share == 1
+    assert any(note.startswith("qat: frozen layers are quantised as well: 0. Name") for note in session.notes)
 
 
 def test_factors_stand_for_the_layer_that_they_are_made_of():
