@@ -20,6 +20,7 @@ from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import SavedCheckpoint
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.printing import printable
 
 
 class TrainerServices:
@@ -148,7 +149,7 @@ class TrainerServices:
     def say(self, text: str) -> None:
         """Show a line above the progress bar, on the main process."""
         if self._trainer.is_world_process_zero():
-            tqdm.write(text)
+            tqdm.write(printable(text))
 
     def _model(self) -> nn.Module:
         model = self._trainer.model

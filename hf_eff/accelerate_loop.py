@@ -40,6 +40,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.script_loop import ScriptLoop
 from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.printing import printable
 
 _LOOPS: weakref.WeakKeyDictionary[Accelerator, AcceleratedLoop] = weakref.WeakKeyDictionary()
 
@@ -159,7 +160,7 @@ class LoopServices(BareServices):
     def say(self, text: str) -> None:
         """Show a line above the progress bar, on the main process."""
         if self._loop.accelerator.is_main_process:
-            tqdm.write(text)
+            tqdm.write(printable(text))
 
 
 class SessionOptimizer(AcceleratedOptimizer):

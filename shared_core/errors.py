@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
+from shared_core.printing import printable
+
 _LONGEST = 2000
 _LISTED = 30  # all techniques, formats and a technique's options; not all modules of a model
 
@@ -41,7 +43,7 @@ class EffError(Exception):
 
     def __str__(self) -> str:
         text = ": ".join(filter(None, (self.where, self.rule))) + (f"; {self.remedy}" if self.remedy else "")
-        text = text.encode("utf-8", "backslashreplace").decode()
+        text = printable(text)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 700]} […] {text[-600:]}"
 
 

@@ -48,7 +48,7 @@ def test_no_import_points_upwards_or_sideways():
 
 
 LEVELS = (
-    ("errors", "hardware", "lazy_exports", "libraries", "distributed"),
+    ("errors", "hardware", "lazy_exports", "libraries", "printing", "distributed"),
     ("config", "files", "modules", "numerics"),
     ("channel_graph", "checkpoint_formats"),
     ("engine",),
@@ -115,6 +115,15 @@ def test_no_modules_import_each_other():
 
     for module in sorted(edges):
         visit(module)
+
+
+def test_only_what_shows_strings_as_they_are_writes_to_a_terminal():
+    # names in a file of somebody else's may hold what a terminal obeys
+    allowed = {"typer.echo(": {"printing.py"}, "rich.console import Console": {"receipt.py"}}
+    for _, path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        for sign, files in allowed.items():
+            assert sign not in text or path.name in files, f"{path}: take echo of printing or Console of reports"
 
 
 def test_kernels_is_a_folder_and_the_root_is_not_importable():

@@ -34,6 +34,7 @@ from shared_core.cli.soup import soup
 from shared_core.cli.try_out import try_out
 from shared_core.cli.user_code import user_error, wants_traceback
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
+from shared_core.printing import echo
 
 
 class _Group(TyperGroup):
@@ -87,7 +88,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"efftrain {version('efftrain')}")
+        echo(f"efftrain {version('efftrain')}")
         raise typer.Exit
 
 
@@ -144,7 +145,7 @@ def main() -> None:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.Abort:
-        typer.echo("aborted", err=True)
+        echo("aborted", err=True)
         sys.exit(1)
     except Exception as error:
         if hasattr(error, "format_message"):
@@ -152,7 +153,7 @@ def main() -> None:
         told = None if wants_traceback() else _told(error)
         if told is None:
             raise
-        typer.echo(f"error: {EffError(told)}", err=True)
+        echo(f"error: {EffError(told)}", err=True)
         sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
 
 
@@ -171,7 +172,7 @@ def _tell_usage(error: Any) -> NoReturn:
         text = f"{found[1]} is not a command{nearest(found[1], commands)}"
     else:
         text = f"{text[:1].lower()}{text[1:]}"
-    typer.echo(f"error: {context.command_path}: {text}; {context.command_path} --help tells more", err=True)
+    echo(f"error: {context.command_path}: {text}; {context.command_path} --help tells more", err=True)
     sys.exit(error.exit_code)
 
 

@@ -170,10 +170,10 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
 
     What is yielded takes (done, total, None if unknown).
     """
-    from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
     from shared_core.engine.receipt import is_quiet
+    from shared_core.reports.console import Console
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())

@@ -11,6 +11,7 @@ import typer
 from shared_core.cli.arguments import bar
 from shared_core.cli.loading import build_model, device_name, function, load_folder
 from shared_core.errors import ConfigError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -119,7 +120,7 @@ def cache_teacher(
     size = sum(file.stat().st_size for file in out.iterdir())
     values = {"out": str(out), "bytes": size, **made.to_dict()}
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        echo(json.dumps(values, indent=2))
     else:
         _tell(values)
 
@@ -163,14 +164,14 @@ def _tokenizer(name: str) -> Any:
 
 def _tell(values: dict[str, Any]) -> None:
     kind = "examples" if values["per_example"] else "positions"
-    typer.echo(
+    echo(
         f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
         f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
         f"{values['bytes'] / 1e6:,.1f} MB"
     )
     if values["top_k"] < values["vocabulary"]:
-        typer.echo(
+        echo(
             f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
             f"{values['tail_mass_max']:.2%} at most; kept as one class"
         )
-    typer.echo(f"to learn from it: distill.teacher: cache:{values['out']}")
+    echo(f"to learn from it: distill.teacher: cache:{values['out']}")

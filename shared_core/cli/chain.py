@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from shared_core.cli.arguments import ExecutorName, ExecutorOptions
 from shared_core.errors import ConfigError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.tools.distillation_chain import ChainTable, Stage
@@ -73,11 +74,10 @@ def chain(
     Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
     value. OUT holds a folder, log, recipe and receipt for each stage, and chain.json.
     """
-    from rich.console import Console
-
     from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
     from shared_core.front_ends.executors import executor_of
+    from shared_core.reports.console import Console
     from shared_core.tools.distillation_chain import StageError, TeacherChain
 
     if out is None:
@@ -111,15 +111,15 @@ def chain(
             say(f"warning: {warning}")
 
     def show(written: bytes) -> None:
-        typer.echo(written, nl=False, err=as_json)
+        echo(written, nl=False, err=as_json)
 
     try:
         table = work.run(resume=resume, output=show, begin=begin, end=end)
     except StageError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
     if as_json:
-        typer.echo(table.json())
+        echo(table.json())
         return
     Console().print(table.table())
-    typer.echo(f"the last student: {out / table.rows[-1].model}; all figures: {out / 'chain.json'}")
+    echo(f"the last student: {out / table.rows[-1].model}; all figures: {out / 'chain.json'}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from shared_core.errors import ConfigError, nearest
+from shared_core.printing import echo
 
 
 def compat(
@@ -18,20 +19,19 @@ def compat(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show which techniques combine with which, and with which run environments; with names, the reasons."""
-    from rich.console import Console
-
     from shared_core.engine.compatibility import matrix
+    from shared_core.reports.console import Console
 
     rows = matrix()
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
     elif names:
         for line in _reasons(rows, names):
-            typer.echo(line)
+            echo(line)
     else:
         for table in _tables(rows):
             Console().print(table)
-        typer.echo("why: eff compat prune, or eff compat prune fsdp1")
+        echo("why: eff compat prune, or eff compat prune fsdp1")
 
 
 def _tables(rows: list[dict[str, str]]) -> list[Any]:

@@ -14,6 +14,7 @@ import typer
 from shared_core.cli.arguments import bar
 from shared_core.cli.loading import check_new, keep_report
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import Tensor  # `eff --help` must not wait for torch
@@ -65,11 +66,11 @@ def compress(
     seconds = time.perf_counter() - started
     size = done.original_bytes + sum(len(content) for content in files.values())
     if size > FREE_BYTES + FREE_RATIO * done.file_bytes:
-        typer.echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
+        echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
     told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
     keep_report(out, told)
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        echo(json.dumps(told, indent=2))
         return
     _tell(done, seconds)
 
@@ -106,10 +107,10 @@ def decompress(
     num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
     told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        echo(json.dumps(told, indent=2))
         return
-    typer.echo(f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s")
-    typer.echo(f"wrote {out}")
+    echo(f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s")
+    echo(f"wrote {out}")
 
 
 def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:
@@ -139,7 +140,7 @@ def _files(model: Path) -> dict[str, bytes]:
             if _stays_inside(file.resolve(), model.resolve()):
                 found[file.name] = file.read_bytes()
             else:
-                typer.echo(f"left out {file.name}: it is a link to {file.resolve()}, outside the folder", err=True)
+                echo(f"left out {file.name}: it is a link to {file.resolve()}, outside the folder", err=True)
     return found
 
 
@@ -160,8 +161,9 @@ def _bits_of(pairs: list[str]) -> dict[str, int | None]:
 
 
 def _tell(done: Compression, seconds: float) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     table = Table(title=f"compressed: {done.path}", title_justify="left")
     for heading in ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change"):
@@ -178,7 +180,7 @@ def _tell(done: Compression, seconds: float) -> None:
         markup=False,
     )
     console.print(f"compressed in {done.seconds:.2f} s, decompressed and compared in {seconds:.2f} s", markup=False)
-    typer.echo(f"wrote {done.path}")
+    echo(f"wrote {done.path}")
 
 
 def _cells(line: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shared_core.front_ends.finding import front_ends
+from shared_core.printing import echo
 
 
 def doctor(
@@ -38,7 +39,7 @@ def doctor(
     if as_json:
         from shared_core.files.json_yaml import json_text
 
-        typer.echo(json_text(told))
+        echo(json_text(told))
     else:
         _show(told)
     if not told["usable"]:
@@ -46,8 +47,9 @@ def doctor(
 
 
 def _show(told: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     console = Console(width=max(Console().width, 100), markup=False)
 
@@ -81,7 +83,7 @@ def _show(told: dict[str, Any]) -> None:
         [(key, each["level"], each["why"]) for key, each in told["techniques"].items()],
     )
     if not told["trainers"]:
-        typer.echo('no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"')
+        echo('no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"')
     wrong = [each for each in told["libraries"] if each["state"] in ("out of range", "known bad")]
     for each in wrong:
-        typer.echo(f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}")
+        echo(f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.errors import ConfigError, EffError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -76,7 +77,7 @@ def explain(
     if as_json:
         from shared_core.files.json_yaml import json_text
 
-        typer.echo(json_text(told))
+        echo(json_text(told))
     else:
         _show(told)
     if told["conflicts"]:
@@ -196,8 +197,9 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
 
 
 def _show(told: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     console = Console(width=max(Console().width, 110), markup=False)
 

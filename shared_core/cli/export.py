@@ -15,6 +15,7 @@ from shared_core.cli.quantized_models import model_and_inputs, saved_codes
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
+from shared_core.printing import echo
 from shared_core.reports.export_lines import export_lines
 from shared_core.reports.quantization_page import cache_line
 
@@ -156,12 +157,12 @@ def export(
         values["calibrated_kv_cache"] = dataclasses.asdict(cache)
     keep_report(target if _SUFFIX[kind] else target / "model.safetensors", values)
     if as_json:
-        typer.echo(json_text(values))
+        echo(json_text(values))
         return
     for line in export_lines(kind, report):
-        typer.echo(line)
+        echo(line)
     if kv_cache is not None:
-        typer.echo(cache_line(values["calibrated_kv_cache"]))
+        echo(cache_line(values["calibrated_kv_cache"]))
 
 
 def _checked_out(out: Path | None, kind: str) -> Path:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shared_core.printing import echo
+
 
 def describe_flags(*keys: str) -> list[dict[str, str]]:
     """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help.
@@ -50,14 +52,15 @@ def flags(
     keys = [registration(key).key for key in techniques or ()]
     rows = [row for row in describe_flags() if not keys or row["flag"].startswith(tuple(f"--{key}_" for key in keys))]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
     if as_markdown:
-        typer.echo(markdown(), nl=False)
+        echo(markdown(), nl=False)
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("flag", "type", "default", "meaning"):

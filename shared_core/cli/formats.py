@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shared_core.printing import echo
+
 Cell = str | int | float | None
 
 
@@ -41,13 +43,14 @@ def formats(
 ) -> None:
     """Show every number format: bits, bias, range, error, and what its codes are spent on."""
     if as_json:
-        typer.echo(json.dumps(rows(), indent=2))
+        echo(json.dumps(rows(), indent=2))
         return
     if as_markdown:
-        typer.echo(markdown(), nl=False)
+        echo(markdown(), nl=False)
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     table = Table()
     for column in rows()[0]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from shared_core.errors import CompatibilityError, ConfigError, nearest
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
@@ -53,17 +54,17 @@ def init(
         _check(recipe, name, trainer)
     with atomic_write(out) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    typer.echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
+    echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
     for key in recipe:
         ability = REGISTRY[key].technique_class.ability(default_device())
         if ability.level == "refused":
-            typer.echo(f"not on this machine: {ability.why}")
+            echo(f"not on this machine: {ability.why}")
 
 
 def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict[str, str]) -> tuple[str, str, str]:
     if goal is None and _at_a_terminal():
         for known, what in goals.items():
-            typer.echo(f"  {known}: {what}")
+            echo(f"  {known}: {what}")
         goal = typer.prompt("goal", default="smaller")
         model = model or typer.prompt("model (transformer, cnn, other, a folder or module:function)", default="other")
         trainer = trainer or typer.prompt("trainer (hf, lightning)", default="hf")

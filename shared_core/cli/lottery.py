@@ -10,6 +10,7 @@ import typer
 
 from shared_core.cli.arguments import ExecutorName, ExecutorOptions
 from shared_core.errors import ConfigError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.lottery_ticket import TicketCurve
@@ -69,12 +70,11 @@ def lottery(
     Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
     (safetensors), curve.json, curve.csv and curve.png.
     """
-    from rich.console import Console
-
     from shared_core.engine.receipt import is_quiet
     from shared_core.front_ends.executors import executor_of
     from shared_core.libraries import optional
     from shared_core.lottery_ticket import LotterySearch
+    from shared_core.reports.console import Console
 
     if out is None:
         raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
@@ -101,14 +101,14 @@ def lottery(
     if plot is not None:
         curve.plot(plot)
     if as_json:
-        typer.echo(curve.json())
+        echo(curve.json())
         return
     Console().print(curve.table())
     best = curve.smallest_winning
     if best is not None:
         ticket = out / f"round-{best.round - 1:02d}" / "ticket.safetensors"
-        typer.echo(f"sparsest ticket as good as the dense run: {100 * best.left:.2f} % of the weights, {ticket}")
-    typer.echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
+        echo(f"sparsest ticket as good as the dense run: {100 * best.left:.2f} % of the weights, {ticket}")
+    echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
 
 
 def _numbers(text: str | None) -> list[int]:

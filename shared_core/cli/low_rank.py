@@ -26,6 +26,7 @@ from shared_core.cli.loading import check_new, copy_beside, function, open_model
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import json_text
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -95,7 +96,7 @@ def low_rank(
         values["quality"] = {**quality, "low_rank": score(judge, network, "eff low-rank")}
     _write(out, network, values, folder, merged=merged)
     if as_json:
-        typer.echo(json_text(values))
+        echo(json_text(values))
     else:
         _tell(out, values)
 
@@ -120,8 +121,9 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
 
 
 def _tell(out: Path, values: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     console = Console()
     table = Table(title=f"factorised: {out}", title_justify="left")

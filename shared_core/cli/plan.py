@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shared_core.printing import echo
+
 if TYPE_CHECKING:
     from shared_core.tools.planning import Plan
 
@@ -84,15 +86,15 @@ def plan(
         figures = {name: getattr(needs, name) for name in ("held", "peak", "host", "sent")}
         figures["fits"] = None if memory is None else fits
         parts = {"shape": dataclasses.asdict(shape), "run": dataclasses.asdict(run)}
-        typer.echo(json.dumps({**parts, **figures, "costs": [dataclasses.asdict(c) for c in needs.costs]}, indent=2))
+        echo(json.dumps({**parts, **figures, "costs": [dataclasses.asdict(c) for c in needs.costs]}, indent=2))
     else:
         how = "" if config is None else " (by formula)" if counted is None else " (counted)"
         head = f"{shape.params:,} parameters{how}, {shape.layers} blocks of width {shape.hidden}"
         _show(needs, f"{head}; {run.ranks} x {run.strategy}")
         if bandwidth is not None:
-            typer.echo(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
+            echo(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
         if memory is not None:
-            typer.echo(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
+            echo(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
     if not fits:
         raise typer.Exit(1)
 
@@ -113,8 +115,9 @@ def _counted(config: Path) -> tuple[int | None, str]:
 
 
 def _show(needs: Plan, head: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     table = Table(title=f"each device: {head}", title_justify="left")
     for heading in ("", "held GiB", "in a step GiB", "host GiB", "sent GB a step"):

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shared_core.printing import echo
+
 
 def privacy(
     delta: Annotated[float, typer.Option(help="Delta, below one over the number of examples.")] = 1e-5,
@@ -21,11 +23,11 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Count the epsilon of DP-SGD with Poisson sampling by every accountant, or solve for the noise multiplier."""
-    from rich.console import Console
     from rich.table import Table
 
     from shared_core.errors import ConfigError
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
+    from shared_core.reports.console import Console
 
     if examples and batch_size is not None and sample_rate is None:
         sample_rate = batch_size / examples
@@ -63,7 +65,7 @@ def privacy(
     if as_json:
         told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
         found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
-        typer.echo(json.dumps({**told, "accountants": found}, indent=2))
+        echo(json.dumps({**told, "accountants": found}, indent=2))
         return
     table = Table(title=f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}")
     for heading in ("accountant", "noise multiplier", "epsilon"):

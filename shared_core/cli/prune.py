@@ -26,6 +26,7 @@ from shared_core.cli.loading import check_new, function, open_model, save_networ
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import json_text
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -117,7 +118,7 @@ def prune(
     }
     _write(out, result.model if result else network, values, folder, example if result else None)
     if as_json:
-        typer.echo(json_text(values))
+        echo(json_text(values))
     else:
         _tell(out, values)
 
@@ -165,10 +166,10 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
 
 
 def _tell(out: Path, values: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from shared_core.engine import coverage
+    from shared_core.reports.console import Console
 
     console = Console()
     table = Table(title=f"pruned: {out}", title_justify="left")

@@ -28,6 +28,7 @@ from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.json_yaml import json_text
+from shared_core.printing import echo
 from shared_core.reports.page import check_page, write_page
 from shared_core.reports.quantization_page import section_of_method, sections, tell
 
@@ -227,11 +228,11 @@ def quantize(
         gained = [] if by_torchao is None else [section_of_method(values)]
         write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
     if as_json:
-        typer.echo(json_text(values))
+        echo(json_text(values))
         return
     tell(out, values)
     if report is not None:
-        typer.echo(f"wrote {report} and {report.with_suffix('.md')}")
+        echo(f"wrote {report} and {report.with_suffix('.md')}")
 
 
 def _check_alone(asked: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from shared_core.printing import echo
+
 PAGE = "eff_report.html"
 
 
@@ -36,7 +38,7 @@ def report(
 
     The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
     """
-    from shared_core.engine.receipt import Receipt, printable
+    from shared_core.engine.receipt import Receipt
     from shared_core.errors import ConfigError
     from shared_core.files.json_yaml import json_text
     from shared_core.reports.page import check_place, write_page
@@ -62,16 +64,15 @@ def report(
         write_page(out, *page_of(found))
     if as_json:
         values = [{**(run.receipt or {}), "report": as_values(run)} for run in found]
-        typer.echo(json_text(values[0] if len(values) == 1 else {"runs": values}))
+        echo(json_text(values[0] if len(values) == 1 else {"runs": values}))
         return
     for text in receipts:
-        typer.echo(text)
-    typer.echo(f"wrote {printable(str(out))}, and .md with the same words beside it")
+        echo(text)
+    echo(f"wrote {out!s}, and .md with the same words beside it")
 
 
 def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
     """Write the page until all runs say that they are finished, or somebody interrupts."""
-    from shared_core.engine.receipt import printable
     from shared_core.errors import CheckpointError
     from shared_core.reports.page import write_page
     from shared_core.reports.run_folder import read_run
@@ -88,13 +89,13 @@ def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
             return
         steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
         told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
-        if absent := [printable(str(run)) for run in runs if not run.exists()]:
+        if absent := [str(run) for run in runs if not run.exists()]:
             told += f"; waiting for {', '.join(absent)}, not there so far"
         if found:
             write_page(target, *page_of(found), refresh=seconds)
-            told += f": {printable(str(target))}"
+            told += f": {target!s}"
         if told != seen:
-            typer.echo(told)
+            echo(told)
             seen = told
         try:
             time.sleep(seconds)

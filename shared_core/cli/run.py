@@ -18,6 +18,7 @@ from shared_core.front_ends.child_processes import HandedOn
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
+from shared_core.printing import echo
 
 
 def run(
@@ -67,7 +68,7 @@ def run(
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
-        typer.echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
+        echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
 
     sys.argv = [script, *rest]
     ended_well: list[bool] = []

@@ -14,6 +14,7 @@ from shared_core.cli.arguments import AsJson, Calibration, Loss, Out, Weights, b
 from shared_core.cli.loading import check_new, function, open_model, save_network, user_batches
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import json_text
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -103,7 +104,7 @@ def shrink(
         save_network(result.model, folder, temporary, "eff shrink", example)
         (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
     if as_json:
-        typer.echo(json_text(report))
+        echo(json_text(report))
     else:
         _tell(out, result)
 
@@ -162,8 +163,9 @@ def _report(result: ShrinkResult) -> dict[str, Any]:
 
 
 def _tell(out: Path, result: ShrinkResult) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from shared_core.reports.console import Console
 
     console = Console()
     if result.removed:

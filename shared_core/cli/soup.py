@@ -21,6 +21,7 @@ from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.distributed.job import Job
@@ -351,8 +352,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
     """Make a greedy soup, write it and tell its path."""
-    from rich.console import Console
-
+    from shared_core.reports.console import Console
     from shared_core.soup.greedy import greedy_soup
     from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
@@ -379,11 +379,11 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
     if (noise := noise_of(result)) is not None:
         _aside(noise)
     if options.as_json:
-        typer.echo(path_json(result))
+        echo(path_json(result))
     else:
         Console().print(path_table(result))
         _say_rank_errors(result.state_dict)
-        typer.echo(f"wrote {out}")
+        echo(f"wrote {out}")
 
 
 def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float]]:
@@ -398,7 +398,7 @@ def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float
 
 
 def _aside(note: str) -> None:
-    typer.echo(note, err=True)
+    echo(note, err=True)
 
 
 def _say_rank_errors(state_dict: Any) -> None:
@@ -407,7 +407,7 @@ def _say_rank_errors(state_dict: Any) -> None:
     lost = rank_errors(state_dict)
     if lost:
         worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
-        typer.echo(
+        echo(
             f"cut to the rank asked for: relative error {lost['rank_error']:.3g} in all, at most "
             f"{lost['rank_errors'][worst]:.3g} ({worst})"
         )
@@ -439,7 +439,7 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
     if not options.as_json:
         _say_rank_errors(found.state_dict)
     told = f"{options.kind} {'merge' if about else 'average'} of {len(found.ingredients)} ingredients\nwrote {out}"
-    typer.echo(path if options.as_json else told)
+    echo(path if options.as_json else told)
 
 
 def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[str, Any]]:
@@ -465,8 +465,7 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
 
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
-    from rich.console import Console
-
+    from shared_core.reports.console import Console
     from shared_core.soup.diagnosis import diagnose
     from shared_core.soup.reports import diagnosis_plot, diagnosis_table
 
@@ -478,7 +477,7 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
     if options.plot is not None:
         diagnosis_plot(found, options.plot)
     if options.as_json:
-        typer.echo(json_text(found.to_dict()))
+        echo(json_text(found.to_dict()))
     else:
         # rich would cut the last columns off, where a terminal breaks the line
         Console(width=max(Console().width, 120)).print(diagnosis_table(found))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shared_core.errors import ConfigError
+from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.tools.try_out import Findings
@@ -41,7 +42,6 @@ def try_out(
     folder that is removed ({out} in the script's arguments names it), and what follows the training is not run.
     """
     from shared_core.cli.arguments import bar
-    from shared_core.engine.receipt import printable
     from shared_core.files.atomic import atomic_write, make_folder
     from shared_core.files.json_yaml import json_text
     from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
@@ -72,16 +72,16 @@ def try_out(
         temporary.write_text(text + "\n", encoding="utf-8")
     write_page(out / PAGE, *try_page(found, script, steps, work.block))
     if as_json:
-        typer.echo(text)
+        echo(text)
         return
     _show(found)
-    typer.echo(f"how it was judged, and all figures: {printable(str(out / PAGE))}, and .md and .json beside it")
+    echo(f"how it was judged, and all figures: {out / PAGE}, and .md and .json beside it")
 
 
 def _show(found: Findings) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from shared_core.reports.console import Console
     from shared_core.reports.try_page import cells, headings, plain_cells
 
     console = Console()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,7 @@ from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
 from shared_core.hardware import matmul_environment
+from shared_core.printing import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,20 +28,8 @@ RECEIPT_KEY = "eff_receipt"
 """Of a Lightning checkpoint where a run leaves no file: the text of one."""
 VARIABLE, QUIET = "EFF_RECEIPT", "EFF_QUIET"
 """Variables of the environment: a file that gets every receipt too, and that receipts are told in a line."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal would obey: a receipt may come from a stranger."""
 # what evaluation took, which differs between runs that are otherwise equal
 _TIMINGS = ("_runtime", "_per_second", "_time")
-
-
-def printable(text: str) -> str:
-    r"""Return a text without the characters that a terminal would obey.
-
-    Example:
-        >>> printable("run\x1b[31m")
-        'run[31m'
-    """
-    return _CONTROL.sub("", text)
 
 
 def _version(distribution: str) -> str | None:

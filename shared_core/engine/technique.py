@@ -19,6 +19,7 @@ from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.printing import printable
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class BareServices:
 
     def say(self, text: str) -> None:
         """Print the line."""
-        print(text, flush=True)  # noqa: T201
+        print(printable(text), flush=True)  # noqa: T201
 
 
 def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:

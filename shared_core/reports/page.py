@@ -14,6 +14,7 @@ from typing import Any
 
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import atomic_write
+from shared_core.printing import markdown_text, printable
 
 Cell = str | int | float | None
 
@@ -123,8 +124,8 @@ def build_page(title: str, sections: Iterable[Section], refresh: int = 0) -> tup
     """
     sections = list(sections)
     page = _template().render(title=title, sections=sections, refresh=refresh)
-    written = [f"# {_plain(title)}", *map(markdown, sections)]
-    return page, "\n\n".join(written) + "\n"
+    written = [f"# {markdown_text(title)}", *map(markdown, sections)]
+    return printable(page), printable("\n\n".join(written) + "\n")
 
 
 @functools.cache
@@ -142,7 +143,7 @@ def _template() -> Any:
 
 def markdown(section: Section) -> str:
     """Return a section as Markdown, under a heading of the second level."""
-    return "\n\n".join([f"## {_plain(section.title)}", *map(_markdown, section.blocks)])
+    return "\n\n".join([f"## {markdown_text(section.title)}", *map(_markdown, section.blocks)])
 
 
 def check_place(path: Path, where: str, made: Path | None = None) -> None:
@@ -314,17 +315,12 @@ def _markdown(block: str | Table | Plot) -> str:
     if isinstance(block, str):
         return _paragraph(block)
     if isinstance(block, Plot):
-        return f"*Plot: {_plain(block.caption)}*"
+        return f"*Plot: {markdown_text(block.caption)}*"
     lines = [block.headings, *block.rows]
-    shown = ["| " + " | ".join(_plain(_text(cell)) for cell in cells) + " |" for cells in lines]
+    shown = ["| " + " | ".join(markdown_text(_text(cell)) for cell in cells) + " |" for cells in lines]
     rule = "|" + "|".join("---:" if numeric else "---" for numeric in _numeric(block)) + "|"
     return "\n".join([shown[0], rule, *shown[1:]])
 
 
-def _plain(text: str) -> str:
-    one_line = " ".join(text.split()).replace("&", "&amp;")
-    return re.sub(r"([\\`*\[\]<>|~]|\b_(?!\w)|(?<!\w)_)", r"\\\1", one_line)
-
-
 def _paragraph(text: str) -> str:
-    return re.sub(r"^(\d*)([-+#.)])(?=[\s#-]|$)", r"\1\\\2", _plain(text))  # would start a list or a heading
+    return re.sub(r"^(\d*)([-+#.)])(?=[\s#-]|$)", r"\1\\\2", markdown_text(text))  # would start a list or a heading

@@ -265,8 +265,9 @@ def _ratio(values: Values) -> float:
 
 def tell(out: Path, values: Values) -> None:
     """Print what was found: a table of layers, and lines for the rest."""
-    from rich.console import Console
     from rich.table import Table as Grid
+
+    from shared_core.reports.console import Console
 
     grid = Grid(title=f"quantised with {values['config']['scheme']}: {out}", title_justify="left")
     for heading in ("layer", "weights", "bits", "input", "SQNR of weights", "of outputs"):

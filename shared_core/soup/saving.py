@@ -39,6 +39,7 @@ from shared_core.checkpoint_formats.plain import (
 from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, make_folder
 from shared_core.files.journal import LIST_FILE
+from shared_core.printing import markdown_text
 from shared_core.soup.adapters import AdapterWeights
 
 # A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
@@ -159,7 +160,7 @@ def write_path(target: Path, path: str) -> None:
         made = json.loads(path)
         names = ", ".join(Path(each).name if Path(each).is_absolute() else each for each in made["ingredients"])
         what = f"The {made['kind']} merge" if "kind" in made else "The average"
-        add_section(card, f"## Efficient training\n\n{what} of checkpoints: {names} ({file.name}).")
+        add_section(card, f"## Efficient training\n\n{what} of checkpoints: {markdown_text(f'{names} ({file.name})')}.")
 
 
 def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:

@@ -23,3 +23,9 @@ def no_network(monkeypatch):
         monkeypatch.setattr(socket.socket, name, local)
     for name in ("getaddrinfo", "gethostbyname", "create_connection"):
         monkeypatch.setattr(socket, name, refuse)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Loops without an output folder write their receipts into the folder that they start in."""
+    monkeypatch.chdir(tmp_path)

@@ -19,12 +19,6 @@ RECIPES["movement"] = {"prune": {"criterion": "movement", "sparsity": 0.5, "begi
 HOLDING = [key for key in RECIPES if key not in ("average", "lora")]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Loops write their receipts into the folder that they start in."""
-    monkeypatch.chdir(tmp_path)
-
-
 def fresh(recipe):
     model = make_net(recipe=recipe)
     return model, ScheduleFree(model.parameters())

@@ -30,12 +30,6 @@ ON_GRADIENTS = {
 """Rows that work on gradients before the step. Without that, what the others do after each step is all they do."""
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Loops write their receipts into the folder that they start in."""
-    monkeypatch.chdir(tmp_path)
-
-
 class InBackward(torch.optim.Optimizer):
     """SGD whose updates are made inside backward, as those of LOMO and of layerwise optimizers are."""
 

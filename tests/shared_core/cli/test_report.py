@@ -270,7 +270,7 @@ def test_a_written_receipt_says_where_it_lies(tmp_path):
 
 def test_a_folders_name_commands_no_terminal(tmp_path):
     output = eff(write(tmp_path / "run\x1b[31m")).output
-    assert "run[31m" in output
+    assert r"run\u001b[31m" in output
     assert "\x1b" not in output
 
 

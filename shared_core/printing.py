@@ -1,0 +1,36 @@
+"""Strings of files that somebody else wrote, on a terminal and in Markdown: names of tensors, files and options."""
+
+from __future__ import annotations
+
+import re
+
+# What a terminal obeys: C0 but for tab and newline, C1, what ends lines or reorders them, and halves of characters.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text with the characters that a terminal would obey written out, as JSON writes them.
+
+    Example:
+        >>> printable("run\x1b[31m")
+        'run\\u001b[31m'
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def echo(text: object = "", *, nl: bool = True, err: bool = False) -> None:
+    """Print a line of a command, to stderr with `err`; without `nl` no newline ends it."""
+    import typer
+
+    typer.echo(printable(str(text)), nl=nl, err=err)
+
+
+def markdown_text(text: str) -> str:
+    r"""Return a text as Markdown that shows it as it is, in one line.
+
+    Example:
+        >>> markdown_text("a\n# <b> of *all*")
+        'a # \\<b\\> of \\*all\\*'
+    """
+    one_line = " ".join(printable(text).split()).replace("&", "&amp;")
+    return re.sub(r"([\\`*\[\]<>|~]|\b_(?!\w)|(?<!\w)_)", r"\\\1", one_line)
