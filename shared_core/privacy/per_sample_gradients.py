@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
+from shared_core.distributed.collectives import everyones, rank, world_size
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
@@ -61,7 +63,8 @@ class Use:
             count = len(inputs)
             return outputs.reshape(count, -1, outputs.shape[-1]), inputs.reshape(count, -1, inputs.shape[-1])
         convolution: Any = layer
-        inputs = nn.functional.pad(inputs, convolution._reversed_padding_repeated_twice)
+        padding, mode = convolution._reversed_padding_repeated_twice, convolution.padding_mode
+        inputs = nn.functional.pad(inputs, padding, "constant" if mode == "zeros" else mode)
         if isinstance(layer, nn.Conv1d):
             inputs = inputs.unsqueeze(-2)
         kernel, dilation, stride = (
@@ -154,7 +157,8 @@ class ExampleGradients:
 
         # A factor of 0 does not remove NaN: 0 * NaN is NaN.
         def cleaned(values: Tensor) -> Tensor:
-            return values if all_finite or not values.is_floating_point() else values.nan_to_num(0, 0, 0)
+            is_number = values.is_floating_point() or values.is_complex()
+            return values.nan_to_num(0, 0, 0) if is_number and not all_finite else values
 
         if self.samples is not None:
             samples = cleaned(in_full(self.samples))
@@ -180,7 +184,7 @@ class ExampleGradients:
 
 def in_full(values: Tensor) -> Tensor:
     """Return values in float32 at least, in which norms and sums are exact enough for what is promised of them."""
-    return values if values.dtype == torch.float64 else values.float()
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def not_each(name: str, examples: int, rows: object) -> TrainingError:
@@ -204,6 +208,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
+        self.force_functorch = functorch
         # By name: FSDP2 has other parameter objects in forward (gathered) than in backward.
         names = {value: name for name, value in model.named_parameters() if value.requires_grad}
         self._names = {
@@ -219,7 +224,14 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         self._samples: dict[str, Tensor] = {}
         self._uses: dict[str, list[Use]] = {}
         self._order: dict[nn.Module, Tensor] = {}
+        self.is_checking = True
+        """Whether a part of autograd's own gradients is kept in `gradients`: until the first backward has been seen."""
+        self.gradients: dict[str, Tensor] = {}
+        self._kept: dict[str, Any] = {}
+        prepared = {module: _by_example(module) for module in self._names if not self._has_rule(module)}
         super().__init__(model, loss_reduction="sum", strict=True, force_functorch=functorch)
+        for module, function in prepared.items():
+            vars(module)["ft_compute_sample_grad"] = function
         self.autograd_grad_sample_hooks += [
             module.register_forward_pre_hook(self._check_inputs, with_kwargs=True) for module in self._names
         ]
@@ -237,13 +249,16 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         # A layer that lists parameters of a child of its own (containers) would count them twice.
         if own and not listed:
             yield module
-            if self._get_module_type(module) not in self.GRAD_SAMPLERS:
+            if not self._has_rule(module):
                 return  # vmap differentiates it as a whole
         for child in module.children():
             yield from self.iterate_submodules(child)
 
     def _get_module_type(self, module: nn.Module) -> type[nn.Module]:
         return own_class(module)
+
+    def _has_rule(self, module: nn.Module) -> bool:
+        return not is_vmapped(module, self.force_functorch)
 
     def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Keep a layer's inputs in forward."""
@@ -254,12 +269,29 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         vars(module).setdefault("activations", []).append([value.detach() for value in inputs] + order)
         # How many backwards each parameter still expects: weight sharing gives several to one parameter.
         self._ahead.update(self._names[module].values())
+        if self.is_checking:
+            for own, parameter in module.named_parameters():
+                name = self._names[module].get(own)
+                if name is not None and name not in self._kept:
+                    keep = functools.partial(self._keep_gradient, name)
+                    self._kept[name] = parameter.register_hook(keep)  # type: ignore[no-untyped-call]
+
+    def _keep_gradient(self, name: str, gradient: Tensor) -> None:
+        # Before DDP and FSDP2 reduce it. Each process keeps other elements, so that this fits beside a sharded model.
+        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        self.gradients[name] = part_to_check(dense).clone()
+
+    def end_checking(self) -> None:
+        """Keep no more of autograd's gradients."""
+        for handle in self._kept.values():
+            handle.remove()
+        self.is_checking, self.gradients, self._kept = False, {}, {}
 
     def _check_inputs(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         by_name = [
             name for name, value in named.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         ]
-        others = inputs[1:] if own_class(module) not in self.GRAD_SAMPLERS or self.force_functorch else ()
+        others = () if self._has_rule(module) else inputs[1:]
         if self.hooks_enabled and (by_name or others or not all(isinstance(value, Tensor) for value in inputs)):
             kinds = [*(type(value).__name__ for value in inputs), *by_name]
             raise TrainingError(
@@ -283,7 +315,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         if not self.hooks_enabled:
             return
         kind, names = own_class(module), self._names[module]
-        by_rule = kind in self.GRAD_SAMPLERS and not self.force_functorch
+        by_rule = self._has_rule(module)
         if not by_rule and (len(outputs) > 1 or outputs[0] is None):
             raise TrainingError(
                 "dp",
@@ -330,7 +362,9 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
 
     def _by_vmap(self, layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
         parameters = list(layer.parameters())
-        inputs = activations[0].to(backprops.dtype) if activations[0].is_floating_point() else activations[0]
+        inputs = activations[0]
+        if inputs.is_floating_point() and backprops.is_floating_point():
+            inputs = inputs.to(backprops.dtype)
         found = layer.ft_compute_sample_grad([whole(value) for value in parameters], inputs, backprops)  # type: ignore[operator]
         return dict(zip(parameters, found, strict=True))
 
@@ -354,14 +388,56 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     def _keep(self, name: str) -> ExampleGradients:
         uses, samples = self._uses.pop(name, []), self._samples.pop(name, None)
         self.ghosts[name] = samples is None
-        norms = ghost_squares(uses) if samples is None else in_full(samples).flatten(1).norm(dim=1)
+        if samples is None:
+            norms = ghost_squares(uses)
+        else:  # a parameter may be a single number
+            norms = in_full(samples).reshape(len(samples), samples.shape[1:].numel()).norm(dim=1)
         return ExampleGradients(norms, samples, uses, name in self._coarse)
 
 
 def _is_factored(layer: nn.Module) -> bool:
     """Return whether the layer's weight has a gradient of factors; a convolution in groups has several."""
-    is_plain = not isinstance(layer, nn.Conv1d | nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
-    return own_class(layer) in _FACTORED and is_plain
+    return own_class(layer) in _FACTORED and getattr(layer, "groups", 1) == 1
+
+
+def is_vmapped(layer: nn.Module, functorch: bool) -> bool:
+    """Return True if no rule gives the gradients of a layer, so that vmap differentiates it as a whole.
+
+    Rules of Opacus (1.6) pad with zeros whatever the layer pads with, know no norm without bias, and leave the
+    imaginary part out.
+
+    Args:
+        layer: Owns trained parameters.
+        functorch: Whether every layer is differentiated by vmap.
+    """
+    has_rule = own_class(layer) in opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
+    return (
+        functorch
+        or not has_rule
+        or (getattr(layer, "padding_mode", "zeros") != "zeros" and not _is_factored(layer))
+        or (isinstance(layer, nn.LayerNorm) and layer.bias is None)
+        or any(parameter.is_complex() for parameter in layer.parameters(recurse=False))
+    )
+
+
+def _by_example(layer: nn.Module) -> Callable[..., Any]:
+    """Return the function of parameters, inputs and gradients of outputs that gives a layer's gradients by example."""
+    functorch = opacus("grad_sample.functorch")
+    if not any(parameter.is_complex() for parameter in layer.parameters()):
+        functorch.prepare_layer(layer)
+        return cast(Callable[..., Any], vars(layer)["ft_compute_sample_grad"])
+    function, _ = functorch.make_functional(layer)
+
+    def loss(parameters: Any, inputs: Tensor, outputs: Tensor) -> Tensor:
+        # dL = Re(conj(g) dz) for a complex output z with gradient g
+        return torch.real(function(parameters, inputs.unsqueeze(0)) * outputs.unsqueeze(0).conj()).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+
+
+def part_to_check(gradient: Tensor) -> Tensor:
+    """Return the elements of a whole gradient that this process compares with autograd's."""
+    return gradient.flatten()[rank() :: world_size()]
 
 
 @functools.cache
@@ -388,11 +464,10 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MatchError("dp", "model must have a trainable parameter, got none", "unfreeze what is to be trained")
     validators = opacus("validators").ModuleValidator.VALIDATORS
-    rules = opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
     wrong: dict[str, list[str]] = {}  # a model often lacks one thing in all its layers
     for name, module in model.named_modules():
         kind = own_class(module).__name__
-        reason = _reason(module, kind, validators.get(own_class(module)), functorch or own_class(module) not in rules)
+        reason = _reason(module, kind, validators.get(own_class(module)), is_vmapped(module, functorch))
         if reason:
             wrong.setdefault(reason, []).append(f"{name} ({kind})")
     for name, parameter in model.named_parameters():
@@ -418,7 +493,17 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
         return f"has no rule; put opacus.layers.dp_rnn.DP{kind} in its place"
     if trained and validator is not None and validator(module):
         return "has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
-    if trained and list(module.buffers(recurse=False)):
+    if trained and any(isinstance(value, Tensor) and value.grad_fn is not None for value in vars(module).values()):
+        return (
+            "computes a weight in a hook before its forward (torch.nn.utils.weight_norm), which vmap cannot follow; "
+            "use torch.nn.utils.parametrizations.weight_norm, or leave it out"
+        )
+    if trained and parametrize.is_parametrized(module) and list(module.buffers()):
+        return (
+            "computes its weight with buffers, which vmap cannot follow (as spectral_norm does); train without, or "
+            "call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if trained and list(module.buffers()):
         return (
             "trains beside buffers, which Opacus does not take, constants (position_ids) or not, as they may hold what "
             "was seen without noise; freeze or replace it"
@@ -512,13 +597,14 @@ class PerSample:
         """By parameter, whether its last norms were found without gradients of single examples."""
         return cast(Mapping[str, bool], self._hooks.ghosts)
 
-    def clipped_sums(self, scale: Tensor, max_norm: float, check_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def clipped_sums(self, scale: Tensor, max_norm: float) -> Iterator[tuple[str, Tensor]]:
         """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter; forget its gradients.
+
+        Of the first one it is checked that the sum of all gᵢ is the gradient that autograd found, on every process.
 
         Args:
             scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
             max_norm: C, above 0; norms are over all parameters together.
-            check_sum: Whether ``.grad`` holds this backward alone and should be the sum of all gᵢ.
 
         Raises:
             TrainingError: Naming a parameter of which an example's gradient is not known.
@@ -526,7 +612,7 @@ class PerSample:
         Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
         """
         made = self._take()
-        if check_sum:
+        if self._hooks.is_checking:
             self._check_sums(made)
         for parameter in self._model.parameters():
             parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
@@ -560,27 +646,33 @@ class PerSample:
         return taken
 
     def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:
-        known = {name: value for name, value in self._model.named_parameters() if value.grad is not None}
-        found = []
-        # Checks itself once: the sum over examples must be the gradient that autograd found, or a layer is missed.
-        for name, parameter in known.items():
-            gradient, norms = whole(cast(Tensor, parameter.grad)), made[name].norms
-            total = made[name].weighted_sum(torch.ones_like(norms), all_finite=True)
-            found += [norms.double().sum(), (total.double() - gradient).norm()]
+        # A layer whose rule does not fit shows here: the sum over examples must be the gradient that autograd found.
+        known, found = {name: value for name, value in self._hooks.gradients.items() if name in made}, []
+        for name, gradient in known.items():
+            norms = made[name].norms
+            total = part_to_check(made[name].weighted_sum(torch.ones_like(norms), all_finite=True))
+            wide = torch.promote_types(total.dtype, torch.float64)
+            found += [norms.double().sum(), (total.to(wide) - gradient).norm()]
+        self._hooks.end_checking()
         read = read_together(found)
         sizes = dict(zip(known, read[::2], strict=True))
+        wrong = ""
         for name, apart in zip(known, read[1::2], strict=True):
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
-                raise TrainingError(
-                    "dp",
-                    f"gradients of single examples must sum to the gradient of {name}, got a difference of "
-                    f"{apart / sizes[name]:.2g} of their size",
-                    "its layer has no rule that fits how it is used",
-                )
+                wrong = wrong or f"{name}, got a difference of {apart / sizes[name]:.2g} of their size"
+        if wrong := next(
+            filter(None, everyones(wrong) if world_size() > 1 else [wrong]), ""
+        ):  # all raise it, or the others would wait for this one
+            raise TrainingError(
+                "dp",
+                f"gradients of single examples must sum to the gradient of {wrong}",
+                "its layer has no rule that fits how it is used; try grad_sample_mode functorch, or freeze it",
+            )
 
     def remove(self) -> None:
         """Leave the model without hooks and without anything kept on modules and parameters."""
+        self._hooks.end_checking()
         self._hooks.cleanup()
         for hook in self._expanding:
             hook.remove()

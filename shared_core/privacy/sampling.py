@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,28 +44,33 @@ class Secret:
     def noise(self, like: Iterable[Tensor], std: float, step: int) -> Iterator[Tensor]:
         """Yield N(0, std²) in the shape, dtype and place of each of these tensors; in the whole shape of a sharded one.
 
-        All processes draw the same: each adds its part of it, which is none of another's, once.
+        All processes draw the same: each adds its part of it, which is none of another's, once. Of complex numbers
+        both parts are drawn.
         """
-        host, like = self.stream("noise", step), list(like)
-        in_float32 = [tensor.numel() for tensor in like if _is_float32_on_cpu(tensor)]
+        host = self.stream("noise", step)
+        asked = [
+            ((*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape), tensor.dtype, tensor.device)
+            for tensor in like
+        ]
+        in_float32 = [math.prod(shape) for shape, dtype, device in asked if _is_float32_on_cpu(dtype, device)]
         # SFC64 makes numbers in a third of Philox's time. It cannot skip to a step, and is made anew for each.
         normals = Normals(np.random.SFC64(host.bit_generator.random_raw(4)), sum(in_float32))
-        for tensor in like:
+        for shape, dtype, device in asked:
             # The same bits on every platform, which torch's CPU generator is not promised to draw.
-            if _is_float32_on_cpu(tensor):
-                yield torch.from_numpy(normals.take(tensor.numel(), std)).view(tensor.shape)
-            elif tensor.device.type == "cpu":
-                yield torch.from_numpy(host.standard_normal(tuple(tensor.shape))).mul_(std)
+            if _is_float32_on_cpu(dtype, device):
+                drawn = torch.from_numpy(normals.take(math.prod(shape), std)).view(shape)
+            elif device.type == "cpu":
+                drawn = torch.from_numpy(np.asarray(host.standard_normal(shape))).mul_(std)
             else:
                 # On a GPU the seed is drawn on the host: the noise is the same after a resume, on that kind of
                 # device.
-                device = torch.Generator(tensor.device).manual_seed(int(host.integers(2**63)))
-                drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                yield drawn.normal_(0, std, generator=device)
+                generator = torch.Generator(device).manual_seed(int(host.integers(2**63)))
+                drawn = torch.empty(shape, dtype=dtype.to_real(), device=device).normal_(0, std, generator=generator)
+            yield torch.view_as_complex(drawn) if dtype.is_complex else drawn
 
 
-def _is_float32_on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+def _is_float32_on_cpu(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype.to_real() == torch.float32
 
 
 class PoissonBatches(Sampler[list[int]]):

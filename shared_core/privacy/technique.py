@@ -77,7 +77,6 @@ class DifferentialPrivacy(Technique):
         self._noise = config.noise_multiplier
         self._sums: dict[str, Tensor] = {}
         self._factor: Tensor | None = None
-        self._is_checked = False
         self._ghosts: Mapping[str, bool] = {}
         self.checks_loss = config.check_loss
         """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
@@ -116,7 +115,6 @@ class DifferentialPrivacy(Technique):
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._note = context.note
         self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._is_checked = False
 
     def holds(self) -> Mapping[str, nn.Module]:
         """Return the layers: one that takes the place of another would get noise and no signal."""
@@ -332,11 +330,7 @@ class DifferentialPrivacy(Technique):
         per_sample, model = self._known(self._per_sample), self._known(self._model)
         reshard_(model)
         parameters = dict(model.named_parameters())
-        # DDP and FSDP2 have averaged over the processes by now, and earlier micro-batches are in .grad too
-        # Only without DDP's average and in the first micro-batch is .grad the plain sum of this micro-batch.
-        check_sum = not self._is_checked and self._micro_batch == 1 and world_size() == 1
-        self._is_checked = True
-        for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm, check_sum):
+        for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm):
             if is_sharded(parameters[name]):
                 total = sum_parts(total, parameters[name])
             if name in self._sums:  # a checkpoint is read onto the CPU

@@ -120,13 +120,50 @@ def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_singl
         model.zero_grad()
         model(ids).square().sum().backward()
         assert all(per_sample.ghosts[name] != ("bias" in name) for name in per_sample.ghosts)
-        found.append(dict(per_sample.clipped_sums(example, 1e9, check_sum=True)))
+        found.append(dict(per_sample.clipped_sums(example, 1e9)))
     per_sample.remove()
     for index in range(3):
         model.zero_grad()
         model(ids[index : index + 1]).square().sum().backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[index][name], parameter.grad)
+
+
+class Temperature(nn.Module):
+    """Scales by a parameter that is a single number, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return x * self.log.exp()
+
+
+class Spectrum(nn.Module):
+    """Scales frequencies by complex weights, as Fourier operators do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.randn(width // 2 + 1, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=self.width)
+
+
+class Unusual(nn.Module):
+    """What Opacus has no fitting rule for: padding in circles, complex weights, a single number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.circle = nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular").double()
+        self.spectrum, self.temperature = Spectrum(3), Temperature().double()
+        self.head = nn.Linear(6, 2).double()
+
+    def forward(self, x):
+        return self.head(self.temperature(self.spectrum(self.circle(x.unsqueeze(1)))).flatten(1))
 
 
 class Words(nn.Sequential):
@@ -177,29 +214,67 @@ IDS, PIXELS, SIGNAL = torch.arange(20).reshape(4, 5) % 7, torch.ones(4, 6, 5, 5)
         (lambda: images(nn.Conv1d(6, 20, 4, padding="same", dilation=2)), SIGNAL, {"0.weight"}),
         (lambda: images(nn.Conv1d(6, 20, 4, padding=1, stride=2, bias=False)), SIGNAL, {"0.weight"}),
         (lambda: images(nn.Conv1d(6, 2, 3)), SIGNAL, set()),
+        (lambda: images(nn.Conv2d(6, 12, 3, padding=(1, 0), stride=2, padding_mode="reflect")), PIXELS, {"0.weight"}),
+        (lambda: images(nn.Conv2d(6, 3, 2, padding="same", padding_mode="circular")), PIXELS, set()),
+        (lambda: images(nn.Conv1d(6, 20, 4, padding="same", padding_mode="replicate")), SIGNAL, {"0.weight"}),
+        (lambda: images(nn.Conv1d(6, 9, 3, padding=2, groups=3, padding_mode="circular")), SIGNAL, set()),
+        (lambda: images(nn.Conv2d(6, 6, 3, padding=1, groups=6, padding_mode="reflect")), PIXELS, set()),
+        (lambda: images(nn.Conv3d(6, 2, 3, padding=1, padding_mode="replicate")), SIGNAL.view(4, 6, 1, 3, 3), set()),
+        (lambda: nn.Sequential(nn.LayerNorm(9, bias=False), nn.Linear(9, 2)), SIGNAL, set()),
+        (lambda: nn.Sequential(nn.Linear(9, 9), Temperature()), torch.ones(4, 9), {"0.weight"}),
+        (Temperature, SIGNAL, set()),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clipped_sums_are_those_of_single_examples_with_and_without_their_gradients(make, inputs, ghosts, dtype):
     torch.manual_seed(0)
     model = make().to(dtype)
+    check_model(model)
     inputs = torch.randn_like(inputs, dtype=dtype) if inputs.is_floating_point() else inputs
-    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    expected, scale = {name: torch.zeros_like(value) for name, value in trained.items()}, torch.tensor([1, 0.5, 0, 2])
-    for row, factor in zip(inputs, scale, strict=True):
-        found = torch.autograd.grad(factor * model(row[None]).square().sum(), list(trained.values()))
-        size = torch.cat([part.flatten() for part in found]).norm()
-        for total, part in zip(expected.values(), found, strict=True):
-            total += part * (3 / size).clamp(max=1)
-    per_sample = PerSample(model, False)
-    per_sample.num_examples = 4
-    model(inputs).square().sum().backward()
-    found = dict(per_sample.clipped_sums(scale.to(dtype), 3.0, check_sum=True))
+    per_sample, found, expected = summed(model, inputs)
     assert {name for name, is_ghost in per_sample.ghosts.items() if is_ghost} == ghosts
     assert per_sample.ghosts.keys() == found.keys() == expected.keys()
     near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 1e-12, "rtol": 1e-10}
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, **near)
+
+
+def summed(model, inputs, functorch=False):
+    """Return the hooks of a model, its clipped sums, and those of a loop over examples."""
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    expected, scale = {name: torch.zeros_like(value) for name, value in trained.items()}, torch.tensor([1, 0.5, 0, 2])
+    for row, factor in zip(inputs, scale, strict=True):
+        found = torch.autograd.grad(factor * model(row[None]).abs().square().sum(), list(trained.values()))
+        size = torch.cat([part.flatten().abs() for part in found]).norm()
+        for total, part in zip(expected.values(), found, strict=True):
+            total += part * (3 / size).clamp(max=1)
+    per_sample = PerSample(model, functorch)
+    per_sample.num_examples = 4
+    model(inputs).abs().square().sum().backward()
+    found = dict(per_sample.clipped_sums(scale.to(next(iter(trained.values())).dtype.to_real()), 3.0))
+    per_sample.remove()
+    return per_sample, found, expected
+
+
+@pytest.mark.parametrize("functorch", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(Spectrum(9), nn.Linear(9, 2)),
+        lambda: nn.Linear(9, 3, dtype=torch.complex128),
+        lambda: nn.Sequential(nn.Conv1d(6, 4, 3, groups=2, dtype=torch.complex128), nn.Flatten()),
+    ],
+)
+def test_both_parts_of_complex_gradients_are_clipped(model, functorch):
+    torch.manual_seed(0)
+    model = model()
+    kind = torch.complex128 if next(model.parameters()).is_complex() and len(list(model.parameters())) == 2 else None
+    model = model if kind else model.apply(lambda layer: layer.double() if isinstance(layer, nn.Linear) else layer)
+    check_model(model, functorch)
+    _, found, expected = summed(model, torch.randn(4, 6, 9, dtype=kind or torch.double), functorch)
+    for name, total in expected.items():
+        assert total.is_complex() == model.get_parameter(name).is_complex()
+        torch.testing.assert_close(found[name], total, atol=1e-12, rtol=1e-10)
 
 
 def test_a_norm_that_positions_cancel_in_is_not_told_too_small():
@@ -246,7 +321,7 @@ def test_padding_and_packed_sequences_have_the_gradients_of_single_examples_in_t
     for index, example in enumerate(torch.eye(4, dtype=torch.double)):
         model.zero_grad()
         model(ids).square().sum().backward()
-        found = dict(per_sample.clipped_sums(example, 1e9, check_sum=True))
+        found = dict(per_sample.clipped_sums(example, 1e9))
         assert not found["words.weight"][0].any()
         twin.zero_grad()
         twin(ids[index : index + 1]).square().sum().backward()
@@ -324,18 +399,31 @@ def test_nothing_is_left_on_the_model():
 
 
 class Loose(nn.Module):
-    def __init__(self):
+    """Uses the weight of a layer past the layer, in place of it (`also` None) or beside it."""
+
+    def __init__(self, also=None):
         super().__init__()
-        self.layer = nn.Linear(3, 2)
+        self.layer, self.also = nn.Linear(3, 2), also
 
     def forward(self, x):
-        return nn.functional.linear(x, self.layer.weight)
+        past = nn.functional.linear(x, self.layer.weight)
+        return past if self.also is None else self.layer(x) + past * self.also
 
 
 class Buffered(nn.Linear):
     def __init__(self):
         super().__init__(3, 2)
         self.register_buffer("seen", torch.zeros(1))
+
+
+class Token(nn.Module):
+    """A token of its own before a layer that holds a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 3))
+        self.inner = nn.Module()
+        self.inner.register_buffer("places", torch.arange(3))
 
 
 @pytest.mark.parametrize(
@@ -349,6 +437,10 @@ class Buffered(nn.Linear):
         (nn.Embedding(3, 4, scale_grad_by_freq=True), CompatibilityError, "scale_grad_by_freq"),
         (nn.EmbeddingBag(3, 4), CompatibilityError, r"EmbeddingBag\) has no rule"),
         (Buffered(), CompatibilityError, "beside buffers"),
+        (nn.Sequential(Token()), CompatibilityError, r"0 \(Token\) trains beside buffers"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)), CompatibilityError, "computes its weight with buff"),
+        (nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)), CompatibilityError, "remove_parametrizations first"),
+        (nn.utils.weight_norm(nn.Linear(3, 2)), CompatibilityError, "use torch.nn.utils.parametrizations.weight_norm"),
         (nn.Linear(3, 2).bfloat16(), CompatibilityError, "would round the noise"),
         (nn.Linear(3, 2).requires_grad_(False), MatchError, "must have a trainable parameter"),
     ],
@@ -554,6 +646,28 @@ def test_noise_on_each_part_has_the_accounted_width_and_is_no_other_parts(ranks)
     assert float((correlation - torch.eye(4)).abs().max()) < 4 / math.sqrt(20_000)
 
 
+def test_unusual_layers_have_the_gradients_of_single_examples_under_ddp(ranks):
+    for rank in ranks:
+        for gradient, expected in zip(rank["unusual"], rank["unusual_oracle"], strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+
+
+def test_noise_is_on_both_parts_of_complex_weights(ranks):
+    width = 0.7 * 1.5 / 8
+    first, second = (rank["complex_noise"] for rank in ranks)
+    assert torch.equal(first, second)
+    for values in (first.real, first.imag):
+        assert abs(float(values.std()) / width - 1) < 3.5 / math.sqrt(2 * len(first))
+    correlation = torch.corrcoef(torch.stack([first.real, first.imag]))
+    assert abs(float(correlation[0, 1])) < 4 / math.sqrt(len(first))
+
+
+def test_gradients_are_checked_on_every_process_and_all_of_them_stop(ranks):
+    for rank in ranks:
+        for told in rank["unfit"]:  # whole and sharded
+            assert "gradients of single examples must sum to the gradient of layer.weight" in told
+
+
 def test_a_save_before_the_first_step_is_no_step_of_the_optimizer(ranks):
     for rank in ranks:
         alone, *others = rank["early"]
@@ -603,6 +717,19 @@ def rank_main(rank, folder):
         noised.step(step)
         noise.append(local_part(model[1].unused.weight.grad).flatten())
         noised.optimizer.zero_grad()
+    unusual = Run(Unusual(), batch_size=4, noise_multiplier=0.0, max_grad_norm=2.0)
+    ddp = nn.parallel.DistributedDataParallel(unusual.model)
+    unusual.loss = lambda x, y, model=ddp: (model(x) - y).square().sum(1).mean()
+    unusual.step(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    model[1].unused = nn.Parameter(torch.zeros(20_000, dtype=torch.complex64))
+    drawn = Run(model, batch_size=4, noise_multiplier=0.7, max_grad_norm=1.5)
+    drawn.step(0)
+    unfit = []
+    for sharding in (lambda model: None, fully_shard):
+        with pytest.raises(TrainingError) as refused:
+            Run(Loose(also=rank == 1), batch_size=4, noise_multiplier=0.0, shard=sharding).step(0)
+        unfit.append(str(refused.value))
     saved, state = saved_between_micro_batches(True)
     early = [saved_between_micro_batches(False)[0], saved, saved_between_micro_batches(False, state)[0]]
     found = {
@@ -612,6 +739,10 @@ def rank_main(rank, folder):
         "sharded": [whole(parameter.grad) for parameter in sharded.model.parameters()],
         "oracle": sharded.oracle(0, 2.0),
         "noise": noise,
+        "unusual": [parameter.grad for parameter in unusual.model.parameters()],
+        "unusual_oracle": Run.oracle(unusual, 0, 2.0),
+        "complex_noise": model[1].unused.grad,
+        "unfit": unfit,
     }
     torch.save(found, Path(folder) / f"{rank}.pt")
     leave()
