@@ -469,9 +469,7 @@ class SessionCallback(TrainerCallback):
         session.note(f"the model is the best one, {best.name}, not that of the last step")
         # Techniques go to the state of that checkpoint: its masks and ranges belong to its weights.
         session.load_state_dict(load_state(best))
-        for technique in session.techniques.values():
-            if session.context is not None:
-                technique.begin(session.context)
+        session.begin_again()
 
     def _write_receipt(self) -> None:
         trainer = self._trainer

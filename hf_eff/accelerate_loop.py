@@ -472,9 +472,8 @@ class AcceleratedLoop(ScriptLoop):
         if self._loaded:
             own = rank_states.load(self.session, self._loaded)
             self.window = own.get("window", {})
-            if self.session.has_begun and self.session.context is not None:
-                for technique in self.session.techniques.values():
-                    technique.begin(self.session.context)
+            if self.session.has_begun:
+                self.session.begin_again()
                 self.restore_window()
         return result
 

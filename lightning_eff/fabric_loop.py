@@ -407,9 +407,8 @@ class FabricLoop(ScriptLoop):
         own = rank_states.load(self.session, cast(Any, self._loaded))
         self.window = own.get("window", {})
         self._begin_epoch_again()
-        if self.session.has_begun and self.session.context is not None:
-            for technique in self.session.techniques.values():
-                technique.begin(self.session.context)
+        if self.session.has_begun:
+            self.session.begin_again()
             self.restore_window()
         return result
 

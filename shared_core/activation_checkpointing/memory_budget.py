@@ -269,8 +269,8 @@ class LazyBudget:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Apply the saved plan, if there is one, made for this budget and these blocks."""
-        if "plan" in state and state.get("asked") == self._asked:
+        """Apply the saved plan, if it was made for this budget and these blocks and none is applied already."""
+        if self.plan is None and "plan" in state and state.get("asked") == self._asked:
             segments = tuple(tuple(segment) for segment in state["plan"]["segments"])
             self.plan = SegmentPlan(**{**state["plan"], "segments": segments})
             self.measured_peak = state.get("measured_peak")

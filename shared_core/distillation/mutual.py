@@ -69,6 +69,7 @@ class Peers(Teachers):
                 self._join(module, context)
             for optimizer in context.optimizers:
                 self._handles.append(optimizer.register_state_dict_post_hook(self._leave_out))
+                self._handles.append(optimizer.register_load_state_dict_pre_hook(self._add_present))
         for module in self.modules:
             # Peers are outside of DDP, so nothing else makes them equal on all processes.
             for tensor in _tensors(module).values():
@@ -112,6 +113,17 @@ class Peers(Teachers):
             groups.append({**saved, "params": [numbers[number] for number in kept]})
         of_student = {numbers[number]: values for number, values in state["state"].items() if number in numbers}
         return {**state, "state": of_student, "param_groups": groups}
+
+    def _add_present(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a saved state with what the optimizer holds of the peers now: `_leave_out` has left theirs out."""
+        number = 1 + max((number for saved in state["param_groups"] for number in saved["params"]), default=-1)
+        groups, states = [*state["param_groups"]], dict(state["state"])
+        for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):  # torch compares
+            peers = [parameter for parameter in group["params"] if parameter in self._optimizer_of]
+            numbers = range(number, number := number + len(peers))
+            groups[index] = {**saved, "params": [*saved["params"], *numbers]}
+            states |= {n: optimizer.state[p] for n, p in zip(numbers, peers, strict=True) if p in optimizer.state}
+        return {**state, "state": states, "param_groups": groups}
 
     def detach(self) -> None:
         """Leave the optimizers as they were without peers."""

@@ -243,8 +243,8 @@ class Examples:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counts among a technique's state."""
-        if all(name in state for name in self.NAMES):
-            self._sums = torch.tensor([int(state[name]) for name in self.NAMES])
+        told = all(name in state for name in self.NAMES)
+        self._sums = torch.tensor([int(state[name]) for name in self.NAMES]) if told else None
 
 
 def _unlabelled(labels: Any, attention_mask: Any) -> Tensor | None:

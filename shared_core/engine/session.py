@@ -213,7 +213,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
-        self._furthest = self._early_skips = 0
+        self._furthest, self._early_skips = (0, 0), 0
         self._validated: tuple[int, dict[str, float]] | None = None
         self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = self._is_on_plan = True
@@ -375,17 +375,25 @@ class Session:
         self._leave_unheld(context)
         acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
-        self._started = time.perf_counter()
+        self._started = self._started if self._begun else time.perf_counter()
         context.default_device = torch.get_default_device()
+        self.begin_again()
+        self._begun = True
+        for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
+            self.note(remark)
+
+    def begin_again(self) -> None:
+        """Go on from a state that `load_state_dict` restored in the middle of a run; the plan stays as `begin` got it.
+
+        Weights must be loaded, and optimizers if steps follow.
+        """
+        context = self._attached("begin_again")
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
             reading = _reading(key) if key in self._restored else contextlib.nullcontext()
             with self._timed(key), reading, torch.device("cpu"):
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
-        self._begun = True
-        for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
-            self.note(remark)
 
     def _leave_unheld(self, context: Context) -> None:
         """Have techniques leave alone what no optimizer holds; the first call of a run decides."""
@@ -767,7 +775,12 @@ class Session:
     @property
     def furthest_step(self) -> int:
         """Steps applied in this run; `step` is behind where the best checkpoint was loaded at its end."""
-        return max(self._furthest, self.step)
+        return self._furthest_place[0]
+
+    @property
+    def _furthest_place(self) -> tuple[int, int]:
+        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
+        return max(self._furthest, (self.step, self.skipped))
 
     def unreached(self) -> dict[str, str]:
         """Return by technique what the model does not hold of that which was asked for; nothing before `begin`.
@@ -831,8 +844,8 @@ class Session:
             context.modes.settle()
 
     def _tell_end(self, context: Context) -> None:
-        planned, applied = context.total_steps, self.furthest_step
-        is_short = planned is not None and applied + self.skipped < planned
+        planned, (applied, skipped) = context.total_steps, self._furthest_place
+        is_short = planned is not None and applied + skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
         unreached = self.unreached()
         for key, text in unreached.items():
@@ -943,7 +956,7 @@ class Session:
         Raises:
             CheckpointError: If the state is not a session's.
         """
-        context, self._furthest = self._attached("load_state_dict"), self.furthest_step
+        context, self._furthest = self._attached("load_state_dict"), self._furthest_place
         recipe, self.skipped = _restore(state, context, self.techniques, self._history, self._experts)
         self._restored = {*state["techniques"]}
         # Weights of a checkpoint are others than those that were last validated.
@@ -982,7 +995,7 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        planned = self.context and self.context.total_steps
+        planned, (applied, skipped) = self.context and self.context.total_steps, self._furthest_place
         last_seen = self._validated if self.is_validated else None
         return Receipt(
             {
@@ -990,7 +1003,7 @@ class Session:
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": {"applied": self.furthest_step, "skipped": self.skipped, "planned": planned},
+                "steps": {"applied": applied, "skipped": skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),

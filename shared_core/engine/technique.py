@@ -395,7 +395,8 @@ class Technique:
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
 
-        Called again where a trainer loads the best model, and its state, at the end of a run.
+        Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
+        first call put in.
         """
 
     @property

@@ -174,7 +174,9 @@ class LotteryTicket(Technique):
         # Before other techniques begin: they then see the ticket's weights as the initial ones.
         if context.step == 0 and self._at == 0 and not self._rewound:
             self._rewind(context, others_begun=False)
-        elif self._rewound:
+        elif not self._rewound:
+            self._masks.set({})  # of a later step, before an earlier state was loaded
+        else:
             self._set_masks()
             self._masks.apply()
             if self._ticket is None and config.rewind == "weights":

@@ -365,8 +365,13 @@ class MaskPolicy:
 
     def begin(self, model: nn.Module, schedule: Schedule) -> None:
         """Take hold of the parameters that the modules hold now."""
-        self.weights = self.store.weights = self.targets.weights()
+        self.weights = self.targets.weights()
+        self.store.weights = self.maskable(model)
         self.schedule = schedule
+
+    def maskable(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return by name every tensor that a mask may reach."""
+        return self.weights
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put saved masks on the weights' devices, and apply them.

@@ -27,7 +27,6 @@ from shared_core.modules.weight_views import output_axis
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
 from shared_core.pruning.masks import MaskPolicy, unseen_note
-from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import (
     GroupTaylor,
     NeuronTaylor,
@@ -257,14 +256,14 @@ class UnitPruning(MaskPolicy):
         # not those of its weights before they are added up: that would count costs twice
         self._costs = costs
 
-    def begin(self, model: nn.Module, schedule: Schedule) -> None:
-        """Take hold of every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
-        super().begin(model, schedule)
+    def maskable(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return every parameter: masks reach weights, biases, scales and shifts of norms."""
         self._tensors = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        self.store.weights = self._tensors
+        return self._tensors
 
     def listen(self, model: nn.Module) -> None:
         """Keep the arguments of the next micro-batch, if units are to be found by tracing."""
+        self._stop_listening()
         if not self.found or self.config.criterion == "shapley":
             self._calls = ExampleCalls(model, set(self._modules.values()))
 
@@ -527,8 +526,10 @@ class UnitPruning(MaskPolicy):
         if groups and len(groups) == len(saved):
             self.left_out, self._uncalled = left_out, [*state.get("uncalled", ())]
             self._take(groups)
-        elif self._taylor and self._saved_taylor:
-            self._taylor.load_state_dict(self._saved_taylor)
+        elif self._taylor:
+            self._taylor.reset()
+            if self._saved_taylor:
+                self._taylor.load_state_dict(self._saved_taylor)
 
     @property
     def own(self) -> Mapping[str, float]:

@@ -171,6 +171,7 @@ class Pruning(Technique):
             self._saved = {}
             self._note_share()
         if not policy.is_final:
+            policy.scorer.attach()  # masks that were final before an earlier state was loaded have taken its hooks off
             if self._costs:
                 self._costs.watch()
             policy.listen(context.model)

@@ -207,6 +207,7 @@ class WeightClustering(Technique):
                     "each shared value moves as it would where its first weight lies; element-wise optimizers (AdamW, "
                     "SGD) do not care where that is"
                 )
+        self._bundles, self._num_values = Bundles(), 0
         if self._codes:
             self._set_codes(self._codes)
             self._tie()
