@@ -43,6 +43,7 @@ from shared_core.modules.matching import (
     own_class,
     read_past_forward,
 )
+from shared_core.modules.own_forward import stock_kind
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 _LAYERS: weakref.WeakValueDictionary[int, LayerFp8] = weakref.WeakValueDictionary()
@@ -432,16 +433,12 @@ class _Transposed(Fp8Layer):
 
 
 @functools.cache
-def _conv1d_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the FP8 layer made of transformers' Conv1D, which is not imported for it."""
-    about: dict[str, Any] = {"__doc__": "transformers' Conv1D that multiplies FP8 values.", "__module__": __name__}
-    return type("Fp8Conv1D", (_Transposed, kind), about)
-
-
-def is_stock(module: nn.Module) -> bool:
-    """Return whether a layer is `torch.nn.Linear` or transformers' Conv1D itself, no class made of them."""
-    kind = own_class(module)
-    return kind is nn.Linear or (is_transformers_conv1d(module) and kind.__name__ == "Conv1D")
+def _fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the FP8 layer made of a class, such as transformers' Conv1D, which is not imported for it."""
+    if kind is nn.Linear:
+        return Fp8Linear
+    about: dict[str, Any] = {"__doc__": f"{kind.__name__} that multiplies FP8 values.", "__module__": __name__}
+    return type(f"Fp8{kind.__name__}", (Fp8Linear if issubclass(kind, nn.Linear) else _Transposed, kind), about)
 
 
 def weight_of(module: Any) -> Tensor:
@@ -459,7 +456,7 @@ def swap(module: nn.Module, layer: LayerFp8) -> None:
     """Make a stock layer multiply in FP8; its parameters and keys stay as they are."""
     stock = own_class(module)
     module.fp8 = layer  # type: ignore[assignment]
-    change_class(module, stock, Fp8Linear if stock is nn.Linear else _conv1d_class(stock))  # type: ignore[arg-type]
+    change_class(module, stock, _fp8_class(stock))
 
 
 def restore(module: Any) -> None:
@@ -662,10 +659,10 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
 def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | None:
     if any(part.startswith("lora_") for part in name.split(".")):
         return "a LoRA adapter, small and trained in high precision"
-    if not is_stock(module):
+    if stock_kind(own_class(module)) is None:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
         return f"{type(module).__name__} is a class of its own, whose forward is not known"
-    if config.backend == "torchao" and is_transformers_conv1d(module):
+    if config.backend == "torchao" and own_class(module) is not nn.Linear:
         return "torchao multiplies nn.Linear alone; leave backend out"
     if not weight_of(module).is_floating_point():
         return f"its weight is {weight_of(module).dtype}, not floating point"

@@ -29,6 +29,7 @@ from shared_core.lora.quantized_base import (
 )
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import chosen_modules, conv1d_of, own_class, plain_name, read_past_forward
+from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.noise import sqnr
 from shared_core.quantization.layers.plain_state import LEARNED
@@ -100,7 +101,7 @@ def _is_classifier(output: nn.Module) -> bool:
 
 
 def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
-    if own_class(module) not in kinds:
+    if stock_kind(own_class(module)) not in kinds:
         # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
         return f"{own_class(module).__name__} is a class of its own, whose forward is not known"
     if not name:

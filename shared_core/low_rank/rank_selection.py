@@ -20,6 +20,7 @@ from shared_core.low_rank.config import LowRankConfig
 from shared_core.low_rank.decomposition import Spectrum, decompose
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, from_matrix, is_transposed, schemes
 from shared_core.modules.matching import chosen_modules, own_class
+from shared_core.modules.own_forward import stock_kind
 
 Point = tuple[int, float]
 """(parameters, what they are worth)."""
@@ -159,9 +160,8 @@ def _not_ours(model: nn.Module) -> dict[int, str]:
 
 
 def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
-    kind = own_class(module)
-    if kind not in (nn.Linear, nn.Conv2d) and not is_transposed(module):
-        return f"it is a {kind.__name__}, not a plain layer"
+    if stock_kind(own_class(module)) not in (nn.Linear, nn.Conv2d) and not is_transposed(module):
+        return f"it is a {own_class(module).__name__}, not a plain layer"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from others"

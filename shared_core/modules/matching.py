@@ -125,6 +125,11 @@ def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
 
+def conv1d_kind(kind: type) -> Any:
+    """Return the class Conv1D of transformers that a class is or is made of, None if it is neither."""
+    return next((base for base in kind.__mro__ if _is_conv1d(base)), None)
+
+
 def _is_conv1d(kind: type) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 

@@ -23,6 +23,7 @@ from shared_core.modules.matching import (
     plain_name,
     weight_of,
 )
+from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.towers import tower_names
@@ -44,7 +45,7 @@ LEFT_ALONE = "left dense by overrides, sparsity 0"
 _LEFT_OUT = "left out by include, skip or min_size"
 _NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
 _NO_ROWS = "is no linear layer, which criterion sparsegpt solves alone; take wanda"
-_UNABLE = (_NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS, _NO_ROWS)
+_UNABLE = (COMPUTED, _NEVER_CALLED, _NO_INPUTS, _NO_EXPERTS_INPUTS, _NO_UNITS, _NO_ROWS)
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -135,7 +136,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         if reason is None and isinstance(module, StackedExperts) and id(parameter) not in stacked:
             reason = _LEFT_OUT
         if reason and reason.endswith(_UNABLE) and not {place, full_name}.isdisjoint(config.include):
-            raise CompatibilityError("prune", f"include must name layers that can be scored, got {place}: {reason}")
+            raise CompatibilityError("prune", f"include must name layers that can be pruned, got {place}: {reason}")
         if reason is None:
             modules[full_name] = module
         elif parameter.ndim > 1:
@@ -270,6 +271,10 @@ def _reason(
         return f"not floating point ({parameter.dtype})"
     if not parameter.requires_grad and not config.include:
         return "frozen; name its module in include to prune it"
+    for _, holder, name in held_by:
+        computed = why_computed(holder, keeps_zeros=True) if name == "weight" else None
+        if computed and not (computed == UNKNOWN and config.include):
+            return f"{type(holder).__name__}: {computed}"
     module = held_by[0][1]
     if isinstance(module, StackedExperts):
         if config.granularity in UNITS:

@@ -22,6 +22,7 @@ from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
 from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
+from shared_core.modules.own_forward import why_computed
 from shared_core.numerics.deferred_checks import copied_to_cpu
 from shared_core.pruning.masks import WEIGHTS, clear_moments_, refuse_sparse
 from shared_core.pruning.targets import prunable_types, refuse_adapters
@@ -92,6 +93,8 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             targets.left_out[name] = f"not a float of 16 to 64 bits ({weight.dtype})"
         elif getattr(found.module, "sparse", False) or getattr(found.module, "max_norm", None) is not None:
             targets.left_out[name] = "an embedding with sparse gradients, or one that is normalised in forward"
+        elif computed := next(filter(None, map(why_computed, (held for _, held in holders[weight]))), None):
+            targets.left_out[name] = f"{type(found.module).__name__}: {computed}"
         elif not weight.requires_grad and not config.include:
             targets.left_out[name] = "frozen; name its module in include to share its weights"
         else:

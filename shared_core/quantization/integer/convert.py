@@ -12,6 +12,7 @@ from torch import nn
 from shared_core.errors import MatchError
 from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import check_model, plain_name, replaced
+from shared_core.modules.own_forward import stock_kind
 from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
 from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore
@@ -113,7 +114,7 @@ def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
 
 def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeModule | None:
     """Return the layer that computes on codes, for a layer that then is a stock one; None if there is no such layer."""
-    scheme, kind = saved_scheme(entry, where), STOCK.get(type(module), type(module))
+    scheme, kind = saved_scheme(entry, where), stock_kind(STOCK.get(type(module), type(module)))
     if scheme.weight != "channel":
         return None
     if scheme.input == "static" and kind in INTEGER:

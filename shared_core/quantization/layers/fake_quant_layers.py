@@ -18,6 +18,7 @@ from shared_core.engine.claims import Grid, Where
 from shared_core.errors import CompatibilityError
 from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
+from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.noise import SignalToNoise
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
@@ -180,15 +181,17 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 
 
 def know_layers(model: nn.Module) -> None:
-    """Add to the layers known what transformers has and a model holds: Conv1D, GPT-2's linear layer, stacked experts.
+    """Add to the layers known what a model holds: transformers' Conv1D and stacked experts, and classes made of layers.
 
-    It is not imported.
+    The former is not imported. The latter are users' own that compute as the class that they are made of.
     """
     experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
     made = [*((kind, _FakeQuant) for kind in conv1d_of(model)), *((kind, _FakeQuantExperts) for kind in experts)]
+    kinds = {own_class(module) for module in model.modules()} - STOCK.keys()
+    made += [(kind, FAKE_QUANT[base]) for kind in kinds if (base := stock_kind(kind)) in FAKE_QUANT]
     for kind, base in made:
         if kind not in FAKE_QUANT:
-            about = {"__doc__": f"transformers' {kind.__name__}, fake-quantised.", "__module__": __name__}
+            about = {"__doc__": f"{kind.__name__}, fake-quantised.", "__module__": __name__}
             FAKE_QUANT[kind] = type(f"FakeQuant{kind.__name__}", (base, kind), about)
             STOCK[FAKE_QUANT[kind]] = kind
 

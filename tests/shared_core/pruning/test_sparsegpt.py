@@ -125,7 +125,7 @@ def test_what_cannot_be_solved_is_refused():
         Pruning(PruneConfig(**SPARSEGPT))
     with pytest.raises(MatchError, match="is no linear layer"):
         prune(nn.Sequential(nn.Conv1d(4, 4, 1)), SPARSEGPT, [torch.ones(1, 4, 4)])
-    with pytest.raises(CompatibilityError, match=r"include must name layers that can be scored, got 0"):
+    with pytest.raises(CompatibilityError, match=r"include must name layers that can be pruned, got 0"):
         prune(
             nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(4, 4)), {**SPARSEGPT, "include": ("0",)}, [torch.ones(1, 4, 4)]
         )

@@ -1,0 +1,146 @@
+"""Layers of users' own classes: whether they multiply as torch's do, by the weight that they store."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shared_core.modules.matching import conv1d_kind, own_class
+
+COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
+UNKNOWN = "its own forward cannot be tried on a small input"
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+_BASES = (nn.Linear, *_CONVOLUTIONS, nn.Embedding)
+_PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "matmul", "convolution", "mkldnn_linear", "_convolution",
+)  # fmt: skip
+
+
+def stock_kind(kind: Any) -> type[nn.Module] | None:
+    """Return the layer of torch's or transformers' that a class computes as; None if its forward is its own.
+
+    Args:
+        kind: Of a layer; see `own_class`.
+
+    Example:
+        >>> class Orthogonal(nn.Linear):
+        ...     def reset_parameters(self):
+        ...         nn.init.orthogonal_(self.weight)
+        >>> stock_kind(Orthogonal), stock_kind(nn.modules.linear.NonDynamicallyQuantizableLinear)
+        (<class 'torch.nn.modules.linear.Linear'>, None)
+    """
+    for base in (*_BASES, conv1d_kind(kind)):
+        if base is None or not issubclass(kind, base):
+            continue
+        # torch's own subclasses are called by other code of torch, or not at all
+        is_own = kind is base or not kind.__module__.startswith("torch.")
+        methods = [name for name in ("forward", "_conv_forward", "__call__") if hasattr(base, name)]
+        return base if is_own and all(getattr(kind, name) is getattr(base, name) for name in methods) else None
+    return None
+
+
+def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
+    """Return why what a linear or convolutional layer stores may not be what it multiplies by; None if it is.
+
+    A layer that computes as torch's multiplies by its weight. Another one is run on a small input, in evaluation mode
+    and without gradients; its buffers and the random state stay as they are.
+
+    Args:
+        module: With a parameter `weight`.
+        keeps_zeros: Whether a weight will do too that is 0 where the stored one is, whatever it is elsewhere, and of
+            which no element depends on others: one under a mask, or times a constant.
+
+    Example:
+        >>> class Centred(nn.Linear):
+        ...     def forward(self, x):
+        ...         return nn.functional.linear(x, self.weight - self.weight.mean())
+        >>> why_computed(nn.Linear(2, 2)), why_computed(Centred(2, 2))
+        (None, 'its forward multiplies by a weight that it computes from the stored one')
+    """
+    kind: Any = own_class(module)
+    is_own = not kind.__module__.startswith(("torch.", "shared_core."))
+    if not is_own or stock_kind(kind) is not None or not isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
+        return None
+    stored = module.weight.detach()
+    with _as_found(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            seen = _products(module, stored)
+            if seen.stored or not keeps_zeros or stored.is_meta:
+                return None if seen.stored else COMPUTED
+            ones = torch.ones_like(stored)
+            kept = (torch.arange(stored.numel(), device=stored.device) % 2).view(stored.shape).bool()
+            full, half = (_products(module, values).used for values in (ones, ones * kept))
+        except Exception:  # a user's forward may want anything
+            return UNKNOWN
+    is_kept = [
+        any(_equal(one, half_of, other) for half_of in (kept, kept.mT)) for one, other in zip(full, half, strict=True)
+    ]
+    return None if is_kept and all(is_kept) else COMPUTED
+
+
+def _equal(whole: Tensor, kept: Tensor, half: Tensor) -> bool:
+    return whole.shape == kept.shape and torch.equal(whole * kept, half)
+
+
+def _products(module: Any, weight: Tensor) -> _Products:
+    """Return what a layer multiplies by on a small input if it stores this weight."""
+    try:
+        vars(module)["weight"] = weight  # found before the parameter of that name
+        with _Products(weight) as seen:
+            own_class(module).forward(module, _input(module))
+    finally:
+        del vars(module)["weight"]
+    return seen
+
+
+def _input(module: Any) -> Tensor:
+    like = {"device": module.weight.device, "dtype": module.weight.dtype}
+    rows = next(count for count in range(2, 9) if count not in module.weight.shape)  # not to be taken for the weight
+    if isinstance(module, nn.Linear):
+        return torch.ones(rows, module.in_features, **like)
+    sides = [step * (size - 1) + 3 for size, step in zip(module.kernel_size, module.dilation, strict=True)]
+    return torch.ones(rows, module.in_channels, *sides, **like)
+
+
+@contextlib.contextmanager
+def _as_found(module: nn.Module) -> Iterator[None]:
+    """Run a layer in evaluation mode, and leave its mode and buffers as they were."""
+    modes = [(inner, inner.training) for inner in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for inner, training in modes:
+            inner.training = training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class _Products(TorchDispatchMode):
+    """Watches for products by a weight, or by a view of it, and keeps other tensors of its shape that are factors."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._storage, self._shape = weight.untyped_storage()._cdata, weight.shape
+        self.stored = False
+        self.used: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _PRODUCTS:
+            for leaf in tree_leaves((args, kwargs or {})):
+                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == self._storage:
+                    self.stored = True
+                elif isinstance(leaf, Tensor) and leaf.ndim > 1 and self._shape in (leaf.shape, leaf.mT.shape):
+                    self.used.append(leaf.clone())
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,213 @@
+"""Layers of users' own classes: which multiply by the weight that they store, and what techniques make of them."""
+
+import copy
+
+import pytest
+import torch
+from plain_loop import plain_step
+from torch import nn
+from torch.nn import functional as F
+
+from shared_core import Session
+from shared_core.errors import CompatibilityError
+from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
+from shared_core.quantization import convert
+
+
+class Standardised(nn.Conv2d):
+    """As BiT and NFNet have it."""
+
+    def kernel(self):
+        return (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) / self.weight.std((1, 2, 3), keepdim=True)
+
+    def forward(self, x):
+        return self._conv_forward(x, self.kernel(), self.bias)
+
+
+class Changed(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight.softmax(0), bias)
+
+
+class Masked(nn.Linear):
+    """As MADE has it."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.ones_like(self.weight).tril())
+
+    def forward(self, x):
+        return F.linear(x, self.mask * self.weight, self.bias)
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias)
+
+
+class Matmul(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.mT + self.bias
+
+
+class Einsum(nn.Linear):
+    def forward(self, x):
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class Counting(nn.Linear):
+    """Draws random numbers, and counts in a buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) + torch.rand(())
+
+
+class Gated(nn.Linear):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+class Orthogonal(nn.Linear):
+    def reset_parameters(self):
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Named(nn.Conv2d):
+    pass
+
+
+class Words(nn.Embedding):
+    pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Standardised(3, 4, 3), COMPUTED),
+        (Changed(4, 4, 3), COMPUTED),
+        (Masked(5, 5), COMPUTED),
+        (Padded(3, 4, 3), None),
+        (Matmul(3, 4), None),
+        (Einsum(3, 4), None),
+        (Counting(3, 4), None),
+        (Gated(3, 4), UNKNOWN),
+        (Orthogonal(3, 4), None),
+        (nn.ConvTranspose2d(3, 4, 3), None),
+        (nn.GRU(3, 4), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_multiplies_by_what_it_stores_or_is_told_apart(layer, reason, device):
+    layer = copy.deepcopy(layer).to(device)
+    before, buffers, random = (
+        layer.weight if hasattr(layer, "weight") else None,
+        list(layer.buffers()),
+        torch.get_rng_state(),
+    )
+    values = [buffer.clone() for buffer in buffers]
+    assert why_computed(layer) == reason
+    assert layer.training
+    assert torch.equal(random, torch.get_rng_state())
+    assert getattr(layer, "weight", None) is before
+    if device == "cpu":
+        assert all(torch.equal(buffer, value) for buffer, value in zip(layer.buffers(), values, strict=True))
+
+
+def trained(model, recipe, *inputs, steps=4):
+    session, optimizer = Session(recipe), torch.optim.SGD(model.parameters(), lr=0.01)
+    with session.training(model, optimizer, total_steps=steps):
+        for _ in range(steps):
+            with session.forward():
+                loss = model(*inputs).square().mean()
+            plain_step(session, optimizer, loss)
+    return session
+
+
+def standardised():
+    torch.manual_seed(0)
+    return nn.Sequential(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(16 * 16, 2))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"prune": {"sparsity": 0.5, "begin": 1, "end": 2, "every": 1}},
+        {"cluster": {"bits": 2, "begin": 1, "min_size": 0}},
+        {"low_rank": {"rank": 2, "min_size": 0, "skip": [], "merge": True}},
+        {"qat": {"scheme": "int8_weight", "begin": 1}},
+        {"lora": {"rank": 2, "base": "none", "include": ["4"]}},
+    ],
+    ids=lambda recipe: next(iter(recipe)),
+)
+def test_a_weight_that_forward_computes_is_left_as_it_is_and_named(recipe):
+    model = standardised()
+    session = trained(model, {**recipe, "allow_partial": True}, torch.randn(2, 3, 8, 8))
+    (key,) = recipe
+    plain = standardised()
+    trained(plain, {}, torch.randn(2, 3, 8, 8))
+    assert len(model[0].weight.unique()) == model[0].weight.numel()
+    assert int((model[0].weight == 0).sum()) == 0
+    if key != "lora":  # include chose another layer
+        left = session.receipt().values["techniques"][key]["left_out"]
+        assert any(name in ("0", "0.weight") and "Standardised" in reason for name, reason in left.items())
+
+
+def test_what_include_names_and_forward_computes_is_refused():
+    with pytest.raises(CompatibilityError, match=r"got 0: Standardised: its forward multiplies by a weight that it"):
+        Session({"prune": {"sparsity": 0.5, "include": ["0"]}}).attach(standardised())
+
+
+def test_zeros_under_a_mask_of_the_layer_are_zeros_of_its_product():
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    session = trained(model, {"prune": {"sparsity": 0.5, "begin": 1, "end": 2, "every": 1}}, torch.randn(4, 16))
+    assert session.coverage["prune"].share == 1
+    stored = model[0].weight == 0
+    assert stored.any()
+    assert (model[0].mask * model[0].weight)[stored].eq(0).all()
+
+
+class Mine(nn.Module):
+    def __init__(self, linear=Orthogonal, conv=Named, words=Words):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.conv = words(10, 64), conv(1, 16, 3)
+        self.hidden, self.middle, self.head = linear(16 * 36, 32), linear(32, 32), linear(32, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.conv(self.words(x).view(-1, 1, 8, 8))).flatten(1)
+        return self.head(torch.relu(self.middle(torch.relu(self.hidden(x)))))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"prune": {"sparsity": 0.5, "begin": 1, "end": 2, "every": 1}},
+        {"cluster": {"bits": 2, "begin": 1}},
+        {"low_rank": {"rank": 2, "min_size": 0, "merge": True}},
+        {"qat": {"scheme": "int8", "begin": 1}},
+        {"fp8": {"recipe": "rowwise", "include": ["middle", "hidden"]}},
+        {"lora": {"rank": 2, "base": "none"}},
+    ],
+    ids=lambda recipe: next(iter(recipe)),
+)
+def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe):
+    x = torch.arange(8)
+    mine, stock = Mine(), Mine(nn.Linear, nn.Conv2d, nn.Embedding)
+    stock.load_state_dict(mine.state_dict())
+    own, torchs = (trained(model, {**recipe, "allow_partial": True}, x) for model in (mine, stock))
+    (key,) = recipe
+    assert own.coverage[key].within == torchs.coverage[key].within > 0
+    for name, value in mine.state_dict().items():
+        assert torch.equal(value, stock.state_dict()[name]), name
+    assert [type(module) for module in mine.children()] == [Words, Named, Orthogonal, Orthogonal, Orthogonal]
+    if key == "qat":
+        ranges = own.deployment()["qat"]["ranges"]
+        assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))
