@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,8 @@ RECEIPT_KEY = "eff_receipt"
 """Of a Lightning checkpoint where a run leaves no file: the text of one."""
 VARIABLE, QUIET = "EFF_RECEIPT", "EFF_QUIET"
 """Variables of the environment: a file that gets every receipt too, and that receipts are told in a line."""
+_WRITTEN: dict[Path, object] = {}
+"""By file, the run of this process whose receipt it holds."""
 # what evaluation took, which differs between runs that are otherwise equal
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
@@ -84,10 +87,13 @@ class Receipt:
     Args:
         values: See `Session.receipt`.
         writers: What techniques write into the same folder, such as the other students of a distillation.
+        run: Stands for the run: receipts of another one of this process are kept.
     """
 
-    def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
-        self.values, self._writers = dict(values), tuple(writers)
+    def __init__(
+        self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = (), run: object = None
+    ) -> None:
+        self.values, self._writers, self._run = dict(values), tuple(writers), run
         self._told = ""
 
     def __getitem__(self, key: str) -> Any:
@@ -96,6 +102,7 @@ class Receipt:
     def write(self, folder: Path | str) -> Path:
         """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
 
+        Where another run of this process left its receipt there, that one is kept as ``eff_receipt-1.json`` (-2, ...).
         The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
         edits need not know where it writes.
         """
@@ -107,14 +114,27 @@ class Receipt:
         if place.folder is not None:
             make_folder(place.folder)
         # The variable names one file for scripts that start runs; the run's own place beside it.
+        kept: list[str] = []
         for file in (os.environ.get(VARIABLE), place.file):
             if file:
+                kept += self._keep_other(Path(file).resolve())
                 with atomic_write(file) as temporary:
                     temporary.write_text(self.json() + "\n", encoding="utf-8")
         for write in self._writers:
             if place.folder is not None:
                 write(place.folder)
-        self._told = place.told
+        before = f"; of the run before in this process: {', '.join(kept)}" if kept else ""
+        self._told = place.told + before
+
+    def _keep_other(self, file: Path) -> list[str]:
+        """Rename a receipt that another run of this process left under the same name; return its new name, if any."""
+        other, _WRITTEN[file] = _WRITTEN.get(file, self._run), self._run
+        if other is self._run or not file.is_file():
+            return []
+        numbered = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
+        kept = next(name for name in numbered if not name.exists())
+        file.replace(kept)
+        return [kept.name]
 
     def json(self) -> str:
         """Return all of it as a text."""

@@ -195,6 +195,7 @@ class Session:
             key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
+        self._run = object()
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
         self.loader: DataLoader[Any] | None = None
@@ -1015,6 +1016,7 @@ class Session:
                 "notes": list(self.notes),
             },
             [technique.write for technique in self.techniques.values()] if self._begun else (),
+            self._run,
         )
 
     def _reports(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ REPORTS = {
     "curve": "curve.json",
     "chain": "chain.json",
 }
+_RECEIPTS = f"{Path(RECEIPT_FILE).stem}*.json"
 _LOG, _STATE, _SOUP, _COMMAND = "metrics.csv", "trainer_state.json", "soup_path.json", ".eff.json"
 _SEARCH = "lottery.json"  # beside the curve of a lottery; other programs write curves too
 _AXES = ("step", "epoch", "total_flos")
@@ -110,6 +111,8 @@ def read_run(path: Path) -> RunFolder:
             _read_folder(run)
         elif path.suffix == ".ckpt":
             _read_checkpoint(run)
+        elif path.match(_RECEIPTS) and (receipt := _json(run, path)) is not None:
+            _take(run, receipt)
         _read_beside(run)
     if not run.files:
         raise CheckpointError(
@@ -147,6 +150,8 @@ def _read_folder(run: RunFolder) -> None:
         )
     if (receipt := _json(run, home / RECEIPT_FILE)) is not None:
         _take(run, receipt)
+        if others := sorted(file.name for file in home.glob(_RECEIPTS) if file.name != RECEIPT_FILE):
+            run.notes.append(f"receipts of other runs in this folder: {', '.join(others)}")
     states = [folder / _STATE for folder in (run.path, *_newest(run.path, "checkpoint-*"))]
     state = next((file for file in states if file.is_file()), None)
     _read_events(run, home, of_hugging_face=state is not None or (receipt or {}).get("front_end") == "hf")
