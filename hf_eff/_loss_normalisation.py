@@ -129,8 +129,11 @@ class Window:
         return mean * self.micro_batches if self.divides else mean
 
 
-_IGNORES, _TOLD = 0.5, 0.02
-"""Parts of the loss that do not change with the count: from the first on it is taken to ignore it."""
+_IGNORES, _TOLD = 0.98, 0.02
+"""Parts of the loss that do not change with the count: from the first on it is taken to ignore it.
+
+The first is near 1: a router's loss beside a cross-entropy that follows the count may be most of the loss.
+"""
 
 
 class TaskLoss:
@@ -157,15 +160,14 @@ class TaskLoss:
     def look(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """Find out whether the loss follows the count, the first time that it matters.
 
-        The loss is computed for two counts, in eval mode and without gradients, so that random numbers, running
-        statistics and observers stay as they are. `method` is the trainer's own `compute_loss`, the others are what it
-        is called with.
+        The loss is computed for the count of its own labels and for twice as many, in eval mode and without gradients,
+        so that random numbers, running statistics and observers stay as they are. `method` is the trainer's own
+        `compute_loss`, the others are what it is called with.
         """
-        count = _count(args, kwargs)
-        if self.follows is not None or count is None or not self._matters():
+        if self.follows is not None or _count(args, kwargs) is None or not self._matters():
             return
         try:
-            whole, half = self._for_two_counts(method, model, self._few(inputs), count)
+            whole, half = self._for_two_counts(method, model, self._few(inputs), _count(args, kwargs))
         except Exception as error:  # the user's own code, in a mode that it may not know
             self.follows = True
             self.session.note(
@@ -176,7 +178,8 @@ class TaskLoss:
         if whole == 0.0:
             return  # nowhere a label: nothing is told, and nothing goes wrong
         # A loss divided by the count halves when the count doubles: 2 * half / whole is 1, so `ignoring` is 0. A mean
-        # ignores the count: half = whole, and it is 1. Parts of a loss may do either.
+        # ignores the count: half = whole, and it is 1. Parts of a loss may do either (the auxiliary loss of a mixture
+        # of experts is a mean).
         ignoring = 2 * half / whole - 1
         self.follows = ignoring < _IGNORES
         if not self.follows:
@@ -191,18 +194,24 @@ class TaskLoss:
             )
 
     def _for_two_counts(self, method: Callable[..., Any], model: Any, inputs: Any, count: Any) -> list[float]:
-        """Return the losses of all processes for a count and twice as many."""
+        """Return the losses of all processes for the count of these labels and twice as many, in the type of `count`.
+
+        The count of the window would do where the loss is one sum. It makes a part that is a sum small beside a mean.
+        """
         random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
         losses = torch.zeros(2, device=self._trainer.args.device)
         try:
             with evaluated(model):
                 # Eval mode, so that dropout does not make the two differ; a whole window is not needed.
                 for index in range(2):
-                    if self._window.labelled(inputs) is None:
+                    labelled = self._window.labelled(inputs)
+                    if labelled is None:
                         model(**inputs)  # other processes have labels, and may wait for this one in the model
                         continue
+                    own: Any = max(int(labelled.sum()), 1) * (index + 1)
                     # The same random numbers for both calls.
-                    found = method(model, dict(inputs), False, count * (index + 1))
+                    own = torch.full_like(count, own) if isinstance(count, Tensor) else own
+                    found = method(model, dict(inputs), False, own)
                     losses[index] = found if found.isfinite() else 0.0
                     set_rng_state(random)
         finally:
