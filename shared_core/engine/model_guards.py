@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.errors import CompatibilityError, TrainingError
@@ -126,6 +127,31 @@ def wrapped_by_user(model: nn.Module) -> set[str]:
     return found
 
 
+def trained_in_ddp(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that train inside DistributedDataParallel, where a model is or holds one."""
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return {parameter for module in wrapped for parameter in module.parameters() if parameter.requires_grad}
+
+
+def refuse_not_reduced(model: nn.Module, reduced: set[nn.Parameter]) -> None:
+    """Refuse techniques that changed which parameters train inside DistributedDataParallel.
+
+    Args:
+        model: With techniques attached.
+        reduced: What `trained_in_ddp` returned before.
+
+    Raises:
+        CompatibilityError: If others train now: it reduces the gradients of those that it was made with.
+    """
+    if trained_in_ddp(model) != reduced:
+        raise CompatibilityError(
+            "session",
+            "model must be the one inside DistributedDataParallel where techniques add, replace or freeze parameters, "
+            "got one that is wrapped already",
+            "attach to model.module first, and wrap it then",
+        )
+
+
 def refuse_scripted(model: nn.Module, where: str) -> None:
     """Refuse modules of `torch.jit.script` where a technique reads parameters, copies or runs a forward again.
 
@@ -138,6 +164,25 @@ def refuse_scripted(model: nn.Module, where: str) -> None:
                 where,
                 f"model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})",
                 "train the module that it was made of, and script the trained model",
+            )
+
+
+def refuse_other_optimizers(optimizers: Iterable[Any], where: str) -> None:
+    """Refuse what is no optimizer of torch and does not look like one: techniques read its groups and its state.
+
+    Raises:
+        TrainingError: Names the first one's class.
+    """
+    for optimizer in optimizers:
+        if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
+            inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "opt", None)
+            raise TrainingError(
+                where,
+                "optimizer must be a torch.optim.Optimizer, or have its param_groups, state and step, got "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+                f"pass the {type(inner).__name__} that it wraps"
+                if isinstance(inner, torch.optim.Optimizer)
+                else "make one of torch.optim, or of a library whose optimizers are subclasses of it",
             )
 
 

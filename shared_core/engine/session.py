@@ -111,17 +111,6 @@ def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique
             raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
 
 
-def _refuse_foreign_optimizers(optimizers: Iterable[Any], where: str) -> None:
-    """Refuse optimizers without the groups, state and step hooks that techniques need."""
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise TrainingError(
-                where,
-                f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}",
-                "pass the one that it wraps, or train with an optimizer of torch",
-            )
-
-
 @contextlib.contextmanager
 def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
@@ -279,7 +268,10 @@ class Session:
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
-        compatibility.check(self.recipe, {*run_environment, *_layers_in_parts(model)})
+        environment = {*run_environment, *_layers_in_parts(model)}
+        if self._front_end == "bare":  # trainers tell it themselves
+            environment |= model_guards.wrapped_by_user(model) - {"sharded_by_user"}
+        compatibility.check(self.recipe, environment)
         if self._finished:
             self._reset()
         if self.context is not None:
@@ -298,6 +290,7 @@ class Session:
         context.weights_replaced = functools.partial(self._weights_replaced, context)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         attached: list[Technique] = []
+        reduced = model_guards.trained_in_ddp(model)
         # Counted before: techniques replace layers and move weights.
         if self.techniques:
             self._counted = coverage.count(model)
@@ -314,6 +307,7 @@ class Session:
                 attached.append(technique)
                 with self._timed(key), torch.device("cpu"):
                     technique.attach(model, context)
+            model_guards.refuse_not_reduced(model, reduced)
             # a checkpoint's run was looked at when it began, and knew what optimizers hold
             self._measure_coverage(model, allow_partial=self.recipe.allow_partial or bool(resumed))
         except BaseException:
@@ -357,17 +351,16 @@ class Session:
         context = self._attached("begin")
         if self._finished:
             raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
-        if isinstance(optimizers, torch.optim.Optimizer):
+        if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
             raise TrainingError(
                 "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
-        optimizers = [*optimizers]
-        if self._front_end == "bare":
-            _refuse_foreign_optimizers(optimizers, "session")
+        optimizers = tuple(optimizers)
+        model_guards.refuse_other_optimizers(optimizers, self._front_end)
         environment = _layers_in_parts(context.model)  # since `attach`, perhaps
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
-        context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
+        context.optimizers, context.clips_gradients = optimizers, clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         context.modes.watch(context.optimizers, wrappers)
         # Marked once they are what training begins with.
@@ -441,8 +434,8 @@ class Session:
         Raises:
             TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `attach`.
         """
-        optimizers = [*optimizers]
-        _refuse_foreign_optimizers(optimizers, self._front_end)
+        optimizers = tuple(optimizers)
+        model_guards.refuse_other_optimizers(optimizers, self._front_end)
         parameters = OptimizerParameters(model, optimizers)
         if parameters.is_empty:
             raise TrainingError(

@@ -133,8 +133,8 @@ class StepWatch:
         """Look at a step of any optimizer in this process before it is made."""
         if torch._C._current_graph_task_id() != -1:  # in a backward
             if not self.inside_backward and _holds(optimizer, self._ids):
-                is_known = any(optimizer is one for one in self._optimizers)
-                self._refuse_inside(type(optimizer).__name__ + ("" if is_known else f" of {self._names}"))
+                name = type(optimizer).__name__
+                self._refuse_inside(name if name in self._names else f"{name} of {self._names}")
         elif id(optimizer) in self._known:
             self._stepped = True
         # A loop of the user's own may step with another one in between, where no technique acts on gradients.

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from plain_loop import plain_step
 from promise_drivers import difference, run_bare
 from promise_table import TECHNIQUES, recipe_of
@@ -160,3 +161,65 @@ def test_what_needs_batches_at_the_end_is_refused_at_the_start_without(recipe, r
     with pytest.raises(CompatibilityError, match=refused) if refused else contextlib.nullcontext():
         train(BareServices())
     train(Calibrating())
+
+
+class Keras:
+    """Stands for an optimizer of another library."""
+
+    def __init__(self, variables):
+        self.variables = list(variables)
+
+    def apply(self, gradients):
+        raise AssertionError
+
+
+class Wrapping:
+    def __init__(self, parameters):
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (Keras, r"must be a torch.optim.Optimizer, .* got .*Keras; make one of torch.optim"),
+    (Wrapping, r"got .*Wrapping; pass the SGD that it wraps"),
+    (list, r"got builtins.list"),
+    (lambda parameters: None, r"got builtins.NoneType"),
+])  # fmt: skip
+def test_an_optimizer_of_another_library_is_refused_before_anything_is_changed(wrong, says):
+    model = net()
+    layers = list(model)
+    with (
+        pytest.raises(TrainingError, match=says),
+        Session(ADDING).training(model, wrong(model.parameters()), total_steps=4),
+    ):
+        pass
+    assert [*model] == layers
+    session = Session(PRUNE)
+    session.attach(model)
+    with pytest.raises(TrainingError, match=says):
+        session.begin([wrong(model.parameters())], total_steps=4)
+    with pytest.raises(TrainingError, match="begin must have a list of optimizers"):
+        session.begin(Keras([]), total_steps=4)
+    session.detach()
+
+
+def test_data_parallel_is_refused_and_ddp_where_its_parameters_change(tmp_path):
+    model = nn.DataParallel(net())
+    with (
+        pytest.raises(CompatibilityError, match=r"prune cannot be combined with torch\.nn\.DataParallel"),
+        Session(PRUNE).training(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2),
+    ):
+        pass
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(net())
+        for recipe in ({"lora": {"rank": 2, "base": "none"}}, ADDING):
+            with pytest.raises(CompatibilityError, match=r"attach to model\.module first, and wrap it then"):
+                Session(recipe).attach(model)
+        assert [type(layer) for layer in model.module] == [nn.Linear, nn.ReLU, nn.Linear]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Session(PRUNE).training(model, optimizer, total_steps=2) as session:
+            steps(session, model, optimizer, 2)
+        weights = [model.module[index].weight for index in (0, 2)]
+        assert sum(int((weight == 0).sum()) for weight in weights) == sum(weight.numel() for weight in weights) // 2
+    finally:
+        dist.destroy_process_group()
