@@ -107,13 +107,13 @@ def test_an_optimizer_that_is_not_torchs_is_refused_by_its_class():
 
     model = net()
     with (
-        pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, got Own"),
+        pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, got .*Own"),
         Session(PRUNE).training(model, Own(model.parameters()), total_steps=4),
     ):
         pass
     session = Session(PRUNE)
     session.attach(model)
-    with pytest.raises(TrainingError, match="got Own"):
+    with pytest.raises(TrainingError, match="got .*Own"):
         session.begin([Own(model.parameters())], total_steps=4)
     session.detach()
     assert list(model.state_dict()) == list(net().state_dict())
