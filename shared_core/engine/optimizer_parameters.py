@@ -150,7 +150,8 @@ class OptimizerParameters:
     """Which of a model's parameters each group of existing optimizers holds, by name.
 
     Groups stay as many and keep their options: schedulers and saved states count them. A new parameter joins the group
-    that holds its layer's other ones, or those of the nearest module around it.
+    that holds its layer's other ones, or those of the nearest module around it. Muon takes matrices alone: any other
+    parameter joins the nearest group of another optimizer.
 
     Args:
         model: The user's, before techniques are attached.
@@ -171,6 +172,8 @@ class OptimizerParameters:
         self._before = {parameter: (name, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._held = {held: index for index, group in enumerate(self._groups()) for held in group["params"]}
         self._group_of = {self._before[held][0]: index for held, index in self._held.items() if held in self._before}
+        self.adds = False
+        """True once parameters have joined that were made after the optimizers."""
 
     @property
     def is_empty(self) -> bool:
@@ -181,7 +184,8 @@ class OptimizerParameters:
         """Put into the groups what trains in the model as it is now; nothing changes where its parameters are the same.
 
         Raises:
-            TrainingError: If an optimizer has state of a parameter that no longer trains: it stepped before.
+            TrainingError: If an optimizer has state of a parameter that no longer trains: it stepped before; or if none
+                can take a new one.
         """
         now = dict(self._model.named_parameters())
         if {*now.values()} == self._before.keys():
@@ -191,7 +195,8 @@ class OptimizerParameters:
             if parameter not in self._before and parameter.requires_grad:
                 # what is added to a layer that no optimizer holds does not train either
                 if not self._is_unheld(name):
-                    joins[parameter] = self._nearest(name)
+                    joins[parameter] = self._nearest(name, parameter)
+                    self.adds = True
             # what a technique froze leaves, what the user froze stays
             elif parameter in self._held and (parameter.requires_grad or not self._before[parameter][1]):
                 joins[parameter] = self._held[parameter]
@@ -265,15 +270,30 @@ class OptimizerParameters:
                 return not any(parameter in self._held or not self._before[parameter][1] for parameter in beside)
         return False
 
-    def _nearest(self, name: str) -> int:
+    def _nearest(self, name: str, parameter: nn.Parameter) -> int:
         around = name
         while around:
             around = around.rpartition(".")[0]
             inside = f"{around}." if around else ""
-            found = [index for held, index in self._group_of.items() if held.startswith(inside)]
-            if found:
-                return found[0]
-        return 0
+            for held, index in self._group_of.items():
+                if held.startswith(inside) and self._takes(index, parameter):
+                    return index
+        names = " and ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        raise TrainingError(
+            "session",
+            f"an optimizer must take {name} of shape {tuple(parameter.shape)}, which a technique adds, got {names}, "
+            "which takes matrices alone",
+            "pass one such as AdamW as well (Session.attach_with and begin take several), or exclude the layer",
+        )
+
+    def _takes(self, index: int, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer of a group steps parameters of as many dimensions."""
+        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        optimizer, group = groups[index]
+        if "muon" not in type(optimizer).__name__.lower() or not group.get("use_muon", True):
+            return True
+        # Some other than torch's own flatten convolutions.
+        return parameter.ndim == 2 or any(held.ndim == parameter.ndim for held in group["params"])
 
     def _groups(self) -> list[dict[str, Any]]:
         # Asked each time: loading a state makes new ones.

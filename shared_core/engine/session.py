@@ -368,6 +368,8 @@ class Session:
         self._refuse_without_batches(context)
         self._leave_unheld(context)
         acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
+        if self._parameters is not None and self._parameters.adds:
+            acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
         self._started = self._started if self._begun else time.perf_counter()
         context.default_device = torch.get_default_device()

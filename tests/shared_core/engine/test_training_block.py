@@ -202,6 +202,58 @@ def test_an_optimizer_of_another_library_is_refused_before_anything_is_changed(w
     session.detach()
 
 
+@pytest.mark.parametrize("recipe", [
+    {"low_rank": {"rank": 2, "force": True, "min_size": 1}}, {"qat": {"scheme": "int8", "range": "lsq", "begin": 0}},
+])  # fmt: skip
+def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
+    def muon_and_adam():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 4))
+        sides = ([one for one in model.parameters() if (one.ndim == 2) is matrix] for matrix in (True, False))
+        return model, torch.optim.Muon(next(sides)), torch.optim.AdamW(next(sides))
+
+    model, muon, _ = muon_and_adam()
+    with (
+        pytest.raises(TrainingError, match=r"an optimizer must take 0\..* got Muon, which takes matrices alone"),
+        Session(recipe).training(model, muon, total_steps=2),
+    ):
+        pass
+    assert [type(layer) for layer in model] == [nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear]
+    assert [len(group) for group in held(muon)] == [2]
+
+    model, *optimizers = muon_and_adam()
+    session = Session(recipe)
+    session.attach_with(model, optimizers)
+    session.begin(optimizers, total_steps=2)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    assert {*map(id, trained)} == {id(one) for optimizer in optimizers for group in held(optimizer) for one in group}
+    assert all(one.ndim == 2 for group in held(optimizers[0]) for one in group)
+    before = [value.detach().clone() for value in trained]
+    session.loss(model(torch.randn(2, 4, 4, 4)).square().mean()).backward()
+    session.before_optimizer_step()
+    for optimizer in optimizers:
+        optimizer.step()
+    session.after_optimizer_step()
+    assert not any(
+        torch.equal(value, old) for value, old in zip(trained, before, strict=True) if value.grad is not None
+    )
+    session.detach()
+
+
+def test_an_optimizer_that_steps_inside_backward_cannot_take_what_is_added_after_it():
+    model = net()
+    inner = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+    for parameter in inner:
+        parameter.register_post_accumulate_grad_hook(lambda one: inner[one].step())
+    with (
+        pytest.raises(TrainingError, match="got SGD, which steps inside backward"),
+        Session({"lora": {"rank": 2, "base": "none", "include": ["0"]}}).training(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2
+        ) as session,
+    ):
+        steps(session, model, session.context.optimizers[0], 2)
+
+
 def test_data_parallel_is_refused_and_ddp_where_its_parameters_change(tmp_path):
     model = nn.DataParallel(net())
     with (
