@@ -103,6 +103,8 @@ class Comparison:
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
         self.config, self.teachers, self.told = config, teachers, dict(told)
+        self.figures: dict[str, Tensor] = {}
+        """What is logged of the latest micro-batch beside the student's figures, as its loss is scaled."""
 
     def compare(self, batch: StudentBatch) -> Compared:
         """Return how far the student is from its teachers: the mean over its parts, where outputs have several."""
@@ -186,10 +188,6 @@ class Comparison:
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
         """Return the student's loss with what else this batch trains."""
         return mixed
-
-    def metrics(self) -> dict[str, float]:
-        """Return figures beside those of the student."""
-        return {}
 
     def _cut(self, logits: Tensor) -> Tensor:
         """Return the classes that count."""
@@ -288,6 +286,12 @@ def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
         return task_loss
     soft = soft.to(task_loss.device)
     return soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
+
+
+def share_of(count: Tensor, context: Context) -> Tensor:
+    """Return what a loss of 1 is in this micro-batch: a trainer may divide by the positions of its whole window."""
+    # normalise(1 * count, count): 1 where the trainer takes means, count / window's positions where it divides sums.
+    return context.normalise(count.to(torch.float32), count)
 
 
 def _joined(outputs: list[Outputs]) -> Outputs:

@@ -61,13 +61,13 @@ class DistillConfig(TechniqueConfig):
     )  # fmt: skip
     counts_logits: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, Figure]] = {
-        "soft_loss": Figure("soft term of the latest micro-batch, with T², over its positions", in_bar=True),
-        "task_loss": Figure("task loss of the latest micro-batch", in_bar=True),
-        "hidden_loss": Figure("term of hidden pairs, before its weight", only="with `hidden`"),
-        "attention_loss": Figure("term of attention pairs, before its weight", only="with `attention`"),
+        "soft_loss": Figure("mean soft term of the latest step, with T²", in_bar=True),
+        "task_loss": Figure("mean task loss of the latest step", in_bar=True),
+        "hidden_loss": Figure("mean term of hidden pairs, before its weight", only="with `hidden`"),
+        "attention_loss": Figure("mean term of attention pairs, before its weight", only="with `attention`"),
         "alpha": Figure("weight of the task loss in the latest step", only="with `alpha_end`"),
         "temperature": Figure("T in the latest step", only="with `temperature_end`"),
-        "unlabelled_share": Figure("share of unlabelled examples", only="with `unlabelled_field`"),
+        "unlabelled_share": Figure("share of unlabelled examples in the latest step", only="with `unlabelled_field`"),
         "peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
     }
 

@@ -19,7 +19,15 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, difference, load_named, mix
+from shared_core.distillation.comparison import (
+    Compared,
+    Comparison,
+    StudentBatch,
+    difference,
+    load_named,
+    mix,
+    share_of,
+)
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, ForwardHook
 from shared_core.distillation.outputs import EMBEDDINGS, check_heads, check_outputs, find_outputs, is_of_classes
@@ -454,11 +462,9 @@ class MutualComparison(Comparison):
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
         """Return the student's loss unchanged in value, with the gradients of all peers' losses beside its own."""
         losses = [mix(task, context.normalise(total, count), alpha) for task, total in self._latest]
-        # what a loss of 1 is in this micro-batch: a trainer may divide by the positions of its whole window
-        # normalise(1 * count, count): 1 where the trainer takes means, count / window's positions where it divides
-        # sums.
-        share = context.normalise(count.to(torch.float32), count)
-        self._peers.note_losses([task_loss, *(task for task, _ in self._latest)], share)
+        tasks = [task.detach() for task, _ in self._latest]
+        self._peers.note_losses([task_loss, *tasks], share_of(count, context))
+        self.figures = {"distill/peer_task_loss": torch.stack([task.to(mixed.device) for task in tasks]).mean()}
         self._latest = []
         together = torch.stack([loss.to(mixed.device) for loss in losses]).sum()
         if world_size() > 1:
@@ -469,10 +475,6 @@ class MutualComparison(Comparison):
             )
         # The value stays the student's loss, which is logged; the gradient is the sum of all.
         return mixed + (together - together.detach())
-
-    def metrics(self) -> dict[str, float]:
-        """Return the peers' mean task loss."""
-        return {"distill/peer_task_loss": float(self._peers.losses[1:].mean())}
 
     def detach(self) -> None:
         """Take the peers out of the optimizers, and tell which student was best."""

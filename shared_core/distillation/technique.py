@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix
+from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix, share_of
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.feature_pairs import WatchedPairs, open_pairs
 from shared_core.distillation.forward_capture import ForwardHook, is_causal, named_inputs
@@ -31,10 +31,10 @@ from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.schedule import Schedule
 from shared_core.distillation.task_gradient import TaskLoss
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
+from shared_core.engine.micro_batches import StepMeans
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError, TrainingError, nearest
-from shared_core.numerics.deferred_checks import read_together
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -75,8 +75,8 @@ class Distillation(Technique):
         self._handle: RemovableHandle | None = None
         self._batches = 0
         self._positions: Tensor | int = 0
-        self._soft: tuple[Tensor, Tensor] | None = None
-        self._figures: dict[str, float | Tensor] = {}
+        self._means = StepMeans()
+        self._moving: dict[str, float] = {}
         self._saved_teachers: Mapping[str, Any] = {}
         self._saved_pairs: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
@@ -101,6 +101,7 @@ class Distillation(Technique):
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
         self._examples.check(student)
+        context.windows["distill.figures"] = self._means
         if config.init_layers is not None:
             if student not in _BEGUN:
                 _BEGUN[student] = copy_layers_(student, teachers[0], config.init_layers)
@@ -178,7 +179,8 @@ class Distillation(Technique):
         given, task_loss = task_loss, labelled_part(task_loss, labels, causal=self.is_causal)
         if not (active := self._schedule.is_active(context)) or not torch.is_grad_enabled():
             # Outside of begin..end the hooks are off, so there is no forward to compare.
-            self._soft = self._soft if active else None  # what was last before the end is no figure of later steps
+            if not active:
+                self._means.forget()  # what was last before the end is no figure of later steps
             return task_loss
         if student is None or comparison is None or forward is None:
             raise TrainingError(
@@ -204,24 +206,28 @@ class Distillation(Technique):
             task_loss = task.rejoined()
         elif task is None and compared.with_task:
             task_loss = task_loss.detach()
-        self._note(batch, compared, task_loss, self._schedule.figures(alpha, temperature))
         # `normalise` divides sum by count as this trainer does: over the micro-batch, or over its whole window.
-        mixed = mix(task_loss, context.normalise(compared.total, compared.count), alpha)
+        soft = context.normalise(compared.total, compared.count)
+        figures = {"distill/soft_loss": soft.detach(), "distill/task_loss": task_loss.detach()}
+        mixed = mix(task_loss, soft, alpha)
         mixed = comparison.join(mixed, task_loss, alpha, compared.count, context)
         for name, pairs in self._pairs.items():
             term = pairs.loss(compared.mask, inputs, context.normalise)
-            self._figures[f"distill/{name}_loss"] = term.detach()
+            figures[f"distill/{name}_loss"] = term.detach()
             mixed = mixed + pairs.weight * term.to(mixed.device)
+        self._moving = self._schedule.figures(alpha, temperature)
+        self._note(batch, compared, {**figures, **comparison.figures}, context)
         return mixed
 
-    def _note(self, batch: StudentBatch, compared: Compared, task_loss: Tensor, moving: dict[str, float]) -> None:
+    def _note(self, batch: StudentBatch, compared: Compared, figures: dict[str, Tensor], context: Context) -> None:
         """Count a micro-batch, and keep its figures as tensors: reading them waits for a GPU."""
         count, mask = compared.count, compared.mask
-        share = self._examples.add(batch.labels, batch.unlabelled, batch.inputs.get("attention_mask"), mask, count)
+        self._means.add(figures, share_of(count, context))
+        flags = self._examples.add(batch.labels, batch.unlabelled, batch.inputs.get("attention_mask"), mask, count)
+        if flags is not None and self.config.unlabelled_field:
+            self._means.add({"distill/unlabelled_share": flags.sum()}, len(flags))
         self._batches += 1
         self._positions = self._positions + (count if mask is None else mask.sum())
-        self._soft = compared.total.detach(), count
-        self._figures = {"distill/task_loss": task_loss.detach(), **moving, **share}
 
     def _switch(self, context: Context) -> None:
         self._hook.active = active = self._schedule.is_active(context)
@@ -295,6 +301,7 @@ class Distillation(Technique):
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """The gradients of this step are of no use to anyone."""
+        self._means.close()
         if self._peers is not None:
             self._peers.drop_gradients()
 
@@ -313,6 +320,7 @@ class Distillation(Technique):
             raise TrainingError(
                 "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
             )
+        self._means.close()
         # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
@@ -359,15 +367,9 @@ class Distillation(Technique):
     # -- figures
 
     def metrics(self) -> dict[str, float]:
-        """Return the latest micro-batch's task loss, its soft term with T² over positions, and options that move."""
-        if self._soft is None:
-            return {}
-        total, count = self._soft
-        figures = {"distill/soft_loss": total / count.clamp(min=1), **self._figures}
-        beside = {} if self._comparison is None else self._comparison.metrics()
-        there = {name: value.double() for name, value in figures.items() if isinstance(value, Tensor)}
-        read = dict(zip(there, read_together([*there.values()]), strict=True))
-        return {name: float(read.get(name, value)) for name, value in figures.items()} | beside
+        """Return the latest step's mean task loss, its mean soft term with T², and options that move."""
+        figures = self._means.read()
+        return figures | self._moving if figures else {}
 
     def report(self) -> dict[str, Any]:
         """Return who taught, how, and how much."""

@@ -202,8 +202,8 @@ class Examples:
 
     def add(
         self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
-    ) -> dict[str, Tensor]:
-        """Count a micro-batch, if labels or a field tell of its examples, and return what the log says of it.
+    ) -> Tensor | None:
+        """Count a micro-batch; return which of its examples are unlabelled, None if neither labels nor a field tell.
 
         Args:
             labels: As the task loss saw them.
@@ -214,14 +214,14 @@ class Examples:
         """
         flags = told if told is not None else _unlabelled(labels, attention_mask)
         if flags is None:
-            return {}
+            return None
         if counted is None:
             positions = flags.sum() * rows.to(flags.device) // max(len(flags), 1)
         else:
             positions = (counted & _column(flags, counted)).sum().to(flags.device)
         sums = torch.stack([(~flags).sum(), flags.sum(), positions])
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
-        return {"distill/unlabelled_share": flags.float().mean()} if self._field else {}
+        return flags
 
     def finish(self, model: nn.Module, context: Context) -> dict[str, str]:
         """Return what the receipt says of a field that called no example of any process unlabelled."""

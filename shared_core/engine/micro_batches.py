@@ -1,11 +1,15 @@
-"""Means over micro-batches: what a loop averages by that does not know how many positions its next step has."""
+"""Means over the micro-batches of a step: of positions, for a loop that does not know their number, and of figures."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared_core.engine.technique import mean_over_micro_batch
+from shared_core.numerics.deferred_checks import read_together
 
 
 class MicroBatchMeans:
@@ -62,3 +66,70 @@ class MicroBatchMeans:
         least, most = self._spread.tolist()
         self._is_told = least != most
         return (least, most) if self._is_told else None
+
+
+class StepMeans:
+    """Means of a step's figures over its micro-batches, which weigh as they do in the step's gradient.
+
+    Tensors are kept as they are until somebody reads the means, since reading waits for a GPU.
+
+    Example:
+        >>> import torch
+        >>> means = StepMeans()
+        >>> for total, weight in ((6.0, 3.0), (4.0, 2.0)):
+        ...     means.add({"loss": torch.tensor(total)}, weight)
+        >>> means.close()
+        >>> means.add({"loss": torch.tensor(7.0)}, 1.0)
+        >>> means.read()
+        {'loss': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Mapping[str, Tensor | float], Tensor | float]] = []
+        self._closed: list[tuple[Mapping[str, Tensor | float], Tensor | float]] = []
+
+    def add(self, figures: Mapping[str, Tensor | float], weight: Tensor | float) -> None:
+        """Add a micro-batch.
+
+        Args:
+            figures: What it adds to the step, as the loss is scaled.
+            weight: What a figure of 1 adds there.
+        """
+        self._open.append((figures, weight))
+
+    def close(self) -> None:
+        """End a step: its means are read from now on. A second call changes nothing."""
+        if self._open:
+            self._closed, self._open = self._open, []
+
+    def forget(self) -> None:
+        """Drop all figures."""
+        self._closed, self._open = [], []
+
+    def read(self) -> dict[str, float]:
+        """Return the means of the latest step; during the first one, of its micro-batches so far."""
+        return {name: total / weight if weight else 0.0 for name, (total, weight) in _sums(self._closed or self._open)}
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the sums of the micro-batches of a step that is not over."""
+        return {name: [*sums] for name, sums in _sums(self._open)}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `window_state`."""
+        self._open = [({name: float(total)}, float(weight)) for name, (total, weight) in state.items()]
+
+
+def _sums(parts: list[tuple[Mapping[str, Tensor | float], Tensor | float]]) -> list[tuple[str, tuple[float, float]]]:
+    """Return for each figure its sum over micro-batches and that of the weights."""
+    values = [value for figures, weight in parts for value in (*figures.values(), weight)]
+    there = [value.double() for value in values if isinstance(value, Tensor)]
+    read = iter(read_together(there))
+    numbers = iter([next(read) if isinstance(value, Tensor) else float(value) for value in values])
+    sums: dict[str, tuple[float, float]] = {}
+    for figures, _ in parts:
+        found = [next(numbers) for _ in figures]
+        weight = next(numbers)
+        for name, value in zip(figures, found, strict=True):
+            total, weights = sums.get(name, (0.0, 0.0))
+            sums[name] = total + value, weights + weight
+    return [*sums.items()]

@@ -1,11 +1,16 @@
 """What each technique logs while training is what docs/logging.md says, at the trainer's own steps, with both."""
 
+import copy
 import csv
 
 import pytest
+import torch
+import torch.nn.functional as F
+from language_runs import cut, documents, gradients, llama, padded
 from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
+from shared_core import Session
 from shared_core.engine.compatibility import refusal
 from shared_core.engine.metrics import is_in_bar, logged_figures
 from shared_core.engine.registry import REGISTRY
@@ -67,3 +72,78 @@ def test_every_technique_is_known_to_log_or_not_to():
     assert logging | silent == set(REGISTRY)
     assert not logging & silent
     assert all(sum(name.startswith(f"{key}/") and is_in_bar(name) for name in FIGURES) <= 2 for key in REGISTRY)
+
+
+T, ALPHA = 2.0, 0.3
+
+
+def formula(student, teacher, rows):
+    """Task loss and soft term of all rows in one batch, in float64."""
+    batch = padded(rows)
+    labels = batch["labels"][:, 1:]
+    logits = [copy.deepcopy(model).double().eval()(**batch).logits[:, :-1] for model in (student, teacher)]
+    ours, theirs = (each[labels != -100].detach() for each in logits)
+    p, q = (theirs / T).softmax(-1), (ours / T).log_softmax(-1)
+    soft = T**2 * (p * (p.log() - q)).sum(-1).mean()
+    return {
+        "distill/task_loss": float(F.cross_entropy(ours, labels[labels != -100])),
+        "distill/soft_loss": float(soft),
+    }
+
+
+@pytest.mark.parametrize("size", [6, 2, 1])
+@pytest.mark.parametrize("front_end", ["bare", "hf", "lightning"])
+def test_losses_are_means_of_the_step_whatever_it_is_cut_into(front_end, size, tmp_path):
+    # The Trainer averages over the labels of a step, the others over its micro-batches.
+    rows = documents() if front_end == "hf" else [row[:3] for row in documents()]
+    student, teacher = llama(0), llama(1, 3)
+    expected = formula(student, teacher, rows)
+    recipe = {"distill": {"teacher": teacher, "temperature": T, "alpha": ALPHA}}
+    _, figures = gradients(front_end, student, recipe, cut(rows, size, padded), tmp_path)
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("front_end", ["bare", "hf", "lightning"])
+def test_terms_of_features_and_peers_too(front_end, tmp_path):
+    rows, student = [row[:3] for row in documents()], llama(0)
+    hidden = {"teacher": llama(1, 3), "hidden": ["model.layers.1=model.layers.2"], "temperature_end": 1.0}
+    for options in (hidden, {"teacher": "mutual"}):
+        whole, parts = (
+            gradients(front_end, student, {"distill": {**options, "temperature": T}}, cut(rows, size, padded), tmp_path)
+            for size in (6, 2)
+        )
+        found = {name: value for name, value in whole[1].items() if name.startswith("distill/")}
+        assert len(found) >= 3
+        assert {name: parts[1][name] for name in found} == pytest.approx(found, rel=1e-5)
+
+
+def test_figures_of_a_step_that_is_interrupted_go_on():
+    torch.manual_seed(0)
+    net, data = torch.nn.Linear(4, 3), torch.randn(4, 8, 4)
+    recipe = {"distill": {"teacher": torch.nn.Linear(4, 3), "alpha": ALPHA}}
+
+    def begun():
+        session = Session(recipe)
+        session.attach(net)
+        session.begin([torch.optim.SGD(net.parameters())], total_steps=2)
+        return session
+
+    def train(session, part):
+        for batch in part:
+            session.loss(F.cross_entropy(net(batch), torch.zeros(8, dtype=torch.long))).backward()
+
+    whole = begun()
+    train(whole, data)
+    whole.after_optimizer_step()
+    expected = whole.metrics()
+    whole.detach()
+    stopped = begun()
+    train(stopped, data[:3])
+    window = stopped.window_state()
+    stopped.detach()
+    resumed = begun()
+    resumed.load_window_state(window)
+    train(resumed, data[3:])
+    resumed.after_optimizer_step()
+    assert resumed.metrics() == pytest.approx(expected)
+    resumed.detach()
