@@ -43,6 +43,7 @@ from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.step_watch import StepWatch
 from shared_core.engine.technique import BareServices, Context, Services, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
+from shared_core.modules.calls import forget_compiled
 
 
 def _state_of(
@@ -390,6 +391,8 @@ class Session:
             with self._timed(key), reading, torch.device("cpu"):
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
+        if self.techniques:
+            forget_compiled()
 
     def _leave_unheld(self, context: Context) -> None:
         """Have techniques leave alone what no optimizer holds; the first call of a run decides."""

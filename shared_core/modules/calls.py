@@ -5,6 +5,7 @@ The calls of one micro-batch, kept so that what depends on what can be traced.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +82,13 @@ def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
         ConfigError: If the model raises; its own error is the cause.
     """
     return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
+
+
+def forget_compiled() -> None:
+    """Drop what ``torch.compile`` made earlier in this process: it runs without hooks that were registered since."""
+    # dynamo does not look whether a module without hooks has got one (torch 2.13, skip_nnmodule_hook_guards)
+    if "torch._dynamo" in sys.modules:  # without it nothing was compiled, and to import it takes a second
+        torch.compiler.reset()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ keeping the outputs of a micro-batch as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -281,7 +282,7 @@ class UnitPruning(MaskPolicy):
     def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
         granularity = self.config.granularity
         with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
-            traced = find_groups(model, replay)
+            traced = [_plainly_named(group) for group in find_groups(model, replay)]
         if self.config.criterion != "shapley":
             self._stop_listening()
         groups = list(prunable_groups(traced, granularity, self._modules))
@@ -553,6 +554,12 @@ class UnitPruning(MaskPolicy):
         told = {"value": VALUE, "permutations": self.config.permutations}
         shapley = {"shapley": told} if self.config.criterion == "shapley" else {}
         return {"units": units, "groups_left_out": dict(self.left_out), **shapley}
+
+
+def _plainly_named(group: ChannelGroup) -> ChannelGroup:
+    """Return a group under the names that weights have here: those of the model without wrappers of its parts."""
+    slices = tuple(dataclasses.replace(part, tensor=plain_name(part.tensor)) for part in group.slices)
+    return dataclasses.replace(group, name=plain_name(group.name), slices=slices)
 
 
 def _saved(group: ChannelGroup) -> dict[str, Any]:

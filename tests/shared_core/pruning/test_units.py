@@ -131,3 +131,21 @@ def test_a_unit_is_divided_by_its_cost_once(criterion):
     gone = torch.cat([(layer.weight == 0).flatten(1).all(1) for layer in (net[0], net[2])])
     lowest = torch.cat(scores).argsort()[:6]
     assert gone.nonzero().flatten().tolist() == sorted(lowest.tolist())
+
+
+def test_a_run_that_never_found_its_units_says_so_at_the_end():
+    # in evaluation mode no forward counts as one of training
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = {"prune": {"sparsity": 0.5, "granularity": "neuron", "begin": 1, "end": 3, "every": 1}}
+    with Session(recipe).training(model, optimizer, total_steps=4) as session:
+        for _ in range(4):
+            session.loss(model(torch.randn(3, 4)).square().mean()).backward()
+            session.before_optimizer_step()
+            optimizer.step()
+            session.after_optimizer_step()
+            optimizer.zero_grad()
+            assert not session.may_be_best()
+    receipt = session.receipt()
+    assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: the units were not found")
+    assert any(note.startswith("PRUNE DID NOT REACH WHAT WAS ASKED FOR") for note in receipt["notes"])
