@@ -47,6 +47,12 @@ ExecutorOptions = Annotated[
         help="Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated.",
     ),
 ]
+AllowPartial = Annotated[
+    bool,
+    typer.Option(
+        "--allow-partial", help="Go on where less than half of the weights that multiply activations are within reach."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 

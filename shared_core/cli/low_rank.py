@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import (
+    AllowPartial,
     AsJson,
     Calibration,
     Evaluate,
@@ -48,6 +49,7 @@ def low_rank(
         bool, typer.Option("--merged", help="Write whole weights of low rank, which load as before, and save nothing.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Forwards that are timed, before and after.")] = 10,
+    allow_partial: AllowPartial = False,
     as_json: AsJson = False,
 ) -> None:
     """Factorise a trained model and save it, with a report of what that saves and loses.
@@ -81,7 +83,7 @@ def low_rank(
     dense = copy.deepcopy(network)
     quality = {"dense": score(judge, dense, "eff low-rank")} if judge else {}  # first: what it returns is found out
     with bar("factorising") as advance:
-        done = factorize(network, config, data, loss=run_batch, progress=advance)
+        done = factorize(network, config, data, loss=run_batch, allow_partial=allow_partial, progress=advance)
     values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": merged}
     if merged:
         merge(network)
@@ -123,6 +125,7 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
 def _tell(out: Path, values: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from shared_core.engine import coverage
     from shared_core.reports.console import Console
 
     console = Console()
@@ -141,6 +144,8 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
             "–" if output is None else f"{output:.3g}",
         )
     console.print(table)
+    share = coverage.percent(values["coverage"]["share"])
+    console.print(f"{share} of the weights that multiply activations are within reach", markup=False)
     for name, reason in values["left_out"].items():
         console.print(f"left alone: {name}: {reason}", markup=False)
     for name, unit in (("parameters", ""), ("bytes", ""), ("flops", ""), ("milliseconds", " (median of a forward)")):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import (
+    AllowPartial,
     AsJson,
     Calibration,
     Evaluate,
@@ -60,6 +61,7 @@ def prune(
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Also remove the pruned neurons, channels or heads: a smaller model.")
     ] = False,
+    allow_partial: AllowPartial = False,
     as_json: AsJson = False,
 ) -> None:
     """Prune a trained model at once and save plain weights, which load without this library, and a report.
@@ -103,6 +105,7 @@ def prune(
             loss=None if data is None else run_batch,
             num_batches=batches,
             seed=seed,
+            allow_partial=allow_partial,
             progress=advance,
         )
     _judge(quality, "pruned", network, judge)
@@ -169,6 +172,7 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     from rich.table import Table
 
     from shared_core.engine import coverage
+    from shared_core.pruning.config import UNITS
     from shared_core.reports.console import Console
 
     console = Console()
@@ -185,8 +189,11 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
         f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
         f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
     )
-    share = values["coverage"]["share"]
-    console.print(f"{coverage.percent(share)} of the weights that multiply activations are within reach", markup=False)
+    share, granularity = values["coverage"]["share"], values["granularity"]
+    of = f" of granularity {granularity}" if granularity in UNITS else ""
+    console.print(
+        f"{coverage.percent(share)} of the weights that multiply activations are within reach{of}", markup=False
+    )
     for note in values["notes"]:
         console.print(f"note: {note}", markup=False)
     for name, reason in values["left_out"].items():

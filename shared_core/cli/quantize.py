@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import (
+    AllowPartial,
     AsJson,
     Evaluate,
     Model,
@@ -130,6 +131,7 @@ def quantize(
     report: Annotated[
         Path | None, typer.Option(help="Write a page with tables and plots: an .html file, and a .md beside it.")
     ] = None,
+    allow_partial: AllowPartial = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
@@ -188,6 +190,7 @@ def quantize(
         network=network, config=config, method=by_torchao, gptq=gptq, num_batches=batches, equalize=equalize,
         correct_bias=correct_bias, kv_cache=kv_cache, mode=mode, accept=accept, sensitivity=sensitivity,
         largest_loss=largest_loss, all_layers=all_layers, attack=settings, job=job,
+        allow_partial=allow_partial,
         progress=functools.partial(bar, is_shown=job.is_main),
     )  # fmt: skip
     try:

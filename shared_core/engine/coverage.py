@@ -107,17 +107,26 @@ class Reach:
         parts = [f"{percent(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
         return "; ".join(parts) + (f"; and {len(largest) - _TOLD} kinds more" if len(largest) > _TOLD else "")
 
-    def refusal(self, key: str, config: TechniqueConfig) -> MatchError | None:
-        """Return the error of less than `ENOUGH` of what was not skipped, None where `include` chose the layers."""
+    def refusal(self, key: str, config: TechniqueConfig, remedy: str = "") -> MatchError | None:
+        """Return the error of less than `ENOUGH` of what was not skipped, None where `include` chose the layers.
+
+        Args:
+            key: The technique.
+            config: Its options.
+            remedy: How to go on all the same; by default in training.
+        """
         chosen: tuple[str, ...] = getattr(config, "include", ())
         if chosen or self.within >= ENOUGH * (self.within + self.unasked):
             return None
+        remedy = remedy or (
+            f"to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside the techniques of a recipe), or "
+            f"name the layers that are meant with include (--{key}_include)"
+        )
         return MatchError(
             key,
             f"at least {ENOUGH:.0%} of the weights that multiply activations must be within reach, got "
             f"{percent(self.share)}",
-            f"left as they are: {self._left()}; to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside "
-            f"the techniques of a recipe), or name the layers that are meant with include (--{key}_include)",
+            f"left as they are: {self._left()}; {remedy}",
         )
 
 
@@ -248,6 +257,29 @@ def of_run(
         found[key] = one
         if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
             raise error
+    return found
+
+
+def after_training(
+    counted: Counted, touched: Touched, config: TechniqueConfig, model: nn.Module, *, where: str, allow_partial: bool
+) -> Reach:
+    """Return what a technique reaches of a trained model, of which frozen weights count as others do.
+
+    Args:
+        counted: From `count`, before the model was changed.
+        touched: What is to be changed.
+        config: The options.
+        model: The model.
+        where: Who changes it, for errors.
+        allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+
+    Raises:
+        MatchError: If less is reached.
+    """
+    found = reach(counted, touched, config, model, reaches_frozen=True) or Reach(0, 0, {}, counted.beside, 0)
+    remedy = f"to go on all the same pass {PARTIAL}=True (--{PARTIAL.replace('_', '-')}), or name the layers in include"
+    if not allow_partial and (error := found.refusal(where, config, remedy)) is not None:
+        raise error
     return found
 
 

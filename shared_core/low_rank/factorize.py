@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import whole
+from shared_core.engine import coverage
+from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig, read_report
 from shared_core.low_rank.decomposition import InputMoments, relative_error
@@ -38,6 +40,7 @@ class LowRankReport:
         decomposition: What the truncation kept best.
         batches: How many batches were looked at.
         seconds: What it took.
+        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
     """
 
     layers: list[dict[str, Any]]
@@ -46,6 +49,7 @@ class LowRankReport:
     decomposition: str
     batches: int
     seconds: float
+    coverage: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values that JSON can hold."""
@@ -59,6 +63,7 @@ def factorize(
     batches: Iterable[Any] | None = None,
     *,
     loss: Loss | None = None,
+    allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LowRankReport:
     r"""Replace layers of a model by products of two smaller ones in place, and return what was done.
@@ -73,11 +78,12 @@ def factorize(
         batches: For ``scaled``, ``whitened`` and ``sensitivity``; the first ``calibration_batches`` are looked at. Each
             is a tensor, a tuple of arguments or a mapping of keyword arguments, or whatever `loss` takes.
         loss: ``loss(model, batch)`` returns the loss of a batch; by default the output's ``loss``.
+        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
         progress: Called with (done, total) while sensitivity is measured, or batches are run.
 
     Raises:
         ConfigError: If an option breaks its rule, or batches are missing.
-        MatchError: If there is nothing to factorise.
+        MatchError: If there is nothing to factorise, or too little (`allow_partial`).
         CompatibilityError: If the model is factorised already, sharded, or batches are spread over processes.
         TrainingError: If a weight or an input is not finite, or a layer saw none.
 
@@ -107,14 +113,19 @@ def factorize(
         return _mean_loss(model, data, loss)
 
     plan, kept_out = plan_ranks(config, layers, moments, measured, progress)
+    left = left_out | kept_out
+    sizes = {name: candidate.numel for name, (candidate, _) in plan.items()}
+    reached = coverage.after_training(
+        coverage.count(model), Touched(sizes, left, "factorised layers"), config, model, where="low_rank",
+        allow_partial=allow_partial,
+    )  # fmt: skip
     told = apply(model, plan, moments)
     for layer in told:
         model.get_submodule(layer["name"]).release()  # type: ignore[operator]
     fast_paths_off(model, (LowRankLayer,))
     after = sum(parameter.numel() for parameter in model.parameters())
-    return LowRankReport(
-        told, left_out | kept_out, (before, after), config.decomposition, len(data), time.perf_counter() - started
-    )
+    seconds = time.perf_counter() - started
+    return LowRankReport(told, left, (before, after), config.decomposition, len(data), seconds, reached.to_dict())
 
 
 Plan = Mapping[str, tuple[Candidate, int]]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
+from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.experts import StackedExperts, matrices, matrix_names
@@ -514,6 +515,10 @@ class MaskPolicy:
             for name, share in self.targets.own.items()
             for matrix in matrix_names(name, modules[name], len(self.weights[name]))
         }
+
+    def touched(self) -> Touched:
+        """Return the weights that masks of this granularity reach."""
+        return self.targets.touched()
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Return by layer how many there are of what is pruned whole, and how many of them are gone."""

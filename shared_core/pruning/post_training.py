@@ -52,7 +52,7 @@ class PruneReport:
         notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
-        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
+        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`); of units what they hold.
     """
 
     masks: dict[str, Tensor] = field(repr=False)
@@ -91,6 +91,7 @@ def prune(
     loss: Loss | None = None,
     num_batches: int = 100,
     seed: int = 0,
+    allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PruneReport:
     """Prune a trained model in place, at once to ``config.sparsity``, and return what was done.
@@ -114,12 +115,13 @@ def prune(
             have a ``loss`` (models of transformers, given labels).
         num_batches: How many batches are run, at most.
         seed: Of the draws of ``random`` and ``shapley``.
+        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
         progress: Called with (batches run, batches) after each batch, to show a bar.
 
     Raises:
         ConfigError: If an option breaks its rule, or calibration or loss is missing or not what the model takes.
         CompatibilityError: If a weight is not finite, or weights are sharded or batches spread over processes.
-        MatchError: If there is nothing to prune.
+        MatchError: If there is nothing to prune, or too little (`allow_partial`).
         TrainingError: If no batch has finite gradients, or a layer saw no input.
 
     Example:
@@ -137,7 +139,8 @@ def prune(
     batches = _checked_batches(config, calibration, num_batches)
     targets = find_targets(model, config)
     weights = targets.weights()
-    reached = coverage.reach(coverage.count(model), targets.touched(), config, model)
+    counted = coverage.count(model)
+    coverage.after_training(counted, targets.touched(), config, model, where="prune", allow_partial=allow_partial)
     _check_weights(config, weights)
     context = Context(model=model)
     context.generator.manual_seed(seed)
@@ -158,6 +161,7 @@ def prune(
         masks = policy.choose(context, config.sparsity, targets.own)
     policy.take(context, masks)
     told = policy.report()
+    reached = coverage.after_training(counted, policy.touched(), config, model, where="prune", allow_partial=True)
     return PruneReport(
         masks=dict(policy.store),
         **weights_report(targets, policy.store.num_pruned),
@@ -169,7 +173,7 @@ def prune(
         examples=calibrating.examples,
         seconds=time.perf_counter() - started,
         **policy.layers_report(),
-        coverage=reached.to_dict() if reached is not None else {},
+        coverage=reached.to_dict(),
         **{name: told[name] for name in ("units", "groups_left_out") if name in told},
     )
 

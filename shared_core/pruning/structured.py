@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Kind, Slice, find_groups
 from shared_core.distributed.collectives import any_rank, broadcast_, from_main
 from shared_core.distributed.sharded_tensors import whole
+from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import ExampleCalls, evaluated
@@ -251,6 +252,20 @@ class UnitPruning(MaskPolicy):
         if self.found:
             make = filter_groups if config.granularity == "filter" else layer_groups
             self._take(make(self._modules))
+
+    def touched(self) -> Touched:
+        """Return the weights that hold units, once these are known."""
+        found = self.targets.touched()
+        if not self.found:
+            return found
+        held = {part.tensor for group in self.groups for part in masked_slices(group)}
+        reason = f"no {self.config.granularity} of it can be pruned"
+        out = {name: reason for name in found.tensors if name not in held}
+        return dataclasses.replace(
+            found,
+            tensors={name: size for name, size in found.tensors.items() if name in held},
+            left_out={**found.left_out, **out},
+        )
 
     def take_costs(self, costs: dict[str, float]) -> None:
         """Divide the score of a unit by what all of it costs."""

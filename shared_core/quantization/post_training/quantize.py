@@ -65,6 +65,7 @@ class QuantizationReport:
             was not asked for or there are no batches.
         kv_cache: Scales of the cache of keys and values, which stand among the ranges too, and what they cost; None if
             they were not asked for.
+        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
     """
 
     layers: list[dict[str, Any]]
@@ -74,6 +75,7 @@ class QuantizationReport:
     notes: list[str] = field(default_factory=list)
     output_sqnr_db: float | None = None
     kv_cache: KvCacheReport | None = None
+    coverage: dict[str, Any] = field(default_factory=dict)
 
 
 def quantize(
@@ -100,7 +102,7 @@ def quantize(
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
         CompatibilityError: If a weight is not finite.
-        MatchError: If no layer can be quantised.
+        MatchError: If no layer can be quantised, or too few (`allow_partial`).
         TrainingError: If a layer saw no finite input.
 
     Example:
@@ -124,6 +126,7 @@ def quantize_with_report(
     measure_outputs: bool = False,
     gptq: GptqConfig | Mapping[str, Any] | None = None,
     kv_cache: str | None = None,
+    allow_partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
     job: Job | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
@@ -144,6 +147,7 @@ def quantize_with_report(
             grid and on any device, decoder block after decoder block: its options, ``{}`` for the defaults; None: round
             to nearest.
         kv_cache: ``fp8``: measure scales of a cache in FP8 of the quantised model (`calibrate_kv_cache`).
+        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
         progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
         job: Other processes that call this with the same arguments; each observes some of the batches, and all get
             the ranges of one process: extrema and counts join exactly, averages are taken in the batches' order.
@@ -151,7 +155,7 @@ def quantize_with_report(
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
         CompatibilityError: If a weight is not finite.
-        MatchError: If no layer can be quantised.
+        MatchError: If no layer can be quantised, or too few (`allow_partial`).
         TrainingError: If a layer saw no finite input.
     """
     check_model(model, WHERE)
@@ -185,7 +189,10 @@ def quantize_with_report(
     context = Context(model=quantized, note=notes.append)
     counted = coverage.count(quantized)
     technique.attach(quantized, context)
-    notes += coverage.lines(coverage.of_run(counted, {"qat": technique}, quantized, allow_partial=True))
+    reached = coverage.after_training(
+        counted, technique.touched(quantized), config, quantized, where=WHERE, allow_partial=allow_partial
+    )
+    notes += coverage.lines({"qat": reached})
     _check_finite(technique)
     used = _calibrate(quantized, technique, batches, notes, progress, job)
     if config.range == "mse":
@@ -206,7 +213,8 @@ def quantize_with_report(
     if kv_cache and batches is not None:
         cache = calibrate_kv_cache(quantized, batches, kv_cache)
         ranges |= cache.scales
-    return quantized, QuantizationReport(layers, report["left_out"], used, ranges, notes, whole, cache)
+    told = reached.to_dict()
+    return quantized, QuantizationReport(layers, report["left_out"], used, ranges, notes, whole, cache, told)
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:

@@ -23,6 +23,8 @@ from eff_kernels.quantization.exact_sums import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig, option
+from shared_core.engine import coverage
+from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.libraries import optional
 from shared_core.modules.calls import call_model, evaluated
@@ -341,6 +343,7 @@ def quantize_with_torchao(
     *,
     num_batches: int = 100,
     plain_weights: bool = False,
+    allow_partial: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> tuple[nn.Module, TorchaoReport]:
@@ -363,6 +366,7 @@ def quantize_with_torchao(
             arguments.
         num_batches: How many of them are run, at most.
         plain_weights: Bake as `to_plain_weights` does: ordinary parameters, for checkpoints that load in your model.
+        allow_partial: Whether layers with less than half of the weights that multiply activations will do.
         progress: Called with (batches run, batches) after each batch of both passes, to show a bar.
         **options: Of `TorchaoMethodConfig`: scheme, group_size, alpha, search_steps, damping, include, skip.
 
@@ -371,7 +375,7 @@ def quantize_with_torchao(
         ConfigError: If an option breaks its rule, or calibration is not what the model takes.
         CompatibilityError: If the method does not run on the model's device, this version of torchao has no such
             method, or a weight is not finite.
-        MatchError: If no layer can be quantised.
+        MatchError: If no layer can be quantised, or too few (`allow_partial`).
         TrainingError: If a layer saw no input, or NaN or infinity.
 
     Example:
@@ -385,6 +389,10 @@ def quantize_with_torchao(
         raise ConfigError(WHERE, f"num_batches must be a whole number of at least 1, got {num_batches!r}")
     quantized = copy.deepcopy(model).eval()
     layers, left_out = _select(quantized, config)
+    coverage.after_training(
+        coverage.count(quantized), Touched.modules(layers, left_out), config, quantized, where=WHERE,
+        allow_partial=allow_partial,
+    )  # fmt: skip
     for device, dtype in dict.fromkeys((layer.weight.device, layer.weight.dtype) for layer in layers.values()):
         check_runs(config, device, dtype)
     batches = list(itertools.islice(calibration, num_batches))

@@ -83,6 +83,7 @@ class QuantizationStudy:
         images: Batches (inputs, classes) on which accuracy under attack is measured.
         attack: ``eps``, ``low``, ``high`` and ``steps`` of the attacks.
         latency_inputs: Inputs of the forward that is timed; None: none is.
+        allow_partial: Go on where less than half of the weights that multiply activations are within reach.
         progress: Shows what runs.
         job: Other processes, which calibrate with this one; they call `share`.
 
@@ -112,6 +113,7 @@ class QuantizationStudy:
     images: list[tuple[Tensor, Tensor]] | None = None
     attack: dict[str, Any] | None = None
     latency_inputs: Any = None
+    allow_partial: bool = False
     progress: Progress = no_progress
     job: Job = field(default_factory=Job)
 
@@ -193,8 +195,9 @@ class QuantizationStudy:
         if self.method is not None and self.data is not None:
             options = self.method.to_dict()
             return quantize_with_torchao(
-                self.network, calibration=self.data, num_batches=self.num_batches, progress=show, **options
-            )
+                self.network, calibration=self.data, num_batches=self.num_batches, allow_partial=self.allow_partial,
+                progress=show, **options,
+            )  # fmt: skip
         return quantize_with_report(
             self.network,
             config,
@@ -206,6 +209,7 @@ class QuantizationStudy:
             measure_outputs=not candidate,
             gptq=self.gptq,
             kv_cache=None if candidate else self.kv_cache,
+            allow_partial=self.allow_partial,
             progress=show,
             job=job,
         )
