@@ -2,15 +2,19 @@
 
 import importlib
 import importlib.metadata
+import os
 import py_compile
 import subprocess
 import sys
+from pathlib import Path
 
+import eff_kernels
 import pytest
 
 import efftrain
 import hf_eff
 import lightning_eff
+import shared_core
 from shared_core import Session, quantization, register
 from shared_core.errors import MissingExtraError
 
@@ -54,6 +58,7 @@ def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_librari
     techniques = {name for name in added if name.startswith("shared_core.") and name.endswith(".technique")}
     techniques -= {"shared_core.engine.technique"}  # their base
     assert not techniques
+    assert "triton" not in added
     needed = {"eff_kernels.fp8", "eff_kernels._triton", "eff_kernels._triton.launch"}
     assert not {name for name in added if name.startswith("eff_kernels.")} - needed
 
@@ -137,3 +142,46 @@ def test_each_name_of_lightning_has_everything(name):
     assert set(dir(lightning_eff)) >= {"Pruning", "DifferentialPrivacy"}
     ours = {word for word in dir(lightning_eff) if word[0].isupper()}
     assert not ours - set(vars(importlib.import_module(f"lightning_eff.{name}")))
+
+
+def test_an_install_of_byte_code_alone_trains(tmp_path):
+    # as python -m compileall -b makes it; triton, where it is installed, needs a kernel's source
+    for package in (eff_kernels, shared_core, hf_eff, lightning_eff, efftrain):
+        folder = Path(package.__file__).parent
+        for source in folder.rglob("*"):
+            target = tmp_path / folder.name / source.relative_to(folder)
+            if source.suffix == ".py":
+                target.parent.mkdir(parents=True, exist_ok=True)
+                py_compile.compile(str(source), str(target.with_suffix(".pyc")), str(target))
+            elif source.suffix == ".pyi":
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read_bytes())
+    (tmp_path / "train.py").write_text(
+        "import eff_kernels, shared_core, hf_eff, lightning_eff, efftrain\n"
+        "import eff_kernels.pruning, eff_kernels.loss_scaling\n"
+        "from hf_eff import EffTrainer\nfrom lightning_eff import EffCallback\n"
+        "import torch\nfrom torch import nn\nfrom shared_core import Session\n"
+        "assert shared_core.__file__.endswith('.pyc'), shared_core.__file__\n"
+        "model = nn.Linear(8, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "recipe = {'prune': {'sparsity': 0.5, 'end': 1}}\n"
+        "with Session(recipe).training(model, optimizer, total_steps=2) as session:\n"
+        "    for _ in range(2):\n"
+        "        with session.forward():\n"
+        "            loss = session.loss(model(torch.ones(2, 8)).square().mean())\n"
+        "        loss.backward()\n"
+        "        session.before_optimizer_step()\n"
+        "        optimizer.step()\n"
+        "        session.after_optimizer_step()\n"
+        "import sys\n"
+        "print(*(name for name in sys.modules if name.startswith('eff_kernels._triton.')))\n"
+        "print(int((model.weight == 0).sum()))\n"
+    )
+    # -S and an own path: the packages that are installed beside, and not this one with its sources
+    code = f"import sys; sys.path[:] = [{str(tmp_path)!r}, *{[entry for entry in sys.path if entry]!r}]\n"
+    code += "sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one)]\n"
+    code += "exec(compile(open(sys.path[0] + '/train.py').read(), 'train.py', 'exec'))"
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=compiled)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["eff_kernels._triton.launch", "16"]

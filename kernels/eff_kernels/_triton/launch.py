@@ -65,8 +65,9 @@ def is_plain(x: Tensor) -> bool:
 
 @functools.cache
 def compiles_for(device: torch.device) -> bool:
-    """Return whether Triton is there and knows bfloat16 on the GPU: from Ampere on."""
-    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Return True if Triton is there, with sources to compile, and knows bfloat16 on the GPU: from Ampere on."""
+    has_sources = not __file__.endswith(".pyc")  # an install of byte code alone has none
+    return has_sources and has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def remembering(kernel: Any) -> Any:
@@ -81,6 +82,8 @@ def remembering(kernel: Any) -> Any:
         kernel: Jitted. It is called with its constants by name, which follow all other parameters; the first is a
             tensor, the others are tensors, integers or floats.
     """
+    import triton  # not before: who launches nothing imports this module too
+
     if triton.knobs.runtime.interpret:
         return kernel
     compiled: dict[Any, tuple[Any, list[Any]]] = {}
@@ -257,35 +260,3 @@ def _tables(
             packed = source.to(device, non_blocking=True)
         tables.append((packed[: len(table)], packed[-len(owners) :], rows[0], is_aligned, source))
     return tables
-
-
-if importlib.util.find_spec("triton") is not None:
-    import triton
-    import triton.language as tl
-
-
-def _row_of_program(
-    table: tl.tensor, owners: tl.tensor, columns: tl.constexpr, chunk: tl.constexpr, aligned: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    # The program's row: addresses of its columns, then size, first program and index.
-    program = tl.program_id(0)
-    row = table + tl.load(owners + program) * (columns + 3)
-    size = tl.load(row + columns)
-    if aligned:
-        size = tl.multiple_of(size, 16)
-    start = (program - tl.load(row + columns + 1)) * chunk
-    return row, start, size, tl.load(row + columns + 2)
-
-
-def _pointer(row: tl.tensor, column: tl.constexpr, like: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
-    pointer = tl.load(row + column).to(like.dtype)
-    if aligned:
-        # only of a pointer, not of the integer that it was, the compiler keeps this (Triton 3.9)
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-if importlib.util.find_spec("triton") is not None:
-    # a kernel finds what it calls among its module's globals
-    row_of_program = triton.jit(_row_of_program)
-    pointer = triton.jit(_pointer)

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    from eff_kernels._triton.launch import pointer, row_of_program
+    from eff_kernels._triton.table_rows import pointer, row_of_program
     from eff_kernels._triton.tallies import as_bytes, tally, totals
 
 _CHUNK, _WARPS = 1 << 14, 8
