@@ -456,7 +456,7 @@ def swap(module: nn.Module, layer: LayerFp8) -> None:
     """Make a stock layer multiply in FP8; its parameters and keys stay as they are."""
     stock = own_class(module)
     module.fp8 = layer  # type: ignore[assignment]
-    change_class(module, stock, _fp8_class(stock))
+    change_class(module, stock, _fp8_class(stock))  # type: ignore[arg-type]
 
 
 def restore(module: Any) -> None:

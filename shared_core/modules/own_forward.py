@@ -127,11 +127,11 @@ def _as_found(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches for products by a weight, or by a view of it, and keeps other tensors of its shape that are factors."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storage, self._shape = weight.untyped_storage()._cdata, weight.shape
         self.stored = False
         self.used: list[Tensor] = []

@@ -186,9 +186,12 @@ def know_layers(model: nn.Module) -> None:
     The former is not imported. The latter are users' own that compute as the class that they are made of.
     """
     experts = {own_class(module) for module in model.modules() if isinstance(module, StackedExperts)} - STOCK.keys()
-    made = [*((kind, _FakeQuant) for kind in conv1d_of(model)), *((kind, _FakeQuantExperts) for kind in experts)]
     kinds = {own_class(module) for module in model.modules()} - STOCK.keys()
-    made += [(kind, FAKE_QUANT[base]) for kind in kinds if (base := stock_kind(kind)) in FAKE_QUANT]
+    made: list[tuple[type[nn.Module], type[nn.Module]]] = [
+        *((kind, _FakeQuant) for kind in conv1d_of(model)),
+        *((kind, _FakeQuantExperts) for kind in experts),
+        *((kind, FAKE_QUANT[base]) for kind in kinds if (base := stock_kind(kind)) in FAKE_QUANT),
+    ]
     for kind, base in made:
         if kind not in FAKE_QUANT:
             about = {"__doc__": f"{kind.__name__}, fake-quantised.", "__module__": __name__}

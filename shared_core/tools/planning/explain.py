@@ -123,8 +123,9 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
         except EffError as error:
             told.conflicts.append(str(error))
     for key in told.touched:
-        config = techniques[key].config
-        if (found := coverage.reach(counted, told.touched[key], config, context.model)) is not None:
+        config, frozen = techniques[key].config, techniques[key].reaches_frozen
+        found = coverage.reach(counted, told.touched[key], config, context.model, reaches_frozen=frozen)
+        if found is not None:
             told.coverage[key] = found
             refusal = None if allow_partial else found.refusal(key, config)
             told.conflicts.extend([] if refusal is None else [str(refusal)])
