@@ -133,8 +133,9 @@ class StepWatch:
         """Look at a step of any optimizer in this process before it is made."""
         if torch._C._current_graph_task_id() != -1:  # in a backward
             if not self.inside_backward and _holds(optimizer, self._ids):
-                name = type(optimizer).__name__
-                self._refuse_inside(name if name in self._names else f"{name} of {self._names}")
+                name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+                told = name if package == "torch" else f"{package}.{name}"  # GaLore's is called AdamW, too
+                self._refuse_inside(told if name in self._names else f"{told} of {self._names}")
         elif id(optimizer) in self._known:
             self._stepped = True
         # A loop of the user's own may step with another one in between, where no technique acts on gradients.
@@ -161,7 +162,7 @@ class StepWatch:
             raise TrainingError(
                 self._acting,
                 f"gradients must be complete before the optimizer steps, got {name}, which steps inside backward",
-                f"use an optimizer that steps after backward, such as AdamW{more}",
+                f"use an optimizer that steps after backward, neither a layerwise one nor LOMO{more}",
             )
 
 
