@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distillation.outputs import EMBEDDINGS, holds
-from shared_core.distillation.unlabelled import rows_that_count
+from shared_core.distillation.unlabelled import IGNORED, rows_that_count
 from shared_core.errors import ConfigError, TrainingError
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 FOR_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# By module, weakly: every micro-batch asks, and going through a model takes long.
+_INSIDE: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # By function, weakly: a model that is deleted takes its entry along.
 _NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
@@ -124,6 +127,8 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
 
 def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return how an encoder-decoder model makes its decoder's inputs of its labels (Transformers' naming)."""
+    inside = models_inside(student)
+    student = inside[0] if len(inside) == 1 else student
     shift: Callable[[Tensor], Tensor] | None = getattr(student, "prepare_decoder_input_ids_from_labels", None)
     model: Any = getattr(student, "get_base_model", lambda: student)()  # under PEFT's wrapper
     config: Any = getattr(model, "config", None)
@@ -167,14 +172,70 @@ def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | No
 
 
 def is_causal(student: nn.Module) -> bool:
-    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
-    config = getattr(student, "config", None)
+    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming).
+
+    Args:
+        student: Such a model, or a module around it.
+
+    Raises:
+        ConfigError: If it is around several models that train, and their classes say different things.
+    """
+    inside = models_inside(student) or [student]
+    trained = [model for model in inside if any(parameter.requires_grad for parameter in model.parameters())]
+    told = {_says_causal(model): type(model).__name__ for model in trained or inside}
+    if len(told) > 1:
+        raise ConfigError(
+            "distill",
+            f"causal must be given for {type(student).__name__}, got none: it holds {told[True]}, a causal language "
+            f"model, and {told[False]}, none",
+            "set distill.causal, or distill.student to the submodule that computes the logits",
+        )
+    return True in told
+
+
+def models_inside(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost models of Transformers in a module, or of its naming: itself, or those that it wraps."""
+    found = [reference() for reference in _INSIDE.get(module, ())]
+    if not found or None in found:  # never looked at, or its model was replaced since
+        models = _outermost(module)
+        _INSIDE[module] = [weakref.ref(model) for model in models]
+        return models
+    return [model for model in found if model is not None]
+
+
+def _outermost(module: nn.Module) -> list[nn.Module]:
+    names = [kind.__name__ for kind in type(module).__mro__]
+    stock = "PreTrainedModel" in names and type(module).__module__.startswith("transformers.")
+    if stock or any(name.endswith(_CAUSAL) for name in names):
+        return [module]
+    return [*dict.fromkeys(model for child in module.children() for model in _outermost(child))]
+
+
+def _says_causal(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
-    names = [kind.__name__ for kind in type(student).__mro__]
-    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+    if any(kind.__name__.endswith(_CAUSAL) for kind in type(model).__mro__):
         return True
     return getattr(config, "is_decoder", False) is True
+
+
+def labels_are_inputs(labels: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return True if each label is the token at its own position, which only a causal language model is to predict.
+
+    Example:
+        >>> tokens = torch.tensor([[5, 6, 7]])
+        >>> labels_are_inputs(tokens, {"input_ids": tokens}), labels_are_inputs(tokens + 1, {"input_ids": tokens})
+        (True, False)
+    """
+    tokens = inputs.get("input_ids", next(iter(inputs.values()), None))
+    if not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
+        return False
+    if labels.ndim != 2 or labels.shape != tokens.shape or labels.is_floating_point() or tokens.is_floating_point():
+        return False
+    counted = labels != IGNORED
+    named = labels[counted]
+    return len(named.unique()) > 1 and torch.equal(named, tokens.to(labels.device)[counted])
 
 
 def counted_positions(

@@ -22,7 +22,13 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix, share_of
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.feature_pairs import WatchedPairs, open_pairs
-from shared_core.distillation.forward_capture import ForwardHook, is_causal, named_inputs
+from shared_core.distillation.forward_capture import (
+    ForwardHook,
+    is_causal,
+    labels_are_inputs,
+    models_inside,
+    named_inputs,
+)
 from shared_core.distillation.fused_head import FusedHead, Task, with_own_forward
 from shared_core.distillation.layer_init import copy_layers_
 from shared_core.distillation.mutual import Peers, make_peers
@@ -34,7 +40,7 @@ from shared_core.distillation.unlabelled import Examples, is_per_token, labelled
 from shared_core.engine.micro_batches import StepMeans
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import MatchError, TrainingError, nearest
+from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -100,7 +106,8 @@ class Distillation(Technique):
         if self.fuses_head and config.teacher == EMA:
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
-        self._examples.check(student)
+        for model in models_inside(student) or [student]:
+            self._examples.check(model)
         context.windows["distill.figures"] = self._means
         if config.init_layers is not None:
             if student not in _BEGUN:
@@ -190,6 +197,8 @@ class Distillation(Technique):
                 "method",
             )
         self._examples.check_told(unlabelled)
+        if not self._batches and not torch.compiler.is_compiling():
+            self._check_causal(student, labels, inputs)
         alpha, temperature = self._schedule.options(context)
         batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
         task, ratio = None, functools.partial(_task_ratio, alpha, context)
@@ -218,6 +227,17 @@ class Distillation(Technique):
         self._moving = self._schedule.figures(alpha, temperature)
         self._note(batch, compared, {**figures, **comparison.figures}, context)
         return mixed
+
+    def _check_causal(self, student: nn.Module, labels: Any, inputs: Mapping[str, Any]) -> None:
+        """Ask for `causal` where the class does not tell that the student is a causal LM, but its labels do."""
+        told = self.config.causal is not None or self.is_causal or models_inside(student)
+        if not told and labels_are_inputs(labels, inputs):
+            raise ConfigError(
+                "distill",
+                f"causal must be given for {type(student).__name__}, got none: the labels are the inputs, as those of "
+                "a causal language model, and its class is not known as one",
+                "set distill.causal to True if position i predicts token i + 1, else to False",
+            )
 
     def _note(self, batch: StudentBatch, compared: Compared, figures: dict[str, Tensor], context: Context) -> None:
         """Count a micro-batch, and keep its figures as tensors: reading them waits for a GPU."""
@@ -285,7 +305,9 @@ class Distillation(Technique):
 
     @property
     def _per_token(self) -> bool:
-        return self._student is not None and is_per_token(self._student, causal=self.is_causal)
+        student = self._student
+        inside = [] if student is None else models_inside(student) or [student]
+        return any(is_per_token(model, causal=self.is_causal) for model in inside)
 
     # -- students that teach each other
 

@@ -117,15 +117,17 @@ def lightning(model, recipe, window, folder):
             super().__init__()
             self.net = model
 
+        def forward(self, **batch):
+            return self.net(**batch)
+
         def training_step(self, batch, index):
-            return self.net(**batch).loss
+            return (self if whole else self.net)(**batch).loss
 
         def configure_optimizers(self):
             return optimizer
 
     recipe = {key: dict(options) for key, options in recipe.items()}
-    if "distill" in recipe:
-        recipe["distill"].setdefault("student", "net")
+    whole = "distill" in recipe and recipe["distill"].setdefault("student", "net") is None
     callbacks = [EffCallback(recipe)] if recipe else []
     trainer = pl.Trainer(
         max_steps=1, accumulate_grad_batches=len(window), accelerator="cpu", logger=False, callbacks=callbacks,
@@ -177,9 +179,7 @@ FRONT_ENDS = {"bare": bare, "hf": hf, "lightning": lightning, "accelerate": acce
 
 def gradients(front_end, model, recipe, window, folder):
     """Return the gradients of a step of a copy of the model, and what was logged of it."""
-    if hasattr(model, "config"):
-        model = copy.deepcopy(model)
-    return FRONT_ENDS[front_end](model, copy.deepcopy(recipe), window, folder)
+    return FRONT_ENDS[front_end](copy.deepcopy(model), copy.deepcopy(recipe), window, folder)
 
 
 def relative(found, expected):

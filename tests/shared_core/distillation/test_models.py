@@ -1,5 +1,10 @@
 """Distillation on what models really take and return: Transformers' tiny Llama and BERT, odd inputs and outputs."""
 
+import contextlib
+from types import SimpleNamespace
+
+import language_runs
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +15,7 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertLMHeadModel,
+    BertModel,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     GPT2Config,
@@ -313,3 +319,112 @@ def test_a_teacher_gets_the_decoder_inputs_that_whisper_makes_of_its_labels():
     output = model(**inputs)
     taught = ask_teacher(model, model, Forward((), inputs, output))
     torch.testing.assert_close(taught.logits, output.logits)
+
+
+class Around(nn.Module):
+    """A user's wrapper, which may show the configuration of the model inside."""
+
+    def __init__(self, model, shows_config=False):
+        super().__init__()
+        self.inner = model
+        if shows_config:
+            self.config = model.config
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+
+def with_adapters(model):
+    model.requires_grad_(True)
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)  # of no task: a plain PeftModel
+    return peft.get_peft_model(model, lora)
+
+
+def beside_a_judge(model):
+    around = Around(model)
+    around.judge = bert(BertModel).requires_grad_(False)
+    return around
+
+
+WRAPPED = {
+    "module": Around,
+    "module in a module": lambda model: Around(Around(model)),
+    "with the configuration": lambda model: Around(model, shows_config=True),
+    "beside a frozen model": beside_a_judge,
+}
+
+
+def names_inside(gradients):
+    return {name.replace("inner.", ""): value for name, value in gradients.items()}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("front_end", ["bare", "hf"])
+def test_a_causal_model_in_a_wrapper_is_causal(front_end, kind, tmp_path):
+    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
+    for wrap in (lambda model: model, WRAPPED[kind]):
+        student, teacher = wrap(language_runs.llama(0)), wrap(language_runs.llama(1, 3))
+        # The Trainer (transformers 5.23) counts a wrapper's labels as they are, for its own loss: so without that.
+        recipe = {"distill": {"teacher": teacher, "alpha": 0.0}}
+        found.append(names_inside(language_runs.gradients(front_end, student, recipe, window, tmp_path)[0]))
+    assert language_runs.relative(*found) < 1e-6
+
+
+def test_so_is_one_with_adapters_of_no_task(tmp_path):
+    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
+    for wrap in (lambda model: model, Around):
+        torch.manual_seed(0)
+        student = wrap(with_adapters(language_runs.llama(0)))
+        recipe = {"distill": {"teacher": language_runs.llama(1, 3), "alpha": 0.2, "causal": True}}
+        recipe["distill"] |= {} if not found else {"causal": None}
+        found.append(names_inside(language_runs.gradients("bare", student, recipe, window, tmp_path)[0]))
+    assert language_runs.relative(*found) < 1e-6
+
+
+def test_so_is_a_lightning_module_that_delegates(tmp_path):
+    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
+    for student in ("net", None):
+        recipe = {"distill": {"teacher": language_runs.llama(1, 3), "alpha": 0.2, "student": student}}
+        found.append(language_runs.gradients("lightning", language_runs.llama(0), recipe, window, tmp_path)[0])
+    assert language_runs.relative(*found) < 1e-6
+
+
+def test_a_wrapper_of_an_encoder_decoder_teaches_what_it_holds(tmp_path):
+    def t5(seed):
+        torch.manual_seed(seed)
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        return T5ForConditionalGeneration(T5Config(vocab_size=24, decoder_start_token_id=0, **sizes))
+
+    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
+    for wrap in (lambda model: model, Around):
+        recipe = {"distill": {"teacher": wrap(t5(1)), "alpha": 0.2}}
+        found.append(names_inside(language_runs.gradients("bare", wrap(t5(0)), recipe, window, tmp_path)[0]))
+    assert language_runs.relative(*found) < 1e-6
+
+
+def test_a_wrapper_of_models_that_disagree_asks(tmp_path):
+    student = Around(language_runs.llama(0))
+    student.encoder = bert(BertModel)
+    recipe = {"distill": {"teacher": language_runs.llama(1), "alpha": 0.2}}
+    with pytest.raises(ConfigError, match="causal must be given for Around, got none: it holds LlamaForCausalLM"):
+        language_runs.gradients("bare", student, recipe, (), tmp_path)
+
+
+class OwnDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(24, 8), nn.Linear(8, 24))
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        logits = self.net(input_ids)
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def test_a_decoder_of_the_users_own_is_asked_for_at_the_first_batch(tmp_path):
+    window = language_runs.cut(language_runs.documents(), 3, language_runs.padded)
+    for causal in (None, True, False):
+        recipe = {"distill": {"teacher": OwnDecoder(), "alpha": 0.2, "causal": causal}}
+        refused = pytest.raises(ConfigError, match="causal must be given for OwnDecoder, got none: the labels are")
+        with refused if causal is None else contextlib.nullcontext():
+            language_runs.gradients("bare", OwnDecoder(), recipe, window, tmp_path)
