@@ -167,29 +167,44 @@ class ExampleCalls:
 
     def __init__(self, model: nn.Module, modules: set[nn.Module]) -> None:
         self.calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-        self._open: list[nn.Module] = []
+        self._open: list[tuple[nn.Module, Any, bool]] = []  # with its own forward, and whether that is called
         self._has_expired = False
         self._handles: list[Any] = []
+        # Under torch.compile they stay outside of the graph, which cannot note such things.
+        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))
         # A hook on every module that has one of the wanted inside: the outermost that is called is found while
         # running, since a user may call a part of the model directly.
         for module in model.modules():
             if not modules.isdisjoint(module.modules()):
-                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 # always_call: a forward that raised must leave the stack as it was.
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._drop_redirected()
         # Only the outermost, only in training: nested calls are repeated by it.
-        if not self._open and module.training and torch.is_grad_enabled():
+        if not any(is_own for _, _, is_own in self._open) and module.training and torch.is_grad_enabled():
             if self._has_expired:
                 self.calls, self._has_expired = [], False
             if all(called is not module for called, _, _ in self.calls):
                 self.calls.append((module, args, kwargs))
-        self._open.append(module)
+        self._open.append((module, module.__dict__.get("forward"), True))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open and self._open[-1] is module:
+        self._drop_redirected()
+        if self._open and self._open[-1][0] is module:
             self._open.pop()
+
+    def _drop_redirected(self) -> None:
+        """Forget a call whose arguments were for another method.
+
+        Under DDP, Lightning and Fabric put a function in place of ``forward`` that restores it and then calls the
+        method, such as ``training_step``: what that calls is outermost.
+        """
+        for index, (module, forward, is_own) in enumerate(self._open):
+            if is_own and module.__dict__.get("forward") is not forward:
+                self._open[index] = (module, forward, False)
+                self.calls = [call for call in self.calls if call[0] is not module]
 
     def replay(self) -> list[Any]:
         """Call the same modules with the same arguments again, and return their outputs."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from codes import assert_codes_close, grid_step
 from promise_drivers import difference
-from promise_table import TECHNIQUES, TOGETHER
+from promise_table import STRUCTURED, TECHNIQUES, TOGETHER
 from two_process_runs import by_two_and_by_one
 
 KEYS = [key for key in TOGETHER if "two_processes" not in TECHNIQUES[key].exempt]
@@ -20,7 +20,8 @@ ADAPTERS = ("lora-qat", "lora-qat-lsq")
 @pytest.fixture(scope="module", params=["hf", "lightning", "accelerate", "fabric"])
 def runs(request, tmp_path_factory):
     # private training needs all data in each process, and the Lightning run of the table gives each its own
-    recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *ADAPTERS, *(("dp",) if request.param == "hf" else ()))
+    more = ("dp",) if request.param == "hf" else ()
+    recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *ADAPTERS, *STRUCTURED, *more)
     found = by_two_and_by_one(request.param, tmp_path_factory.mktemp(request.param), recipes)
     return {recipe: (first, one) for recipe, first, one in found}
 
@@ -30,7 +31,10 @@ def test_two_processes_equal_one(runs):
         first, one = runs[recipe]
         two, alone = (found["state"]["techniques"] for found in (first, one))
         assert first["state"]["step"] == one["state"]["step"] == 8
-        if "prune" in recipe:
+        if recipe in STRUCTURED:  # scores are sums over processes, and round otherwise
+            assert difference(two["prune"]["masks"], alone["prune"]["masks"]) is None
+            assert any(int(mask.count_nonzero()) < mask.numel() for mask in two["prune"]["masks"].values())
+        elif "prune" in recipe:
             assert difference(two["prune"], alone["prune"]) is None
         if recipe == MUTUAL:
             for ours, theirs in zip(*(state["distill"]["teachers"]["peers"] for state in (two, alone)), strict=True):

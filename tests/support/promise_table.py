@@ -147,6 +147,14 @@ VARIANTS = {
     ),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
+# Traced, or scored by hooks: what several processes must find alike.
+STRUCTURED = {
+    "prune-units": Row("prune", {"granularity": "neuron", "scope": "global", "cost": "flops", **GROWING}),
+    "prune-units-taylor": Row("prune", {"granularity": "neuron", "criterion": "taylor", **GROWING}),
+    "prune-units-neuron_taylor": Row("prune", {"granularity": "neuron", "criterion": "neuron_taylor", **GROWING}),
+    "prune-channels": Row("prune", {"granularity": "channel", "criterion": "fisher", **GROWING}),
+    "prune-wanda": Row("prune", {"criterion": "wanda", **GROWING}),
+}
 EVERYTHING = tuple(TECHNIQUES)
 # The most that one run can hold: a row joins unless an earlier one refuses it.
 TOGETHER: tuple[str, ...] = ()
@@ -160,7 +168,7 @@ FEW_RUNS = (TOGETHER, *((key,) for key in EVERYTHING if key not in TOGETHER))
 def recipe_of(*keys: str) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
     for key in keys:
-        recipe |= (TECHNIQUES | VARIANTS)[key].recipe()
+        recipe |= (TECHNIQUES | VARIANTS | STRUCTURED)[key].recipe()
     return recipe
 
 

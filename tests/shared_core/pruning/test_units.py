@@ -149,3 +149,45 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
     receipt = session.receipt()
     assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: the units were not found")
     assert any(note.startswith("PRUNE DID NOT REACH WHAT WAS ASKED FOR") for note in receipt["notes"])
+
+
+class Stepped(nn.Module):
+    """Its step calls the module itself, or its network."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.net, self.whole = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), whole
+
+    def forward(self, x):
+        return self.net(x)
+
+    def step(self, batch, index):
+        return (self(batch) if self.whole else self.net(batch)).square().mean()
+
+
+def through_forward(module, name, *args):
+    """Call a method as Lightning and Fabric do under DDP: by a function in place of ``forward``."""
+    forward = module.forward
+
+    def redirected(*args):
+        module.forward = forward
+        return getattr(module, name)(*args)
+
+    module.forward = redirected
+    return module(*args)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_units_are_found_where_another_method_is_called_through_forward(whole):
+    torch.manual_seed(0)
+    model = Stepped(whole)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = {"prune": {"sparsity": 0.5, "granularity": "neuron", "begin": 1, "end": 3, "every": 1}}
+    with Session(recipe).training(model, optimizer, total_steps=4) as session:
+        for _ in range(4):
+            session.loss(through_forward(model, "step", torch.randn(3, 4), 1)).backward()
+            session.before_optimizer_step()
+            optimizer.step()
+            session.after_optimizer_step()
+            optimizer.zero_grad()
+    assert int((model.net[0].weight == 0).all(1).sum()) == 4
