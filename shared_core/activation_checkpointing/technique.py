@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.activation_checkpointing.config import CheckpointingConfig
 from shared_core.activation_checkpointing.memory_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
-from shared_core.activation_checkpointing.segments import Handle, apply_segments
+from shared_core.activation_checkpointing.segments import Handle, Tally, apply_segments
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context, Technique
@@ -51,6 +52,8 @@ class ActivationCheckpointing(Technique):
         self._hook: RemovableHandle | None = None
         self._steps = self._num_said = 0
         self._checked = self._was_recomputed = False
+        self._earlier: Mapping[str, Any] = {}
+        """Counts of the run that a resumed one goes on from."""
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
@@ -156,31 +159,43 @@ class ActivationCheckpointing(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return whether blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
-        return budget | {"recomputed": self._was_recomputed or self._has_recomputed}
+        return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "counts": self._counts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back."""
+        """Restore the state returned by `state_dict`; what ran since an earlier checkpoint stays counted."""
         self._was_recomputed = bool(state.get("recomputed"))
+        if not self._steps:
+            self._earlier = dict(state.get("counts", {}))
         if self._budget is not None:
             self._budget.load_state_dict(state.get("budget", {}))
+
+    def _counts(self) -> dict[str, Any]:
+        """Return what ran, in the run that this one goes on from too."""
+        earlier, tally = self._earlier, Tally() if self.handle is None else self.handle.tally
+        return {
+            "steps": self._steps + earlier.get("steps", 0),
+            "recomputations": tally.recomputations + earlier.get("recomputations", 0),
+            "blocks": dict(tally.blocks + Counter(earlier.get("blocks", {}))),
+            "saved_bytes": earlier["saved_bytes"] if earlier.get("recomputations") else tally.saved_bytes,
+        }
 
     def report(self) -> dict[str, Any]:
         """Return what was wrapped, how often it was run again, and the bytes that one backward found dropped."""
         budget = {} if self._budget is None else self._budget.report()
         if self.handle is None:
             return {"policy": self.config.policy, **budget}
-        tally = self.handle.tally
-        uncounted = [name for name in self.handle.names if name not in tally.blocks]
+        tally, counts = self.handle.tally, self._counts()
+        uncounted = [name for name in self.handle.names if name not in counts["blocks"]]
         return {
             "policy": self.config.policy,
             "blocks": len(self.handle.names),
             "segments": len(self.handle.segments),
             "modules": self.handle.names,
-            "recomputations": tally.recomputations,
-            "recomputations_per_step": tally.recomputations / max(self._steps, 1),
-            "modules_recomputed": tally.blocks.total(),
+            "recomputations": counts["recomputations"],
+            "recomputations_per_step": counts["recomputations"] / max(counts["steps"], 1),
+            "modules_recomputed": sum(counts["blocks"].values()),
             "uncounted" if tally.compiled else "never_recomputed": uncounted,  # a compiled graph does not tell
-            "saved_bytes": tally.saved_bytes,
+            "saved_bytes": counts["saved_bytes"],
             **budget,
             **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),
         }

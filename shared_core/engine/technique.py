@@ -469,6 +469,10 @@ class Technique:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return True if the model has the structure that the weights beside a saved state have."""
+        return True
+
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -285,6 +286,7 @@ class Fp8(Technique):
             "in_a_row": self._in_a_row,
             "flag": self._watch.flag.clone(),
             "loss": self._loss_dtype.state_dict(),
+            "products": {name: [dict(state.scaled), dict(state.emulated)] for name, state in self.states.items()},
             **({} if self._bank is None else {"bank": self._bank.state_dict()}),
         }
 
@@ -299,6 +301,10 @@ class Fp8(Technique):
             self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
             self._watch.flag.copy_(state["flag"])
             self._loss_dtype.load_state_dict(state["loss"])
+            for name, saved in state.get("products", {}).items():
+                if name in self.states:  # products since an earlier checkpoint stay counted
+                    self.states[name].scaled |= Counter(saved[0])
+                    self.states[name].emulated |= Counter(saved[1])
             if self._bank is None or "bank" not in state:  # the recipe changed in between, which the session notes
                 return
             names = list(state["layers"])

@@ -278,13 +278,18 @@ class LowRank(Technique):
 
     def deployment(self) -> dict[str, Any]:
         """Return the structure that the saved weights have; nothing where they are the plain model's."""
-        return {} if self.config.merge else self.state_dict()
+        return {} if self.config.merge else {"layers": self._structure}
 
     # -- saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return rank and scheme of each layer: weights are the trainer's to save."""
-        return {"layers": self._structure}
+        """Return rank and scheme of each layer, and what the receipt says of how they were found."""
+        found = {"batches": self._looked_at, "per_layer": self._told, "left_out": dict(self.left_out)}
+        return {"layers": self._structure, "found": found}
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return True if the model has the layers that were saved."""
+        return bool(state.get("layers") == self._structure)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that the model has the structure that was saved.
@@ -292,7 +297,7 @@ class LowRank(Technique):
         Raises:
             CheckpointError: If it has another.
         """
-        if state.get("layers") != self._structure:
+        if not self.fits(state):
             raise CheckpointError(
                 "low_rank",
                 "checkpoint must have the same layers and ranks, got others, and sharded weights are loaded before "
@@ -300,6 +305,9 @@ class LowRank(Technique):
                 "start from the same model with the same options",
             )
         self._is_fresh = False
+        if found := state.get("found"):
+            self._looked_at, self.left_out = int(found["batches"]), dict(found["left_out"])
+            self._told = [dict(entry) for entry in found["per_layer"]]
 
     # -- figures
 

@@ -217,7 +217,8 @@ class WeightAverage(Technique):
         self._merged: dict[str, Tensor] = {}
         self._saved: Mapping[str, Any] | None = None
         self._first = self._projection_changes = 0
-        self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
+        self._told: dict[str, Any] = {}
+        self._validations = {"validations_of_average": 0, "validations_of_weights": 0}
 
     def _new(self) -> RunningAverage:
         config = self.config
@@ -323,12 +324,12 @@ class WeightAverage(Technique):
 
     def _validate_average(self, context: Context) -> None:
         found = "validations_of_average" if self._running.kept else "validations_of_weights"
-        if not self._running.kept and not self._told[found]:
+        if not self._running.kept and not self._validations[found]:
             context.services.say(
                 f"efftrain: average: validation sees the weights in training, as no average begins before step "
                 f"{self._first}"
             )
-        self._told[found] += 1
+        self._validations[found] += 1
         if self._running.kept:
             self._put_in()
             self._settle_norms(context)
@@ -463,11 +464,14 @@ class WeightAverage(Technique):
             "updates": self._running.num_updates,
             "kept": [self._stand_in.kept(values) for values in kept],
             "norms": self._estimates(),
+            "validations": dict(self._validations),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a saved state until `begin`."""
+        """Keep a saved state until `begin`; what was validated since an earlier checkpoint stays counted."""
         self._saved = dict(state)
+        for name, count in state.get("validations", {}).items():
+            self._validations[name] = max(self._validations[name], int(count))
 
     def _restore(self, state: Mapping[str, Any], context: Context) -> None:
         try:
@@ -517,6 +521,7 @@ class WeightAverage(Technique):
             "updates": self._running.num_updates,
             "first_update_step": self._first,
             **self._size(),
+            **self._validations,
             **self._told,
         }
 

@@ -1,11 +1,12 @@
 """Exact resume: stopped anywhere and resumed is bit for bit the run that never stopped."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, run_accelerate, run_fabric, run_hf, run_lightning, saved_state
+from promise_drivers import difference, run_accelerate, run_fabric, run_hf, run_lightning, saved_state, told
 from promise_table import EVERYTHING, FEW_RUNS, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
 from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
@@ -108,6 +109,50 @@ def test_a_loop_of_ones_own_resumes_bit_for_bit_also_inside_a_window(loop, keys,
             if loop == "accelerate":  # Fabric's file behind the last step is that of the finished model
                 ends = [load_state(each.checkpoints[max(each.checkpoints)]) for each in (whole, again)]
                 assert difference(*ends) is None, stop
+
+
+INSIDE = ["*norm", "*dropout", "*hidden"]
+# Options that count or find what a receipt tells, and that no row of the table has.
+COUNTED = {
+    "average-norms": {"average": {"kind": "swa", "begin": 2, "bn_batches": 2}},
+    "average-late": {"average": {"kind": "last_k", "k": 2, "begin": 5}},
+    "checkpointing-least": {"checkpointing": {"policy": "budget:least", "include": INSIDE}},
+    "checkpointing-selective": {"checkpointing": {"policy": "selective", "include": INSIDE}},
+    "fp8-rowwise": {"fp8": {"recipe": "rowwise", "include": ["first"]}},
+    "loss_scale-watched": {"loss_scale": {"kind": "enhanced", "telemetry_every": 2, "histogram_every": 3}},
+    "low_rank-scaled": {"low_rank": {"rank": 4, "decomposition": "scaled", "calibration_batches": 2}},
+    "low_rank-whitened": {"low_rank": {"rank": 4, "decomposition": "whitened", "merge": True}},
+    "primary-watched": {"primary_weights": {"kind": "kahan", "telemetry_every": 2}},
+    "prune-wanda": {"prune": {"criterion": "wanda", "sparsity": 0.5, "begin": 1, "end": 6, "every": 2}},
+    "qat-mse": {"qat": {"scheme": "int8", "range": "mse", "begin": 2}},
+}
+TRAINERS = {
+    "hf": (run_hf, {"save_every": 1, "seed": 3, "eval_strategy": "steps", "eval_steps": 2}),
+    "lightning": (run_lightning, {"save_every": 1, "limit_val_batches": 2, "val_check_interval": 2}),
+    **{loop: (run, {"save_at_batches": (3, NUM_STEPS)}) for loop, (run, _) in LOOPS.items()},
+}
+
+
+@pytest.mark.sampled(24)
+@pytest.mark.parametrize(
+    ("name", "front_end"),
+    [
+        (name, front_end)
+        for name, front_end in itertools.product([*EVERYTHING, *VARIANTS, *COUNTED], TRAINERS)
+        if front_end not in LOOPS or name not in LOOPS[front_end][1]
+    ],
+)
+def test_a_receipt_is_that_of_the_run_that_never_stopped(name, front_end, tmp_path):
+    train, options = TRAINERS[front_end]
+
+    def run(folder, **more):
+        torch.manual_seed(3)
+        return train(COUNTED.get(name) or recipe_of(name), tmp_path / folder, **options, **more)
+
+    whole = run("whole")
+    resume = copied(whole, 3, tmp_path / "again") if front_end in ("hf", "lightning") else whole.checkpoints[3]
+    again = run("again", resume=resume)
+    assert difference(told(whole.receipt, tmp_path / "whole"), told(again.receipt, tmp_path / "again")) is None
 
 
 class AfterValidation(pl.Callback):

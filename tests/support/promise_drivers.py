@@ -103,6 +103,22 @@ def _receipt(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
+_TIMES = ("_runtime", "_per_second", "_time", "seconds")
+
+
+def told(receipt: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what a receipt says of a run, without times, the machine, and the run's own folder."""
+
+    def timeless(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = {key: each for key, each in value.items() if not key.endswith(_TIMES)}
+            return {key: timeless(each) for key, each in kept.items() if not key.startswith("memory/")}
+        return [timeless(each) for each in value] if isinstance(value, list) else value
+
+    assert receipt["finished"]
+    return timeless(json.loads(json.dumps(receipt).replace(str(folder), "folder")) | {"environment": None})
+
+
 def run_bare(
     recipe: Any,
     *,
