@@ -252,7 +252,7 @@ class LazyBudget:
             stack.close()
             # The slowest or largest process decides: all must follow one plan, as DDP and FSDP2 expect equal steps.
             most = all_reduce_(torch.tensor(peak.activations, device=device_of(self._model)), "max")
-            self.measured_peak = int(most.item())
+            self.measured_peak = int(most.item()) or None  # nothing was made: the script left this micro-batch out
             return
         self._profile.stop()
         if self._profile.num_steps == PROFILED_STEPS:

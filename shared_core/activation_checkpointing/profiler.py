@@ -28,6 +28,9 @@ from shared_core.distributed.collectives import local_part
 from shared_core.errors import TrainingError
 from shared_core.modules.matching import own_class, plain_name
 
+MOST_EMPTY = 10
+"""Steps in a row that a script may leave out, before it counts as one whose blocks do not run."""
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that operations make while it is entered, and when they are released.
@@ -202,6 +205,7 @@ class StepProfile:
         self._open: ExitStack | None = None
         self._step = _Step(LiveBytes(self._device_type))
         self._costs: list[StepCost] = []
+        self._empty = 0  # steps in a row without a forward
 
     @property
     def num_steps(self) -> int:
@@ -227,13 +231,17 @@ class StepProfile:
             self._open = None
 
     def stop(self) -> None:
-        """The step's backward is over. A step without one is forgotten.
+        """The step's backward is over. A step without one, or without a forward, is forgotten.
 
         Raises:
             TrainingError: If a block did not run, ran twice, or nothing was saved in any.
         """
         self.cancel()
         step = self._step
+        if not step.calls and self._empty < MOST_EMPTY:
+            self._empty += 1
+            return
+        self._empty = 0
         missing = [name for name in self._modules if name not in step.calls]
         if missing:
             raise TrainingError(

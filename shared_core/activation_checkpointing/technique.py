@@ -101,6 +101,10 @@ class ActivationCheckpointing(Technique):
 
     def before_optimizer_step(self, context: Context) -> None:
         """Refuse to go on as if memory were saved when backward recomputed nothing."""
+        if not context.has_gradients:  # every micro-batch was left out: the next step shows
+            if self._budget is not None:
+                self._budget.cancel()
+            return
         if self._budget is not None and not self._budget.is_done:
             self._budget.after_backward()
             if self._budget.is_done:

@@ -269,6 +269,12 @@ class Context:
         return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
 
     @property
+    def has_gradients(self) -> bool:
+        """True if the step that comes has a gradient: a script may leave out every micro-batch of a window."""
+        held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
+        return any(value.grad is not None for value in held)
+
+    @property
     def is_beyond_plan(self) -> bool:
         """True if more steps were applied than planned: schedules stay where they ended, all else goes on."""
         return self.total_steps is not None and self.step > self.total_steps

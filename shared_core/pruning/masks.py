@@ -414,6 +414,11 @@ class MaskPolicy:
         self.scorer.discard_step()  # a probe may have run another backward through the hooks
         self.store.forget_gradients()
 
+    @property
+    def is_ready(self) -> bool:
+        """True if masks can be made by what was seen so far."""
+        return self.scorer.ready and (not self.weights or any(map(self.scorer.has_seen, self.weights)))
+
     def next_masks(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
         """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has.
 

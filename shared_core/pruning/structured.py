@@ -390,12 +390,23 @@ class UnitPruning(MaskPolicy):
         super().observe(context, gradients)
         self.observe_units()
 
+    @property
+    def is_ready(self) -> bool:
+        """True if units are found too, and there is a micro-batch or a gradient to score them by."""
+        if not self.found:
+            return False
+        if self.config.criterion == "shapley":
+            return self._shown is not None or bool(self._calls and self._calls.calls)
+        if self._taylor is not None:
+            return self._taylor.num_observed > 0 and (self.scorer.costs is None or bool(self.scorer.costs))
+        return super().is_ready
+
     def observe_units(self) -> None:
         """Take in the gradients of one complete step, if the criterion is about units' gradients."""
         if self._taylor is None:
             return
         gradients = {name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None}
-        if all_finite(gradients.values()):
+        if gradients and all_finite(gradients.values()):
             self._taylor.observe_step(self._tensors, gradients)
 
     def unseen(self) -> list[str]:

@@ -80,6 +80,7 @@ class Pruning(Technique):
         self._penalty: Penalty | None = None
         self._saved: Mapping[str, Any] = {}
         self._last_update = -1
+        self._has_trained = self._waits = False  # since the last update: a step had gradients; one was due and had none
         self._sparsity = self._pruned_share = 0.0
         self._own: dict[str, float] = {}
         self._counted: dict[str, int] = {}
@@ -189,6 +190,7 @@ class Pruning(Technique):
     def before_optimizer_step(self, context: Context) -> None:
         """Read what the criterion needs of the gradients; then dead ones must not move live weights."""
         policy = self._policy
+        self._has_trained |= context.has_gradients
         if not policy.is_final:
             gradients = {name: weight.grad for name, weight in policy.weights.items() if weight.grad is not None}
             refuse_sparse("prune", gradients.values())
@@ -205,7 +207,11 @@ class Pruning(Technique):
         if self._penalty:
             self._penalty.decay_()
         # A resumed run comes to the step of its last update again.
-        if self._schedule.is_due(context.step) and context.step != self._last_update:
+        is_due = self._waits or (self._schedule.is_due(context.step) and context.step != self._last_update)
+        if is_due:
+            # Where every micro-batch since the last update was left out, the next step with gradients makes the masks.
+            self._waits = not (self._has_trained or self._policy.is_ready)
+        if is_due and not self._waits:
             self._update(context)
         else:
             self._policy.hold(context)
@@ -271,6 +277,7 @@ class Pruning(Technique):
             "sparsity": self._sparsity,
             "own": dict(self._own),
             "is_final": self._policy.is_final,
+            "waits": self._waits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,6 +292,7 @@ class Pruning(Technique):
         self._sparsity = float(state["sparsity"])
         self._own = {name: float(share) for name, share in state.get("own", {}).items()}
         self._policy.is_final = bool(state.get("is_final", False))
+        self._waits = bool(state.get("waits", False))
         if state.get("scorer"):
             self._policy.scorer.load_state_dict(state["scorer"])
         if self._costs:
@@ -324,6 +332,7 @@ class Pruning(Technique):
             self._note_share()
             context.projection_changes += 1
         self._policy.scorer.reset()
+        self._has_trained = False
         if step >= self._schedule.end:
             self._finalise(context)
 

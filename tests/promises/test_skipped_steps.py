@@ -7,8 +7,10 @@ from pathlib import Path
 import promise_drivers
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from promise_drivers import difference, run_bare, run_hf, run_lightning
 from promise_table import TECHNIQUES, VARIANTS, make_net, recipe_of
+from torch import nn
 from two_ranks import run_two_ranks
 
 from shared_core.engine.compatibility import refusal
@@ -179,3 +181,87 @@ def test_what_one_rank_alone_sees_is_skipped_on_both(tmp_path):
 
 if __name__ == "__main__":
     worker(int(sys.argv[1]), sys.argv[2])
+
+
+LEFT_OUT = {
+    **{key: None for key in TECHNIQUES if key not in ("dp", "soup", "primary_weights")},
+    **{
+        f"prune-{criterion}": {"prune": {"sparsity": 0.5, "criterion": criterion, "begin": 1, "end": 6, "every": 1}}
+        for criterion in ("taylor", "fisher", "wanda", "movement")
+    },
+    **{
+        f"neuron-{criterion}": {
+            "prune": {"sparsity": 0.5, "granularity": "neuron", "criterion": criterion, "schedule": "one_shot", **at}
+        }
+        for criterion, at in (
+            ("magnitude", {"begin": 1, "end": 1}),
+            ("neuron_taylor", {"begin": 5, "end": 5}),
+            ("taylor", {"begin": 1, "end": 1}),
+            ("shapley", {"begin": 1, "end": 1}),
+        )
+    },
+    "prune-flops": {"prune": {"sparsity": 0.5, "cost": "flops", "schedule": "one_shot", "begin": 1, "end": 1}},
+    "budget": {"checkpointing": {"policy": "budget:least", "include": ["*norm", "*dropout", "*hidden"]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("forward_first", [False, True])
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_training_step_that_returns_none_ends_no_run(name, forward_first, tmp_path, monkeypatch):
+    make = promise_drivers.lightning_module
+
+    def leaving_out(*args):
+        module = make(*args)
+        step = module.training_step
+
+        def training_step(batch, batch_idx):
+            # of windows of two: the second of the first, all of the third, the first of the fourth
+            if batch_idx not in (1, 4, 5, 6):
+                return step(batch, batch_idx)
+            if forward_first:
+                step(batch, batch_idx)
+            return None
+
+        module.training_step = training_step
+        return module
+
+    monkeypatch.setattr(promise_drivers, "lightning_module", leaving_out)
+    result = run_lightning(LEFT_OUT[name] or recipe_of(name), tmp_path, accumulate=2)
+    # with a scaler Lightning skips the step of a window whose last micro-batch is left out
+    skipped = 4 if name == "loss_scale" else 0
+    assert result.receipt["steps"] == {"applied": 8 - skipped, "skipped": skipped, "planned": 8}
+    assert not result.receipt["unreached"]
+    if told := result.receipt["techniques"].get("prune"):
+        found = {f"net.{key}": value for key, value in result.weights.items()}
+        zeros = sum(int((found[entry["name"]] == 0).sum()) for entry in told["tensors"])
+        assert zeros == told["pruned"] >= 0.4 * told["numel"]
+    assert all(value.isfinite().all() for value in result.weights.values())
+
+
+@pytest.mark.parametrize("criterion", ["taylor", "fisher", "wanda"])
+def test_masks_that_were_due_after_steps_without_gradients_are_those_of_the_next_step(criterion):
+    torch.manual_seed(0)
+    model, data = nn.Linear(6, 4, bias=False), torch.randn(5, 8, 6)
+    target = torch.randn(5, 8, 4)
+    recipe = {"prune": {"sparsity": 0.5, "criterion": criterion, "schedule": "one_shot", "begin": 1, "scope": "local"}}
+    session, optimizer = begun_session(recipe, model, 5)
+    for step in range(4):
+        loss = (model(data[step]) - target[step]).square().mean() if step > 1 else None
+        if step == 2:
+            weight = model.weight.detach().clone().double()
+            errors = data[2].double() @ weight.T - target[2].double()
+            each = torch.einsum("no,ni->noi", errors, data[2].double())
+            after = weight - 0.1 * each.mean(0) / 2  # SGD: the mean is over 4 outputs, too
+            scores = {
+                "taylor": (weight * each.mean(0)).abs(),
+                "fisher": after.square() * each.square().mean(0),
+                "wanda": after.abs() * data[2].double().norm(dim=0),
+            }[criterion]
+        plain_step(session, optimizer, loss)
+        assert int((model.weight == 0).sum()) == (12 if step > 1 else 0)
+    if criterion == "wanda":  # within a row
+        kept = scores.argsort(1).argsort(1) >= 3
+    else:
+        kept = (scores.view(-1).argsort().argsort() >= 12).view_as(scores)
+    assert torch.equal(model.weight != 0, kept)
