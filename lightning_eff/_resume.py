@@ -428,6 +428,8 @@ class ExactResume:
         # Taken: from here on the run is at its place, and saving means the present state.
         saved, self._saved = self._saved, None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
+        if saved is not None or self._iterate_anew:
+            self._tell_of_workers(loader.flattened, self._trainer.current_epoch)
         if saved is not None:
             self._know(saved["metrics"][0])
             # A run saved before its first batch is within its first epoch too: its iterator was made from iter_rng.
@@ -459,6 +461,16 @@ class ExactResume:
         # records that moment.
         self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
+    def _tell_of_workers(self, loaders: Iterable[Any], epoch: int) -> None:
+        """Say what is not resumed where workers of the stopped run live on from an earlier epoch into this one."""
+        lives_on = self._trainer.fit_loop._last_train_dl_reload_epoch < epoch
+        if lives_on and any(part.persistent_workers for part in loaders if hasattr(part, "persistent_workers")):
+            self._note(
+                "what workers that live on from epoch to epoch (persistent_workers) draw at random is not what those "
+                "of the stopped run would have drawn: their generators are not known; without persistent_workers it "
+                "is resumed"
+            )
+
     def _before_epoch(self, original: Callable[[], None]) -> None:
         """Finish an epoch that was saved at its end, before anything of the next one draws random numbers."""
         if self._saved is not None and self._saved["place"]["epoch"] == "ended":
@@ -476,7 +488,9 @@ class ExactResume:
         self._iter_rng, self._fetch_rng, self._cycled = saved["iter_rng"], saved["fetch_rng"], saved["cycled"]
         is_over = consumed > 0 and loop._num_ready_batches_reached()
         # A stateful loader goes on by itself: Lightning has given it its own state.
-        if not is_over and not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
+        if is_over:
+            self._tell_of_workers(fetcher.combined_loader.flattened, self._trainer.current_epoch + 1)
+        elif not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
             self._fetch_again(fetcher, consumed)
         self._capture_fetch = not consumed and fetcher.length is not None
         # a first batch that was cut short is fetched again, and that draws the shuffle

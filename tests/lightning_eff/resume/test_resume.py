@@ -143,6 +143,30 @@ def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path, monkeypatch):
         assert difference(whole, resumed) == [], point
 
 
+class Noisy(torch.utils.data.Dataset):
+    """Rows to which each fetch adds noise, drawn where it is made."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, row):
+        features, label = dataset()[row]
+        return features + torch.randn(8), label
+
+
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_what_workers_draw_is_resumed_or_a_note_says_that_it_is_not(lives_on, tmp_path):
+    def noisy():
+        return DataLoader(Noisy(), 4, shuffle=True, num_workers=1, persistent_workers=lives_on)
+
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=noisy, max_epochs=2)
+    for point in (2, 5, 8):  # within the first epoch, at its end, within the second
+        again, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=noisy, max_epochs=2)
+        noted = [note for note in again.session.notes if "workers that live on from epoch to epoch" in note]
+        assert bool(noted) is (lives_on and point > 2)
+        assert noted or difference(whole, resumed) == [], point
+
+
 def test_the_other_namespace_and_a_loss_scale_resume(tmp_path):
     recipe = {**RECIPE, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**130 / 8, "growth_interval": 3}}
     options = {"namespace": BOTH[1], "recipe": recipe, "accumulate_grad_batches": 2}
