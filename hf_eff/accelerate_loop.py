@@ -410,6 +410,8 @@ class AcceleratedLoop(ScriptLoop):
             self.session.skipped_optimizer_step()
         elif not self.session.after_optimizer_step():
             self.optimizer._is_overflow = self._is_discarded = True  # the scheduler must not move
+        if self._is_done:
+            self.session.join_buffers()  # here, as one process alone may ask for the finished model
 
     def drop_gradients(self) -> None:
         """The script drops gradients: a step that was prepared for and not made is a skipped one."""
@@ -481,9 +483,12 @@ class AcceleratedLoop(ScriptLoop):
 
     def _finish_if_done(self) -> None:
         """Finish where the planned steps were made: what is saved now is the end of training."""
-        session = self.session
-        if session.is_attached and session.step + session.skipped >= self.total_steps:
+        if self.session.is_attached and self._is_done:
             self.finish()
+
+    @property
+    def _is_done(self) -> bool:
+        return self.session.step + self.session.skipped >= self.total_steps
 
     def _unwrap_model(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._is_checkpointing and self._is_ours(model):

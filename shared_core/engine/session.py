@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.collectives import all_finite, local_part
+from shared_core.distributed.collectives import all_finite, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
 from shared_core.engine import claims, compatibility, coverage, model_guards, preview
 from shared_core.engine.claims import Where
@@ -205,6 +205,7 @@ class Session:
         self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
         self._furthest, self._early_skips = (0, 0), 0
+        self._joined: tuple[int, int] | None = None
         self._validated: tuple[int, dict[str, float]] | None = None
         self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = self._is_on_plan = True
@@ -814,6 +815,7 @@ class Session:
             self._evaluation.close()
             self.settle_optimizers()
             self._refuse_changed()
+            self.join_buffers()
             # Before techniques finish: afterwards nothing tells what they did not reach.
             self._final_unreached = self.unreached()
             self._experts.join()
@@ -841,6 +843,22 @@ class Session:
         context = self._attached("settle_optimizers")
         if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
             context.modes.settle()
+
+    @torch.no_grad()
+    def join_buffers(self) -> None:
+        """Give every process the main one's buffers, on which final weights may depend; each must call it.
+
+        DDP does so as the next forward begins, so that those of the last one (statistics of batch norms) differ.
+        """
+        context = self._attached("join_buffers")
+        place = self.step, self.skipped
+        if world_size() == 1 or self._is_tensor_parallel or not self.techniques or self._joined == place:
+            return
+        self._joined = place
+        own = getattr(context.model, "_ddp_params_and_buffers_to_ignore", ())
+        for name, buffer in context.model.named_buffers():
+            if name not in own and not (buffer.is_meta or is_sharded(buffer) or buffer.dtype == torch.bool):
+                broadcast_(buffer)
 
     def _tell_end(self, context: Context) -> None:
         planned, (applied, skipped) = context.total_steps, self._furthest_place

@@ -8,7 +8,7 @@ import torch
 from codes import assert_codes_close, grid_step
 from promise_drivers import difference
 from promise_table import STRUCTURED, TECHNIQUES, TOGETHER
-from two_process_runs import by_two_and_by_one
+from two_process_runs import by_two, by_two_and_by_one
 
 KEYS = [key for key in TOGETHER if "two_processes" not in TECHNIQUES[key].exempt]
 ROUNDED = "+".join(KEYS)
@@ -62,3 +62,11 @@ def test_adapters_over_a_base_that_qat_quantises_are_those_of_one(runs):
                 assert_codes_close(first["weights"][key], weight, grid_step(weight), max_flips=0.05)
             else:
                 torch.testing.assert_close(first["weights"][key], weight, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate", "fabric"])
+def test_ranks_end_with_the_same_weights_and_buffers_where_each_has_batch_norms_of_its_own(front_end, tmp_path):
+    keys = ["qat", "qat-lsq", "low_rank", "lora-qat", ROUNDED]
+    keys += ["soup"] if front_end in ("hf", "lightning") else []
+    for recipe, first, second in by_two(front_end, tmp_path, [f"{key}@batch_norm" for key in keys]):
+        assert difference(first["weights"], second["weights"]) is None, recipe

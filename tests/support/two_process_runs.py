@@ -13,10 +13,8 @@ from shared_core.distributed import collectives as ranks
 
 def by_two_and_by_one(front_end, folder, recipes):
     """For each recipe what the first of two equal ranks left, its weights and state, and the same of one process."""
-    run_two_ranks(__file__, folder, front_end, folder, *recipes, seconds=280)
     run = {"hf": run_hf, "lightning": run_lightning, "accelerate": run_accelerate, "fabric": run_fabric}[front_end]
-    for recipe in recipes:
-        first, second = (torch.load(folder / recipe / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    for recipe, first, second in by_two(front_end, folder, recipes):
         states = [rank["state"]["techniques"] for rank in (first, second)]
         for state in states:  # bytes of each rank's own activations
             state.get("activations", {}).pop("counts", None)
@@ -27,21 +25,30 @@ def by_two_and_by_one(front_end, folder, recipes):
         yield recipe, first, {"weights": one.weights, "state": states[0]}
 
 
+def by_two(front_end, folder, recipes):
+    """For each recipe what two ranks left; one that ends in ``@batch_norm`` trains a model with BatchNorm."""
+    run_two_ranks(__file__, folder, front_end, folder, *recipes, seconds=280)
+    for recipe in recipes:
+        yield recipe, *(torch.load(folder / recipe / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+
+
 def rank_of_two(front_end, folder, recipes):
     """One rank; writes weights and session state, a file a recipe."""
     for recipe in recipes:
         out = folder / recipe
         out.mkdir(parents=True, exist_ok=True)  # the main process makes it, but perhaps later than this one saves
-        options = {"batch_norm": False, "batch": 4, "optim": "sgd"}
+        keys, _, norm = recipe.partition("@")
+        wanted = recipe_of(*keys.split("+"))
+        options = {"batch_norm": bool(norm), "batch": 4, "optim": "sgd"}
         with states_at_finish() as states:
             if front_end == "hf":
-                result = run_hf(recipe_of(*recipe.split("+")), out, ddp_find_unused_parameters=False, **options)
+                result = run_hf(wanted, out, ddp_find_unused_parameters=False, **options)
             elif front_end == "accelerate":
-                result = run_accelerate(recipe_of(*recipe.split("+")), out, **options)
+                result = run_accelerate(wanted, out, **options)
             elif front_end == "fabric":
-                result = run_fabric(recipe_of(*recipe.split("+")), out, devices=2, strategy="ddp", **options)
+                result = run_fabric(wanted, out, devices=2, strategy="ddp", **options)
             else:
-                result = run_lightning(recipe_of(*recipe.split("+")), out, devices=2, strategy="ddp", **options)
+                result = run_lightning(wanted, out, devices=2, strategy="ddp", **options)
         torch.save({"weights": result.weights, "state": states[0]}, out / f"rank{ranks.rank()}.pt")
 
 
