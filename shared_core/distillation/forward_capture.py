@@ -235,7 +235,7 @@ def labels_are_inputs(labels: Any, inputs: Mapping[str, Any]) -> bool:
         return False
     counted = labels != IGNORED
     named = labels[counted]
-    return len(named.unique()) > 1 and torch.equal(named, tokens.to(labels.device)[counted])
+    return bool(named.numel() and (named != named[0]).any()) and torch.equal(named, tokens.to(labels.device)[counted])
 
 
 def counted_positions(

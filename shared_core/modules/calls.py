@@ -171,7 +171,7 @@ class ExampleCalls:
         self._has_expired = False
         self._handles: list[Any] = []
         # Under torch.compile they stay outside of the graph, which cannot note such things.
-        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))
+        enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))  # type: ignore[no-untyped-call]
         # A hook on every module that has one of the wanted inside: the outermost that is called is found while
         # running, since a user may call a part of the model directly.
         for module in model.modules():

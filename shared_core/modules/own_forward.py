@@ -95,7 +95,8 @@ def _products(module: Any, weight: Tensor) -> _Products:
     """Return what a layer multiplies by on a small input if it stores this weight."""
     try:
         vars(module)["weight"] = weight  # found before the parameter of that name
-        with _Products(weight) as seen:
+        seen = _Products(weight)
+        with seen:
             own_class(module).forward(module, _input(module))
     finally:
         del vars(module)["weight"]

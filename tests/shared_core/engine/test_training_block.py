@@ -113,7 +113,7 @@ def test_an_optimizer_that_is_not_torchs_is_refused_by_its_class():
         pass
     session = Session(PRUNE)
     session.attach(model)
-    with pytest.raises(TrainingError, match="got .*Own"):
+    with pytest.raises(TrainingError, match=r"got .*Own"):
         session.begin([Own(model.parameters())], total_steps=4)
     session.detach()
     assert list(model.state_dict()) == list(net().state_dict())
