@@ -107,7 +107,7 @@ def test_an_optimizer_that_is_not_torchs_is_refused_by_its_class():
 
     model = net()
     with (
-        pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, got .*Own"),
+        pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, .*got .*Own"),
         Session(PRUNE).training(model, Own(model.parameters()), total_steps=4),
     ):
         pass
@@ -213,11 +213,16 @@ def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
         return model, torch.optim.Muon(next(sides)), torch.optim.AdamW(next(sides))
 
     model, muon, _ = muon_and_adam()
-    with (
-        pytest.raises(TrainingError, match=r"an optimizer must take 0\..* got Muon, which takes matrices alone"),
-        Session(recipe).training(model, muon, total_steps=2),
-    ):
-        pass
+    if "low_rank" in recipe:  # the convolution is in no optimizer, so it counts as frozen
+        with Session(recipe).training(model, muon, total_steps=2) as session:
+            assert type(model[0]) is nn.Conv2d
+            assert "no optimizer holds the parameters of 0" in session.notes[0]
+    else:
+        with (
+            pytest.raises(TrainingError, match=r"an optimizer must take 2\..* got Muon, which takes matrices alone"),
+            Session(recipe).training(model, muon, total_steps=2),
+        ):
+            pass
     assert [type(layer) for layer in model] == [nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear]
     assert [len(group) for group in held(muon)] == [2]
 
