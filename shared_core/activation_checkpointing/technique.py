@@ -168,15 +168,17 @@ class ActivationCheckpointing(Technique):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`; what ran since an earlier checkpoint stays counted."""
         self._was_recomputed = bool(state.get("recomputed"))
-        if not self._steps:
-            self._earlier = dict(state.get("counts", {}))
         if self._budget is not None:
             self._budget.load_state_dict(state.get("budget", {}))
+        counts = state.get("counts", {})
+        if not self._steps and counts.get("modules") == self._counts()["modules"]:
+            self._earlier = dict(counts)
 
     def _counts(self) -> dict[str, Any]:
         """Return what ran, in the run that this one goes on from too."""
         earlier, tally = self._earlier, Tally() if self.handle is None else self.handle.tally
         return {
+            "modules": [] if self.handle is None else self.handle.names,
             "steps": self._steps + earlier.get("steps", 0),
             "recomputations": tally.recomputations + earlier.get("recomputations", 0),
             "blocks": dict(tally.blocks + Counter(earlier.get("blocks", {}))),
