@@ -42,6 +42,7 @@ class PowerSgd:
         # columns), P (rows, rank), Q (columns, rank).
         self._rank, self._seed = rank, seed
         self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._places = {name: place for place, name in enumerate(parameters)}
         self.compressed = {name for name, parameter in parameters.items() if self._shrinks(parameter)}
         """Names of what is sent as a product."""
         self.errors: dict[str, Tensor] = {}
@@ -129,8 +130,8 @@ class PowerSgd:
     def _query(self, name: str, matrix: Tensor) -> Tensor:
         if name in self.queries:
             return self.queries[name].to(matrix)
-        # on the CPU, so that every device draws the same; of the name, so that no order matters
-        generator = torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))
+        # on the CPU, so that every device draws the same; of the place, as no bucket matters and trainers prefix names
+        generator = torch.Generator().manual_seed(self._seed + zlib.crc32(str(self._places[name]).encode()))
         # QR gives min(rows, rank) orthonormal columns: a larger rank would come back as another shape.
         columns, rank = matrix.shape[1], min(self._rank, *matrix.shape)
         return torch.randn(columns, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)

@@ -15,6 +15,7 @@ from promise_table import (
     TOGETHER,
     VARIANTS,
     DigitsNet,
+    Row,
     eval_examples,
     make_net,
     recipe_of,
@@ -81,6 +82,30 @@ def test_steps_after_the_planned_ones_are_as_if_they_had_been_planned(name):
     assert difference(*reports) is None
     assert plans in ([None] * len(plans), [NUM_STEPS, NUM_STEPS + 4])
     assert sum("continues" in note for note in late.receipt["notes"]) == 1
+
+
+UPDATES = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
+# Options that draw random numbers of their own, and that no row of the table has.
+DRAWING = {
+    "random-channels": {"prune": {"criterion": "random", "granularity": "channel", **UPDATES}},
+    "random-neurons": {"prune": {"criterion": "random", "granularity": "neuron", **UPDATES}},
+    "random-blocks": {"prune": {"criterion": "random", "granularity": "block", "block": "4x4", **UPDATES}},
+    "random-overrides": {"prune": {"criterion": "random", "overrides": {"last": {"sparsity": 0.25}}, **UPDATES}},
+    "shapley": {"prune": {"criterion": "shapley", "granularity": "channel", **UPDATES}},
+    "stochastic-weights": {"qat": {"scheme": "int8_weight", "rounding": "stochastic"}},
+    "stochastic-gradients": {"fp8": {"recipe": "nvfp4", "include": ["first"]}},
+    "stochastic-moments": {"primary_weights": {"kind": "stochastic_rounding", "state_dtype": "bfloat16"}},
+    "adapters": {"lora": {"rank": 2, "base": "nf4"}},
+    "masks": Row("lottery", {"control": "random_mask"}, needs_ticket=True),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_seed_draws_the_same_in_a_loop_and_in_a_module_around_the_model(name, tmp_path):
+    # Lightning's module puts a prefix before every name
+    make = DRAWING[name].recipe if name == "masks" else DRAWING[name].copy
+    assert difference(run_bare(make()).weights, run_lightning(make(), tmp_path).weights) is None
 
 
 @pytest.mark.matrix

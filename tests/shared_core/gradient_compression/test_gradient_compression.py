@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from two_ranks import saved_by_two_ranks
 
 from shared_core.engine import compatibility
@@ -36,7 +37,7 @@ def test_powersgd_sends_what_the_paper_says(ranks):
                 # Vogels et al. 2019, algorithms 1 and 2
                 matrices = [g.flatten(1) + errors.get((name, rank), 0) for rank, g in enumerate(local)]
                 if name not in queries:
-                    generator = torch.Generator().manual_seed(3 + zlib.crc32(name.encode()))
+                    generator = torch.Generator().manual_seed(3 + zlib.crc32(str(index).encode()))
                     queries[name] = torch.randn(matrices[0].shape[1], 2, generator=generator).double()
                 left = torch.linalg.qr(sum(m @ queries[name] for m in matrices) / 2).Q
                 queries[name] = sum(m.T @ left for m in matrices) / 2
@@ -57,6 +58,24 @@ def test_what_was_not_sent_yet_is_in_the_errors(ranks):
         if name in first["errors"]:
             sent = sent + (first["errors"][name] + second["errors"][name]).view(wanted.shape) / 2
         torch.testing.assert_close(sent, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_powersgd_draws_the_same_under_the_prefix_of_a_wrapper():
+    weights = {"first": torch.zeros(8, 8), "second": torch.zeros(8, 8)}
+    gradients = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sent = []
+        for prefix in ("", "net.", "module.net."):
+            named = {prefix + name: weight for name, weight in weights.items()}
+            power, own = PowerSgd(named, rank=1, seed=3), gradients.clone()
+            power.reduce([*weights.values()][::-1], [*own])[0].wait()
+            sent.append(own)
+            assert not torch.equal(*power.queries.values())
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(sent[0], sent[1])
+    assert torch.equal(sent[0], sent[2])
 
 
 @pytest.mark.parametrize(("hook", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
