@@ -34,7 +34,7 @@ from shared_core.distillation.task_gradient import HardTerm, TaskLoss, cross_ent
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, TrainingError
 
 
 @dataclass(frozen=True)
@@ -298,6 +298,14 @@ def _joined(outputs: list[Outputs]) -> Outputs:
     """Return the embeddings of several forwards as those of one."""
     if len(outputs) == 1:
         return outputs[0]
+    widths = {each.parts[0].shape[-1]: None for each in outputs}
+    if len(widths) > 1:
+        raise TrainingError(
+            "distill",
+            f"all embeddings of a loss must have one width, got {', '.join(map(str, widths))}",
+            "take the inner loss alone: one that cuts embeddings (sentence-transformers' MatryoshkaLoss, "
+            "Matryoshka2dLoss) runs the student once for each width",
+        )
     parts = zip(*(each.parts for each in outputs), strict=True)
     return Outputs(outputs[0].kind, tuple(torch.cat(part) for part in parts))
 

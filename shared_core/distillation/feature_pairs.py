@@ -61,6 +61,14 @@ class WatchedPairs:
             for hook in hooks:
                 hook.active, hook.latest = active, None
 
+    def watch(self) -> None:
+        """Keep the outputs of the next forward, which is only looked at."""
+        WatchedPairs.activate(self, True)
+
+    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
+        """Raise what `loss` would raise for the forward that was watched."""
+        self.loss(mask, inputs, normalise)
+
     def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
         """Yield each pair's names and what its modules returned in the latest forward, once.
 
@@ -247,6 +255,11 @@ class AttentionPairs(WatchedPairs):
                 self._switched.append((owner, before))
         elif not active:
             self._switch_back()
+
+    def try_out(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> None:
+        """Raise `TrainingError` if a module did not run; maps exist only while attention is computed eagerly."""
+        for _ in self.outputs():
+            pass
 
     def _switch_back(self) -> None:
         for owner, before in self._switched:

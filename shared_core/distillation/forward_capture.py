@@ -43,10 +43,16 @@ class ForwardHook:
     def __init__(self) -> None:
         self.active = False
         self.latest: Forward | None = None
+        self.missed = ""
+        """Why the latest forwards were not kept, if one ran and none trains."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep a forward that trains."""
-        if self.active and trains(module):
+        if not self.active:
+            return
+        if not trains(module):
+            self.missed = "in eval mode" if torch.is_grad_enabled() else "without gradients"
+        else:
             earlier: tuple[Forward, ...] = ()
             # A contrastive loss runs the encoder once for each text column: the later forwards keep the earlier ones.
             if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
@@ -56,12 +62,32 @@ class ForwardHook:
 
     def take(self) -> Forward | None:
         """Return the latest forward and forget it."""
-        latest, self.latest = self.latest, None
+        latest, self.latest, self.missed = self.latest, None, ""
         return latest
 
     def __getstate__(self) -> dict[str, Any]:
         # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
-        return {"active": False, "latest": None}
+        return {"active": False, "latest": None, "missed": ""}
+
+
+def unseen(missed: str) -> TrainingError:
+    """Return the error of a loss without a forward of the student before it; `missed` as in `ForwardHook`."""
+    remedy = (
+        "set distill.student to the submodule that computes the logits, and call the module, not its forward method"
+    )
+    if missed == "without gradients":
+        remedy = (
+            "take a loss that keeps the graph of its forward. Cached ones (CachedMultipleNegativesRankingLoss and "
+            "CachedGISTEmbedLoss of sentence-transformers) repeat it in backward: use those without a cache"
+        )
+    elif missed:
+        remedy = "call train() on the student before its training forward"
+    seen = f"ran {missed} only" if missed else "was not seen"
+    return TrainingError(
+        "distill",
+        f"the student's forward must run before the loss, in train mode and with gradients, and {seen}",
+        remedy,
+    )
 
 
 def trains(module: nn.Module) -> bool:

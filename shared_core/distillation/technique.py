@@ -28,6 +28,7 @@ from shared_core.distillation.forward_capture import (
     labels_are_inputs,
     models_inside,
     named_inputs,
+    unseen,
 )
 from shared_core.distillation.fused_head import FusedHead, Task, with_own_forward
 from shared_core.distillation.layer_init import copy_layers_
@@ -81,6 +82,7 @@ class Distillation(Technique):
         self._handle: RemovableHandle | None = None
         self._batches = 0
         self._positions: Tensor | int = 0
+        self._is_tried = False
         self._means = StepMeans()
         self._moving: dict[str, float] = {}
         self._saved_teachers: Mapping[str, Any] = {}
@@ -143,6 +145,7 @@ class Distillation(Technique):
     def begin(self, context: Context) -> None:
         """Resolve the range and bring the teacher to the student's device."""
         self._schedule = Schedule.resolved(self.config, context)
+        self._schedule.options(context)  # raises where options move and nothing tells until when
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             for pairs in self._pairs.values():
@@ -179,26 +182,28 @@ class Distillation(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the mixed loss for the latest forward of the student, the task loss outside begin..end."""
+        missed = self._hook.missed
         forward, student, comparison = self._hook.take(), self._student, self._comparison
         inputs = {} if forward is None or student is None else named_inputs(student, forward)
         labels = inputs.get("labels") if self.labels is None else self.labels
         self.labels, unlabelled = None, self._examples.take()
         given, task_loss = task_loss, labelled_part(task_loss, labels, causal=self.is_causal)
-        if not (active := self._schedule.is_active(context)) or not torch.is_grad_enabled():
-            # Outside of begin..end the hooks are off, so there is no forward to compare.
-            if not active:
-                self._means.forget()  # what was last before the end is no figure of later steps
+        if not torch.is_grad_enabled():
             return task_loss
+        if not (active := self._schedule.is_active(context)):
+            # Outside of begin..end the hooks are off, so there is no forward to compare.
+            self._means.forget()  # what was last before the end is no figure of later steps
+            if not self._waits(context):
+                return task_loss
         if student is None or comparison is None or forward is None:
-            raise TrainingError(
-                "distill",
-                "the student's forward must run before the loss, in train mode and with gradients, and was not seen",
-                "set distill.student to the submodule that computes the logits, and call the module, not its forward "
-                "method",
-            )
+            raise unseen(missed)
         self._examples.check_told(unlabelled)
         if not self._batches and not torch.compiler.is_compiling():
             self._check_causal(student, labels, inputs)
+        if not active:
+            batch = StudentBatch(student, forward, inputs, labels, self.is_causal, self.config.temperature, unlabelled)
+            self._try_out(batch, comparison, context)
+            return task_loss
         alpha, temperature = self._schedule.options(context)
         batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, unlabelled)
         task, ratio = None, functools.partial(_task_ratio, alpha, context)
@@ -249,14 +254,32 @@ class Distillation(Technique):
         self._batches += 1
         self._positions = self._positions + (count if mask is None else mask.sum())
 
+    def _waits(self, context: Context) -> bool:
+        """Return True until the first micro-batch of a run that begins later was tried out."""
+        return not self._is_tried and context.step < self._schedule.first
+
+    @torch.no_grad()
+    def _try_out(self, batch: StudentBatch, comparison: Comparison, context: Context) -> None:
+        """Raise now what could only be raised at `begin`, hours later; the loss stays as it is."""
+        self._is_tried = True
+        # Logits that are not computed, or that the trainer's loss does not compute, are not to be had before.
+        if not (self.config.chunked or self.fuses_head):
+            compared = comparison.compare(batch)
+            for pairs in self._pairs.values():
+                pairs.try_out(compared.mask, batch.inputs, context.normalise)
+        self._switch(context)
+
     def _switch(self, context: Context) -> None:
-        self._hook.active = active = self._schedule.is_active(context)
+        active = self._schedule.is_active(context)
+        self._hook.active = active or self._waits(context)
         if self._fused is not None:
             self._fused.active = active
         if self._comparison is not None:
             self._comparison.activate(active)
         for pairs in self._pairs.values():
             pairs.activate(active)
+            if self._waits(context):
+                pairs.watch()
 
     def _forget_batch(self) -> None:
         self._hook.take()

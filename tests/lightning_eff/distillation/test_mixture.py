@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_eff import Distillation
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
+from shared_core.errors import TrainingError
 
 ALPHA, T, CLASSES = 0.3, 2.0, 5
 UNEQUAL, EQUAL = (6, 1, 3, 2, 5, 1, 4, 2), (3,) * 8
@@ -49,7 +50,7 @@ def reference(parts):
     return [value.grad.float() for value in student.parameters()]
 
 
-def lightning(folder, data, size, accumulate):
+def lightning(folder, data, size, accumulate, **options):
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):
@@ -66,7 +67,8 @@ def lightning(folder, data, size, accumulate):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    module, callback = Module(), Distillation(teacher=Tagger(1), student="net", temperature=T, alpha=ALPHA)
+    options = {"student": "net", "temperature": T, "alpha": ALPHA, **options}
+    module, callback = Module(), Distillation(teacher=Tagger(1), **options)
     trainer = make_trainer(folder, BOTH[0], callbacks=[callback], max_epochs=2, accumulate_grad_batches=accumulate)
     trainer.fit(module, DataLoader(data, batch_size=size))
     return module.found, callback.receipt["notes"]
@@ -98,3 +100,13 @@ def test_each_micro_batch_is_averaged_by_itself_and_unequal_ones_are_told_once(t
             torch.testing.assert_close(ours, value, rtol=0, atol=1e-6)
         told = [note for note in notes if "positions: each is averaged by itself" in note]
         assert len(told) == (lengths is UNEQUAL and accumulate > 1)
+
+
+def test_a_student_that_the_step_never_calls_is_refused_in_the_first_step_of_a_run_that_begins_later(
+    tmp_path, monkeypatch
+):
+    calls, forward = [], Tagger.forward
+    monkeypatch.setattr(Tagger, "forward", lambda self, *args, **batch: calls.append(0) or forward(self, **batch))
+    with pytest.raises(TrainingError, match=r"the student's forward must run before the loss.*set distill.student"):
+        lightning(tmp_path, rows(EQUAL), 4, 1, student=None, begin=3)
+    assert len(calls) == 1

@@ -188,6 +188,22 @@ class TestEmbeddings:
         squared, _, _ = soft(student, teacher, *batches, divergence="logit_mse")
         torch.testing.assert_close(squared.detach(), F.mse_loss(ours, theirs))
 
+    @pytest.mark.parametrize("begin", [0, 1])
+    def test_a_loss_of_cut_embeddings_is_named(self, begin):
+        class Cut(Composed):
+            width = 3
+
+            def forward(self, input):
+                output = super().forward(input)
+                return {**output, self.key: output[self.key][:, : self.width]}
+
+        student = Cut(0, self.key)
+        technique, context = attached(student, Composed(1, self.key), begin=begin)
+        for student.width in (3, 2):
+            student.train()(texts(0))
+        with pytest.raises(TrainingError, match=r"must have one width, got 3, 2.*MatryoshkaLoss"):
+            technique.loss(torch.zeros((), requires_grad=True), context)
+
     def test_no_text_is_counted_in_two_losses(self):
         technique, context = attached(student := Composed(0, self.key), Composed(1, self.key))
         for step in range(2):

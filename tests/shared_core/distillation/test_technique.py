@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shared_core import Session
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
+from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.engine.technique import Context
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 
 
 def mlp(width=8, classes=3, seed=0):
@@ -306,3 +308,108 @@ def test_counters_resume():
     assert resumed.state_dict() == {"batches": 2, "positions": 8}
     assert resumed.metrics().keys() == {"distill/soft_loss", "distill/task_loss"}
     assert Distillation(DistillConfig(teacher="t")).metrics() == {}
+
+
+class Parts(nn.Module):
+    """A student whose loss may be computed past its forward, and one of whose layers may not run."""
+
+    def __init__(self, calls=("first", "second"), seed=0, classes=3):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.third = nn.Linear(4, 5), nn.Linear(5, classes), nn.Linear(5, classes)
+        self.calls = calls
+
+    def forward(self, x, labels=None):
+        for name in self.calls:
+            x = getattr(self, name)(x)
+        return {"logits": x}
+
+
+def calls_parts(model, x, y):
+    return F.cross_entropy(model.second(model.first(x)), y)
+
+
+def calls(model, x, y):
+    return F.cross_entropy(model(x)["logits"], y)
+
+
+def calls_without_gradients(model, x, y):
+    with torch.no_grad():
+        model(x)
+    return calls_parts(model, x, y)
+
+
+def calls_in_eval_mode(model, x, y):
+    model.eval()
+    loss = calls(model, x, y)
+    model.train()
+    return loss
+
+
+def cached_elsewhere(folder):
+    write_teacher_cache(nn.Linear(4, 3), [torch.randn(2, 4)], folder, temperature=2.0)
+    return f"cache:{folder}"
+
+
+LATE = {
+    "forward that is not called": (calls_parts, {}, "was not seen.*set distill.student"),
+    "forward without gradients": (calls_without_gradients, {}, "ran without gradients only.*CachedMultipleNegatives"),
+    "forward in eval mode": (calls_in_eval_mode, {}, r"ran in eval mode only.*train\(\)"),
+    "other inputs of the teacher": (calls, {"teacher": nn.Sequential(nn.Linear(7, 3))}, "teacher must compute from"),
+    "other classes": (calls, {"teacher": Parts(classes=4)}, "the student's 3 classes, got 4"),
+    "another name": (calls, {"logits": "scores"}, "must hold logits under 'scores'"),
+    "a hidden layer that does not run": (calls, {"hidden": ["third=first"]}, "module third of the student must run"),
+    "hidden layers of other shapes": (calls, {"hidden": ["first=twice"]}, "must have the teacher's shape"),
+    "attention that does not run": (calls, {"attention": ["third=first"]}, "module third of the student must run"),
+    "examples that are not told": (calls, {"unlabelled_field": "new"}, "must be told of every micro-batch"),
+    "examples that are not cached": (calls, {"teacher": cached_elsewhere}, "every example of a batch must be in"),
+}
+
+
+class Twice(Parts):
+    def __init__(self):
+        super().__init__(seed=1)
+        self.twice = nn.Identity()
+
+    def forward(self, x, labels=None):
+        return {"logits": self.second(self.twice(self.first(x).repeat(2, 1))[: len(x)])}
+
+
+@pytest.mark.parametrize("begin", [0, 100])
+@pytest.mark.parametrize("cause", LATE)
+def test_what_cannot_be_distilled_is_refused_in_the_first_micro_batch(cause, begin, tmp_path):
+    step, options, message = LATE[cause]
+    options = {"teacher": Twice(), **options}
+    if callable(options["teacher"]) and not isinstance(options["teacher"], nn.Module):
+        options["teacher"] = options["teacher"](tmp_path)
+    model = Parts()
+    session = Session({"distill": {**options, "begin": begin}})
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters())], total_steps=200)
+    with pytest.raises(EffError, match=message):
+        session.loss(step(model, torch.randn(6, 4), torch.zeros(6, dtype=torch.long)))
+
+
+def test_options_that_move_need_a_length_from_the_start():
+    model = Parts()
+    session = Session({"distill": {"teacher": Parts(seed=1), "begin": 100, "alpha_end": 1.0}})
+    session.attach(model)
+    with pytest.raises(ConfigError, match="need a run of known length"):
+        session.begin([torch.optim.SGD(model.parameters())], total_steps=None)
+
+
+def test_looking_ahead_changes_no_loss_and_happens_once():
+    asked, teacher = [], Parts(seed=1)
+    teacher.register_forward_hook(lambda *_: asked.append(None))
+    model, x, y = Parts(), torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    session = Session({"distill": {"teacher": teacher, "begin": 2, "hidden": ["first=first"]}})
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters())], total_steps=4)
+    for step in range(4):
+        task = calls(model, x, y)
+        assert (session.loss(task) is task) == (step < 2)
+        assert len(asked) == (1 if step < 2 else step)
+        assert bool(session.metrics()) == (step >= 2)
+        session.after_optimizer_step()
+    assert session.receipt().values["techniques"]["distill"]["batches"] == 2
+    session.detach()

@@ -223,8 +223,8 @@ def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
             Session(recipe).training(model, muon, total_steps=2),
         ):
             pass
-    assert [type(layer) for layer in model] == [nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear]
-    assert [len(group) for group in held(muon)] == [2]
+        assert [type(layer) for layer in model] == [nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear]
+        assert [len(group) for group in held(muon)] == [2]
 
     model, *optimizers = muon_and_adam()
     session = Session(recipe)
