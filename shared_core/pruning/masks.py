@@ -25,7 +25,7 @@ from shared_core.numerics.deferred_checks import checked_together, read_together
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
-from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.scorers import Scorer, UnitSlices
 from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, listed, select_weights
 from shared_core.pruning.targets import Targets, block_of
 
@@ -553,6 +553,10 @@ class MaskPolicy:
             module, mask = self.targets.modules[name], self.store[name]
             found[name] = dict(zip(matrix_names(name, module, len(mask)), matrices(module, mask), strict=True))
         return found
+
+    def units(self) -> list[list[UnitSlices]]:
+        """Return where the units of each group lie; none where weights are pruned one by one."""
+        return []
 
     def report(self) -> dict[str, Any]:
         """Return what the receipt tells of units."""

@@ -5,15 +5,21 @@ The regulariser of pruning: a penalty on what may be pruned, added to complete g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import part_of, whole
 from shared_core.errors import MatchError
-from shared_core.modules.experts import StackedExperts
+from shared_core.modules.experts import StackedExperts, matrices
 from shared_core.modules.matching import plain_name, weight_of
 from shared_core.modules.weight_views import output_axis
+from shared_core.pruning.config import TRACED, PruneConfig
+from shared_core.pruning.patterns import block_scores, expand_blocks
+from shared_core.pruning.scorers import UnitSlices, gather_units
+from shared_core.pruning.targets import block_of
 
 
 @torch.no_grad()
@@ -64,6 +70,53 @@ def add_group_lasso_gradient_(
     gradient.add_(directions.to(gradient.dtype), alpha=strength * per_group**0.5)
 
 
+@torch.no_grad()
+def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, block: tuple[int, int]) -> None:
+    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group; those at the edge are smaller.
+
+    Args:
+        gradient: Of the weight's shape; changed in place.
+        weight: Two or more dimensions, trailing ones belonging to the inputs.
+        strength: Factor of the penalty, at least 0.
+        block: Rows and columns of a tile.
+
+    Example:
+        >>> gradient = torch.zeros(1, 3)
+        >>> add_block_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0, 5.0]]), 1.0, (1, 2))
+        >>> gradient
+        tensor([[0.8485, 1.1314, 1.0000]])
+    """
+    values = whole(weight.detach()).double()
+    # √p·w/‖w‖ is w over the root of the mean square
+    rms = expand_blocks(block_scores(values.square(), block).sqrt(), values.shape, block)
+    directions = (values / rms.masked_fill(rms == 0, 1.0)).to(gradient.dtype)
+    local_part(gradient).add_(part_of(directions, weight), alpha=strength)
+
+
+@torch.no_grad()
+def add_unit_lasso_gradient_(
+    gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], strength: float, unit: Sequence[UnitSlices]
+) -> None:
+    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors.
+
+    Args:
+        gradients: By name; changed in place.
+        weights: By name.
+        strength: Factor of the penalty, at least 0.
+        unit: Where the units of one group lie in each tensor.
+    """
+    found = [gather_units(weights[part.name], part.axis, part.positions).double() for part in unit]
+    rms = (sum(part.square().sum(1) for part in found) / sum(part.shape[1] for part in found)).sqrt()  # type: ignore[union-attr]
+    scales = strength / rms.masked_fill(rms == 0, 1.0)
+    for part in unit:
+        gradient, weight = gradients[part.name], weights[part.name].detach()
+        rows = torch.from_numpy(part.positions.reshape(-1)).to(weight.device)
+        factors = scales.repeat_interleave(part.positions.shape[1])
+        factors = factors.view([-1 if dim == part.axis else 1 for dim in range(weight.ndim)])
+        added = weight.index_select(part.axis, rows).double() * factors
+        gradient.index_add_(part.axis, rows, added.to(gradient.dtype))
+
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -75,13 +128,24 @@ class Penalty:
         strength: Its factor.
         model: Where ``bn_l1`` finds batch norms.
         modules: Weight name to the module that holds it: what may be pruned.
+        config: Its granularity says what a group of ``group_lasso`` is: a tile, a layer, a unit with its weights in all
+            tensors, else what one output of a layer owns.
+        units: Returns the units of traced granularities, group by group.
 
     Raises:
         MatchError: If ``bn_l1`` finds no scale.
     """
 
-    def __init__(self, kind: str, strength: float, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        self.kind, self.strength = kind, strength
+    def __init__(
+        self,
+        kind: str,
+        strength: float,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        config: PruneConfig,
+        units: Callable[[], Iterable[Sequence[UnitSlices]]] = tuple,
+    ) -> None:
+        self.kind, self.strength, self._config, self._units = kind, strength, config, units
         self._modules = dict(modules)
         if kind == "bn_l1":
             self._modules = {
@@ -112,15 +176,30 @@ class Penalty:
             }
             self._rates = {name: rates.get(weight_of(name, module), 0.0) for name, module in self._modules.items()}
             return
+        if self.kind == "group_lasso" and self._config.granularity in TRACED:
+            self._add_to_units()
+            return
         for name, module in self._modules.items():
             weight = weight_of(name, module)
             if weight.grad is None:
                 continue
-            if self.kind == "group_lasso":
+            if self.kind == "group_lasso" and self._config.granularity == "block":
+                block = block_of(self._config, module)
+                for gradient, matrix in zip(matrices(module, weight.grad), matrices(module, weight), strict=True):
+                    add_block_lasso_gradient_(gradient, matrix, self.strength, block)
+            elif self.kind == "group_lasso":
                 axes = (0,) * isinstance(module, StackedExperts) + (output_axis(module),)
-                add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=axes)
+                is_layer = self._config.granularity == "layer"
+                add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=() if is_layer else axes)
             else:
                 add_l1_gradient_(weight.grad, weight, self.strength)
+
+    def _add_to_units(self) -> None:
+        weights = {name: weight_of(name, module) for name, module in self._modules.items()}
+        gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        for parts in self._units():
+            if unit := [part for part in parts if part.name in gradients]:
+                add_unit_lasso_gradient_(gradients, weights, self.strength, unit)
 
     @torch.no_grad()
     def decay_(self) -> None:

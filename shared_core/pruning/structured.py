@@ -327,13 +327,16 @@ class UnitPruning(MaskPolicy):
         refuse_nothing(self.config, {group.name: group.units for group in groups}, f"{self.config.granularity}s", own)
         self.groups, self.found = groups, True
         if self.config.criterion == "taylor":
-            members = {
-                group.name: [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
-                for group in groups
-            }
-            self._taylor = GroupTaylor(members)
+            self._taylor = GroupTaylor(dict(zip((group.name for group in groups), self.units(), strict=True)))
             if self._saved_taylor:
                 self._taylor.load_state_dict(self._saved_taylor)
+
+    def units(self) -> list[list[UnitSlices]]:
+        """Return where the units of each group lie; none before they are found."""
+        return [
+            [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
+            for group in self.groups
+        ]
 
     def _shares(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
         """Return by group the share that it is to lose by itself, given those of weights.

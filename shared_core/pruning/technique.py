@@ -126,7 +126,8 @@ class Pruning(Technique):
             context.windows["prune.costs"] = self._costs = CostWatch(config.cost, targets.modules)
             self._policy.take_costs(self._costs.costs)
         if config.regularizer != "none":
-            self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, targets.modules)
+            strength, units = config.regularizer_strength, self._policy.units
+            self._penalty = Penalty(config.regularizer, strength, model, targets.modules, config, units)
         self._policy.scorer.attach()
         context.windows["prune.scorer"] = self._policy.scorer
 

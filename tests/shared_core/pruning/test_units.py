@@ -191,3 +191,64 @@ def test_units_are_found_where_another_method_is_called_through_forward(whole):
             session.after_optimizer_step()
             optimizer.zero_grad()
     assert int((model.net[0].weight == 0).all(1).sum()) == 4
+
+
+class Gated(nn.Module):
+    """A gated layer, whose units have a row in each of two weights, behind a convolution and a transposed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.back = nn.Conv1d(1, 6, 3, padding=1), nn.ConvTranspose1d(6, 1, 1)
+        self.gate, self.up, self.down = nn.Linear(5, 7, bias=False), nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        x = self.back(self.conv(x[:, None]))[:, 0]
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+def rows(*weights, axis=0):
+    """The weights of each output, in all of the tensors together."""
+    return [torch.cat([weight.movedim(axis, 0).flatten(1) for weight in weights], 1)]
+
+
+def tiles(weight, height, width):
+    matrix = weight.flatten(1)
+    return [tile.reshape(1, -1) for part in matrix.split(height) for tile in part.split(width, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({"granularity": "neuron"}, lambda net: rows(net.gate.weight, net.up.weight)),
+        ({"granularity": "channel"}, lambda net: rows(net.conv.weight)),
+        (
+            {"granularity": "block", "block": "2x4", "include": ["conv", "down"]},
+            lambda net: [*tiles(net.conv.weight, 2, 4), *tiles(net.down.weight, 2, 4)],
+        ),
+        (
+            {"granularity": "layer", "include": ["gate", "down"]},
+            lambda net: [net.gate.weight.reshape(1, -1), net.down.weight.reshape(1, -1)],
+        ),
+        (
+            {"granularity": "filter", "include": ["back", "down"]},
+            lambda net: [*rows(net.back.weight, axis=1), *rows(net.down.weight)],
+        ),
+    ],
+    ids=lambda value: value["granularity"] if isinstance(value, dict) else "",
+)
+def test_group_lasso_groups_as_the_granularity_does(options, groups):
+    torch.manual_seed(0)
+    net, x = Gated().double(), torch.randn(4, 5, dtype=torch.double)
+    twin = copy.deepcopy(net)
+    penalty = sum((0.3 * group.shape[1] ** 0.5 * group.norm(dim=1)).sum() for group in groups(twin))
+    (twin(x).square().mean() + penalty).backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recipe = {"sparsity": 0.5, "begin": 3, "end": 3, "regularizer": "group_lasso", "regularizer_strength": 0.3}
+    session = Session({"prune": {**recipe, **options}, "allow_partial": True})
+    session.attach_with(net, [optimizer])
+    session.begin([optimizer], total_steps=4)
+    with session.forward():
+        session.loss(net(x).square().mean()).backward()
+    session.before_optimizer_step()
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
