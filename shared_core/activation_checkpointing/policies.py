@@ -104,7 +104,7 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
     sizes = {
         part: sum(parameter.numel() for parameter in child.parameters())
         for part, child in block.named_children()
-        if next(child.children(), None) is not None
+        if _runs(child) and next(child.children(), None) is not None
     }
     if not found and not any(sizes.values()):
         raise MatchError(
@@ -113,6 +113,11 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
             "take block",
         )
     return [f"{name}.{part}" for part in found or [max(sizes, key=sizes.__getitem__)]]
+
+
+def _runs(module: nn.Module) -> bool:
+    """Return True if a module has a forward: lists and dicts of modules, LoRA's among them, have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
@@ -153,7 +158,10 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
             known = {*modules, *(own_class(module).__name__ for module in modules.values())}
             raise MatchError("checkpointing", f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     chosen: list[str] = []
+    lists: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
-        if any(hits(name, pattern) for pattern in patterns) and not any(name.startswith(f"{o}.") for o in chosen):
-            chosen.append(name)
+        # of a list that is named its modules are meant
+        is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
+        if is_named and not any(name.startswith(f"{o}.") for o in chosen):
+            (chosen if _runs(modules[name]) else lists).append(name)
     return chosen

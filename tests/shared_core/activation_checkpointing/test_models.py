@@ -235,3 +235,29 @@ def test_generation_caches_are_left_out_while_training_and_told():
     output.loss.backward()
     assert handle.tally.notes == ["generation caches are off in checkpointed blocks while training"]
     assert handle.tally.recomputations == 2
+
+
+class Listed(nn.Module):
+    """Its largest part is a list, which no forward calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)])
+        self.small = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.small(x)
+
+
+def test_lists_of_modules_are_no_parts_that_run():
+    model = nn.Sequential(*(Listed() for _ in range(3)))
+    largest = apply_policy(model, "sublayer")
+    assert largest.names == [f"{number}.small" for number in range(3)]
+    largest.remove()
+    named = apply_policy(model, "block", include=["*.parts"])
+    assert named.names == [f"{number}.parts.{part}" for number in range(3) for part in range(2)]
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert named.tally.recomputations == 6
+    named.remove()
