@@ -29,7 +29,8 @@ def rows_that_count(
         shape: Of the rows: ``(B,)`` examples or ``(B, L)`` positions.
         labels: Class indices of that shape; None: every row of an example that is not padding counts.
         attention_mask: ``(B, L)``, 0 = padding. Of another shape, it is not asked.
-        causal: Whether the logits at i answer for label i + 1; the last position then never counts.
+        causal: Whether the logits at i answer for label i + 1; the last position then never counts, nor does
+            padding on the left.
         unlabelled: ``(B,)`` bool, True = all of the example counts, but padding, whatever its labels.
 
     Example:
@@ -53,7 +54,11 @@ def rows_that_count(
         counts = torch.ones(shape, dtype=torch.bool)
     else:
         return None
-    return F.pad(counts[:, 1:], (0, 1), value=False) if causal and len(shape) == 2 else counts
+    if not causal or len(shape) != 2:
+        return counts
+    counts = F.pad(counts[:, 1:], (0, 1), value=False)
+    # Padding before a text would predict its first token, from nothing.
+    return counts if real is None else counts & (real.cumsum(1) > 0).to(counts.device)
 
 
 def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:

@@ -103,8 +103,11 @@ class ChunkedComparison(Comparison):
             return found.ratio / (1 + found.ratio), labels
         if batch.task_share is None or mask is None or not batch.causal or batch.unlabelled is not None:
             return 0.0, None
+        labels = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)
+        if ((labels != IGNORED) & ~mask.to(labels.device)).any():
+            return 0.0, None  # rows that the task loss alone counts (padding on the left) are in no pass for both
         share = batch.task_share(mask.sum())
-        return share, F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED) if share else None
+        return share, labels if share else None
 
     def detach(self) -> None:
         """Give both heads their class back."""

@@ -1,8 +1,11 @@
 """The cached teacher: what is looked up is what the teacher said, whatever the order, padding and size of batches."""
 
+import copy
+import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import language_runs
 import numpy as np
 import pytest
 import torch
@@ -394,3 +397,38 @@ def test_keys_of_a_batch_are_the_hashes_of_its_rows():
     one_by_one = [example_rows({"input_ids": row[None]}, ["input_ids"]).keys[0] for row in ids]
     assert example_rows({"input_ids": ids}, ["input_ids"]).keys == one_by_one
     assert len(set(one_by_one)) == 16
+
+
+def soft_term_of_each_document(student, teacher, rows):
+    """The mean over all predicted tokens, a document at a time and without padding, in float64."""
+    student, teacher = (copy.deepcopy(model).double().eval() for model in (student, teacher))
+    sums = []
+    for row in rows:
+        ids = torch.tensor([row])
+        ours, theirs = student(ids).logits[0, :-1] / 2, teacher(ids).logits[0, :-1].detach() / 2
+        p = theirs.softmax(-1)
+        sums.append(4 * (p * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1))
+    loss = torch.cat(sums).mean()
+    loss.backward()
+    return {name: value.grad.float() for name, value in student.named_parameters()}
+
+
+@pytest.mark.parametrize("front_end", ["bare", "hf"])
+@pytest.mark.parametrize("student_side", ["left", "right"])
+@pytest.mark.parametrize("writer_side", ["left", "right", None])
+def test_padding_of_causal_models_may_be_on_either_side(front_end, student_side, writer_side, tmp_path):
+    rows, teacher = language_runs.documents(), language_runs.llama(1, 3)
+    if writer_side is None:
+        taught = teacher
+    else:
+        batches = [language_runs.padded(rows[start : start + 4], writer_side) for start in (0, 4)]
+        options = {"temperature": 2.0, "top_k": 24, "dtype": "float32", "labelled": True}
+        write_teacher_cache(teacher, batches, tmp_path / "cache", **options)
+        taught = f"cache:{tmp_path / 'cache'}"
+    expected = soft_term_of_each_document(language_runs.llama(0), teacher, rows)
+    # a loop averages over micro-batches, the Trainer over the labels of all of them
+    size = {"bare": 6, "hf": 2}[front_end]
+    window = language_runs.cut(rows, size, functools.partial(language_runs.padded, side=student_side))
+    recipe = {"distill": {"teacher": taught, "alpha": 0.0}}
+    found, _ = language_runs.gradients(front_end, language_runs.llama(0), recipe, window, tmp_path)
+    assert language_runs.relative(found, expected) < 1e-5
