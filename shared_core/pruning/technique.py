@@ -33,6 +33,8 @@ from shared_core.pruning.scorers import CostWatch, Magnitude, make_scorer
 from shared_core.pruning.structured import UnitPruning
 from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
+_CLEARLY = 0.05
+
 
 def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generator) -> MaskPolicy:
     """Return what masks these options ask for: of units, of weights that may come back, or of weights that stay pruned.
@@ -172,6 +174,8 @@ class Pruning(Technique):
             policy.restore(self._saved)
             self._saved = {}
             self._note_share()
+        elif self._last_update < 0 and context.step == 0:
+            self._tell_refilled(context)
         if not policy.is_final:
             policy.scorer.attach()  # masks that were final before an earlier state was loaded have taken its hooks off
             if self._costs:
@@ -182,6 +186,22 @@ class Pruning(Technique):
         # What needs no step prunes at once, so that the very first forward is sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
             self._update(context)
+
+    def _tell_refilled(self, context: Context) -> None:
+        """Say that the model is sparse already, where the first masks hold fewer zeros than it has."""
+        found = [weight.detach() for weight in self._policy.weights.values() if not is_sharded(weight)]
+        counts = [(weight.numel(), weight.numel() - int(weight.count_nonzero())) for weight in found]
+        # not those that begin as zeros, such as the last layer of a residual branch
+        zeros = sum(zero for size, zero in counts if zero < size)
+        size, config = sum(size for size, _ in counts), self.config
+        waits = self._schedule.begin > 0 or config.needs_a_step
+        held = 0.0 if waits else self._schedule.sparsity(0, config.sparsity)
+        if size and zeros / size > held + _CLEARLY:
+            context.note(
+                f"prune: {zeros:,} of the {size:,} weights within reach are zero already, and the masks hold "
+                f"{held:.4g} of the weights at first: training fills the other zeros again. To keep them, take "
+                f"schedule: one_shot, begin: 0 and sparsity: {zeros / size:.4g}, with criterion magnitude"
+            )
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Look at the last micro-batch of a step, which a run stopped inside of it comes to as well."""

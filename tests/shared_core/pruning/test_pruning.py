@@ -521,3 +521,32 @@ def test_plain_magnitude_enters_no_file_of_other_policies():
     found = {file.relative_to(folder).as_posix() for file in entered if file.is_relative_to(folder)}
     names = ("config", "masks", "schedules", "scorers/scorer", "selection", "targets", "technique", "towers")
     assert found == {f"{name}.py" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        ({"sparsity": 0.5}, True),
+        ({"sparsity": 0.5, "schedule": "one_shot", "begin": 2}, True),
+        ({"sparsity": 0.5, "granularity": "neuron", "begin": 1}, True),
+        ({"sparsity": 0.5, "schedule": "one_shot", "begin": 0}, False),
+    ],
+)
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_sparse_model_whose_zeros_a_schedule_fills_again_is_told_at_the_start(options, is_told, is_sparse):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        for layer in (model[0], model[2]) if is_sparse else ():
+            layer.weight[:, ::2] = 0
+        if not is_sparse:
+            model[2].weight.zero_()  # drawn as zeros, as the last layer of a residual branch
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session({"prune": options})
+    session.attach_with(model, [optimizer])
+    session.begin([optimizer], total_steps=20)
+    told = [note for note in session.notes if "zero already" in note]
+    assert bool(told) == (is_told and is_sparse)
+    if told:
+        assert "96 of the 192 weights" in told[0]
+        assert "schedule: one_shot, begin: 0 and sparsity: 0.5" in told[0]
