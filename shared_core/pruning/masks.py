@@ -518,6 +518,7 @@ class MaskPolicy:
         return {
             matrix: share
             for name, share in self.targets.own.items()
+            if name in self.weights  # which `begin` finds: a run may be refused before
             for matrix in matrix_names(name, modules[name], len(self.weights[name]))
         }
 

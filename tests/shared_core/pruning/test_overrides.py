@@ -167,6 +167,18 @@ def test_what_cannot_be_is_refused(options, error, says):
         train({"sparsity": 0.5, **options}, steps=3)
 
 
+def test_a_run_that_is_refused_before_it_begins_says_why():
+    net = build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    session = Session(Recipe.from_dict({"prune": {"begin": "1ep", **OWN}}))
+    with (
+        pytest.raises(ConfigError, match="the length of an epoch is unknown"),
+        session.training(net, optimizer, total_steps=12),
+    ):
+        pass
+    assert session.receipt()["techniques"]["prune"]["pruned"] == 0
+
+
 def test_layers_that_lose_channels_together_need_one_sparsity():
     class Residual(nn.Module):
         def __init__(self):
