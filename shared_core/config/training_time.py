@@ -42,7 +42,7 @@ class ParsedPosition:
 
     def resolve(self, where: str, *, total_steps: int | None, steps_per_epoch: StepsPerEpoch | None) -> int:
         """Return the optimizer step (0 = before the first) that this position means; halves round up."""
-        if self.unit == "step":
+        if self.unit == "step" or not self.value:  # the start needs no known length
             return int(self.value)
         if self.unit == "epoch":
             if steps_per_epoch is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared_core.config.training_time import ParsedPosition, Position, parse_position
+from shared_core.config.training_time import ParsedPosition, parse_position
 from shared_core.distillation.config import DistillConfig
 from shared_core.engine.preview import Event
 from shared_core.engine.technique import Context
@@ -30,9 +30,10 @@ class Schedule:
         begin, end = config.begin, config.end
         if context.total_steps is not None:
             context.resolve_range(begin, end, "distill")
-        # the edges of the run need no length, so that an endless loader can be distilled on
-        first = 0 if _is_fraction(begin, 0.0) else context.resolve(begin, "distill.begin")
-        last = math.inf if _is_fraction(end, 1.0) else context.resolve(end, "distill.end")
+        first = context.resolve(begin, "distill.begin")
+        # the end of the run needs no length, so that an endless loader can be distilled on
+        is_open = parse_position(end) == ParsedPosition(1.0, "fraction")
+        last = math.inf if is_open else context.resolve(end, "distill.end")
         if last <= first:
             raise ConfigError(
                 "distill", f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
@@ -69,7 +70,3 @@ class Schedule:
         config = self.config
         told: list[Event] = [(self.first, f"soft term on, alpha {config.alpha:g}, T {config.temperature:g}")]
         return [*told, (int(self.last), "soft term off")] if self.last < math.inf else told
-
-
-def _is_fraction(position: Position, value: float) -> bool:
-    return parse_position(position) == ParsedPosition(value, "fraction")

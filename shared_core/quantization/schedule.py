@@ -43,8 +43,6 @@ def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: 
 def _resolve(config: QatConfig, name: str, context: Context) -> int:
     value = getattr(config, name)
     position = parse_position(value)
-    if name != "begin" and position.unit == "fraction" and position.value == 1.0:
+    if position.unit == "fraction" and position.value == 1.0 and (name != "begin" or context.total_steps is None):
         return sys.maxsize  # the end of the run, though more steps than planned may come
-    if context.total_steps is None and position.unit == "fraction" and position.value in (0.0, 1.0):
-        return 0 if position.value == 0 else sys.maxsize  # start and end need no known length
     return context.resolve(value, f"qat.{name}")

@@ -73,6 +73,37 @@ def test_positions_need_a_known_length():
     with pytest.raises(ConfigError, match="length of an epoch is unknown"):
         resolve("2ep", epoch=None)
     assert resolve(7, total=None, epoch=None) == 7
+    for start in (0, 0.0, "0", "0.0", "0ep"):
+        assert resolve(start, total=None, epoch=None) == 0
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"prune": {"sparsity": 0.5, "begin": 0.0, "end": 4}},
+        {"qat": {"scheme": "int8", "begin": "0.0", "freeze_observers": 3}},
+        {"average": {"kind": "swa", "begin": 0.0}},
+        {"distill": {"teacher": "ema", "begin": 0.0, "end": 4}},
+        {"cluster": {"bits": 2, "begin": "0.0", "min_size": 0}},
+        {"lottery": {"out": "ticket", "rewind_to": 0.0}},
+    ],
+    ids=lambda recipe: next(iter(recipe)),
+)
+def test_the_start_needs_no_known_length_in_any_technique(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    session = Session(recipe)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=None)
+    assert session.has_begun
+    ((key, options),) = recipe.items()
+    position = "rewind_to" if key == "lottery" else "begin"
+    other = Session({key: {**options, position: 0.25}})
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    other.attach(model)
+    with pytest.raises(ConfigError, match=f"{position}: 0.25 must be a step number here"):
+        other.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=None)
 
 
 def test_recipes_are_equal_from_dict_yaml_json_and_flags(tmp_path):
