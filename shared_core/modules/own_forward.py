@@ -61,6 +61,7 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
 
     Example:
         >>> class Centred(nn.Linear):
+        ...     __module__ = "users_code"
         ...     def forward(self, x):
         ...         return nn.functional.linear(x, self.weight - self.weight.mean())
         >>> why_computed(nn.Linear(2, 2)), why_computed(Centred(2, 2))
