@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.modules.experts import StackedExperts, expert_weights
@@ -337,8 +338,11 @@ def _fits(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def _num_weights(found: Matched) -> int:
-    module = found.module
-    weight = getattr(module, found.parameter or "weight", None)
+    module, name = found.module, found.parameter or "weight"
+    if parametrize.is_parametrized(module, name):
+        # not computed: spectral norm goes one iteration further whenever somebody looks at its weight
+        return max(value.numel() for value in cast(nn.ModuleDict, module.parametrizations)[name].parameters())
+    weight = getattr(module, name, None)
     if isinstance(weight, Tensor):
         return weight.numel()
     if stacks := expert_weights(module):

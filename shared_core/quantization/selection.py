@@ -129,7 +129,7 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
             return _ADAPTER
         if hasattr(adapted.get(found.name.partition(".lora_")[0]), "user_layer"):
             return "an adapter of lora, which is merged in float"
-    if any(hasattr(getattr(found.module, "weight", None), state) for state in ("quant_state", "SCB")):
+    if any(hasattr(found.module._parameters.get("weight"), state) for state in ("quant_state", "SCB")):
         raise CompatibilityError(
             "qat",
             f"{found.name} must have float weights, got codes of bitsandbytes, whose grid is fixed",

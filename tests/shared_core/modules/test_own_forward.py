@@ -7,6 +7,7 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 from shared_core import Session
 from shared_core.errors import CompatibilityError
@@ -211,3 +212,21 @@ def test_a_class_that_computes_as_torchs_is_trained_as_torchs(recipe):
     if key == "qat":
         ranges = own.deployment()["qat"]["ranges"]
         assert torch.equal(convert(mine, ranges)(x), convert(stock, ranges)(x))
+
+
+@pytest.mark.parametrize("recipe", [
+    {"prune": {"sparsity": 0.5}}, {"prune": {"sparsity": 0.5, "granularity": "neuron"}}, {"qat": {"scheme": "int8"}},
+    {"cluster": {"bits": 4}}, {"low_rank": {"rank": 2, "min_size": 1}}, {"lora": {"rank": 2, "base": "none"}},
+    {"fp8": {"recipe": "tensorwise"}}, {"average": {"kind": "ema"}},
+])  # fmt: skip
+def test_to_look_at_a_layer_does_not_move_its_spectral_norm(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), spectral_norm(nn.Linear(64, 64)), nn.Linear(64, 64), nn.Linear(64, 4))
+    before = {name: value.clone() for name, value in model[1].named_buffers()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session({**recipe, "allow_partial": True})
+    session.attach_with(model, [optimizer])
+    session.begin([optimizer], total_steps=4)
+    assert before.keys() == dict(model[1].named_buffers()).keys()
+    assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())
+    session.detach()
