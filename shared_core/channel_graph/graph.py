@@ -325,11 +325,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: Its parameters and buffers are what can be narrowed.
         constants: Also follow the values that do not depend on the input.
+        cuts: Whether units are to be removed; False: they are zeroed, and what reads them keeps its size.
     """
 
-    def __init__(self, model: nn.Module, *, constants: bool) -> None:
+    def __init__(self, model: nn.Module, *, constants: bool, cuts: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.constants = constants
+        self.constants, self.cuts = constants, cuts
         self.names: dict[str, Tensor] = {}
         seen: set[Tensor] = set()
         persistent = set(model.state_dict(keep_vars=True))
@@ -382,6 +383,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tracked = self.get(tensor)
             for label in tracked.labels if tracked else ():
                 self.positions.pin(label, reason)
+
+    def set_computed(self, tensor: Tensor, sources: list[str]) -> None:
+        """Note a weight that the model computes from others (a parametrization), which stay as they are."""
+        for name, axis in self.positions.axes:
+            if name in sources:
+                self.positions.pin(self.positions.label(name, axis, self.names[name]), "a weight is computed from it")
+        self.set(tensor, Tracked(is_parameter=True))
+
+    def takes_zeros(self, weight: Tracked) -> bool:
+        """Return True if zeros may arrive at any input of a weight: units are not cut, and it is computed."""
+        return not self.cuts and weight.is_parameter and not weight.labels
 
     def is_aliased(self, tensor: Tensor) -> bool:
         """Return whether a tensor without labels may have another name: what is written to it cannot be followed."""

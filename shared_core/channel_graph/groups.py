@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from shared_core.channel_graph import elementwise_rules as moves
@@ -31,18 +32,18 @@ from shared_core.modules.calls import evaluated
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "encoder_", "decoder_", "cross_attentions")
 
 
-def run(model: nn.Module, example_inputs: Any, *, constants: bool) -> Tracer:
+def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = True) -> Tracer:
     """Return the tracer after one forward in eval mode without gradients.
 
     The model's modes are restored, and nothing of it is changed.
     """
-    tracer = Tracer(model, constants=constants)
+    tracer = Tracer(model, constants=constants, cuts=cuts)
     # Storages of the inputs: `restrict` must not take an input's repeated values for a constant that any width may
     # have.
     leaves = [] if callable(example_inputs) else tree_leaves(dict(_named_inputs(example_inputs)))
     tracer.inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
     # The tracer is innermost: it sees the operators that attention and compiled modules decompose into.
-    with evaluated(model), decomposed(), _hooked(model, tracer), tracer:
+    with evaluated(model), decomposed(), _hooked(model, tracer), _parametrized(model, tracer), tracer:
         out = call(model, example_inputs)
     # Outputs are what users and losses read: their size and order stay.
     for name, tensor in outputs_of(out):
@@ -109,6 +110,19 @@ def _hooked(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def _parametrized(model: nn.Module, tracer: Tracer) -> Iterator[None]:
+    """Compute parametrized weights (spectral norm) before the forward, where no unit is cut."""
+    # A cut would change what is computed (a spectral norm); zeros that arrive at such a weight do not.
+    with parametrize.cached():
+        for name, module in () if tracer.cuts else model.named_modules():
+            for tensor, chain in getattr(module, "parametrizations", {}).items():
+                inside = f"{name}.parametrizations.{tensor}.".lstrip(".")
+                sources = [inside + own for own in chain.state_dict()]
+                tracer.set_computed(getattr(module, tensor), sources)
+        yield
+
+
 RULES_OF = (contractions, convolutions, moves, norms, pointwise)
 """Importing them registers their rules."""
 
@@ -161,7 +175,7 @@ class Traced:
     tracer: Tracer
 
 
-def find_groups(model: nn.Module, example_inputs: Any) -> list[ChannelGroup]:
+def find_groups(model: nn.Module, example_inputs: Any, *, cuts: bool = True) -> list[ChannelGroup]:
     """Return the groups of units of a model, in the order of its tensors, found by following one forward.
 
     Every operator that runs is followed, so control flow, residual connections, concatenation, tied weights, grouped
@@ -171,6 +185,8 @@ def find_groups(model: nn.Module, example_inputs: Any) -> list[ChannelGroup]:
     Args:
         model: Any; nothing of it is changed. It runs in eval mode, without gradients.
         example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; a batch of 2 is enough.
+        cuts: Whether units are to be removed; False: they are zeroed, so that layers that compute their weight may read
+            them.
 
     Example:
         >>> import torch
@@ -180,7 +196,7 @@ def find_groups(model: nn.Module, example_inputs: Any) -> list[ChannelGroup]:
         0 neuron 3 [('0.weight', 0, 'out'), ('0.bias', 0, 'out'), ('2.weight', 1, 'in')]
         2 neuron 2 [('2.weight', 0, 'out'), ('2.bias', 0, 'out')]
     """
-    return trace(model, example_inputs, constants=False).groups
+    return trace(model, example_inputs, constants=False, cuts=cuts).groups
 
 
 @dataclass
@@ -189,9 +205,9 @@ class _Unit:
     parts: list[tuple[Axis, Ids]] = field(default_factory=list)
 
 
-def trace(model: nn.Module, example_inputs: Any, *, constants: bool) -> Traced:
+def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = True) -> Traced:
     """Return the groups of a model and what was learnt on the way."""
-    tracer = run(model, example_inputs, constants=constants)
+    tracer = run(model, example_inputs, constants=constants, cuts=cuts)
     positions = tracer.positions
     components = positions.components()
     reasons = positions.pinned(components)

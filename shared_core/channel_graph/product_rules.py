@@ -131,6 +131,8 @@ def _meet(tracer: Tracer, found: list[Tracked], columns: int, rows: int) -> None
     seconds = [label for label in found[1].labels if rows in varying_dims(label)]
     # Only one side is labelled along the sum: the other side's size is fixed, so nothing of this side can go alone.
     if not firsts or not seconds:
+        if any(map(tracer.takes_zeros, found)):
+            return
         for label, dim in [*((label, columns) for label in firsts), *((label, rows) for label in seconds)]:
             tracer.positions.unite_along(label, (dim,), f"it meets what has a fixed size in {here}")
         return
@@ -224,7 +226,7 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
             # groups = 1: every output reads every input channel, so each can go alone.
             for other in channels:
                 tracer.positions.unite(along(other, 1), along(label, in_axis))
-        for label in channels if not ins else ():
+        for label in channels if not ins and not tracer.takes_zeros(kernel) else ():
             tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
     elif transposed or not outs or not channels:
         tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not followed")

@@ -297,7 +297,7 @@ class UnitPruning(MaskPolicy):
     def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
         granularity = self.config.granularity
         with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
-            traced = [_plainly_named(group) for group in find_groups(model, replay)]
+            traced = [_plainly_named(group) for group in find_groups(model, replay, cuts=False)]
         if self.config.criterion != "shapley":
             self._stop_listening()
         groups = list(prunable_groups(traced, granularity, self._modules))

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from shared_core.channel_graph.groups import find_groups
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
@@ -252,3 +254,29 @@ def test_group_lasso_groups_as_the_granularity_does(options, groups):
     session.before_optimizer_step()
     for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("computed", [spectral_norm, weight_norm, orthogonal])
+@pytest.mark.parametrize("kind", ["channel", "neuron"])
+def test_a_layer_that_computes_its_weight_keeps_only_its_own_units(kind, computed):
+    torch.manual_seed(0)
+    if kind == "channel":
+        own = computed(nn.Conv2d(8, 12, 3, padding=1))
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), own, nn.ReLU(), nn.Conv2d(12, 6, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(6 * 36, 4),
+        )  # fmt: skip
+        x, before, after, last = torch.randn(2, 3, 8, 8), net[0], net[5], net[8]
+    else:
+        own = computed(nn.Linear(8, 12))
+        net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), own, nn.ReLU(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 4))
+        x, before, after, last = torch.randn(2, 5), net[0], net[4], net[6]
+    kept = {name: value.clone() for name, value in own.state_dict().items()}
+    prune(net, {"sparsity": 0.5, "granularity": kind}, [x], allow_partial=True)
+    zero = [int((layer.weight == 0).flatten(1).all(1).sum()) for layer in (before, after, last)]
+    assert zero == [4, 3, 0]
+    assert all(torch.equal(value, kept[name]) for name, value in own.state_dict().items())
+    # a cut would change the norm: what `eff shrink` removes leaves these units
+    reasons = {group.name: group.reason_kept for group in find_groups(net, x)}
+    assert reasons["0"]
+    assert not reasons["5" if kind == "channel" else "4"]
