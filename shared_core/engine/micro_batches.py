@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shared_core.engine.technique import mean_over_micro_batch
-from shared_core.numerics.deferred_checks import read_together
 
 
 class MicroBatchMeans:
@@ -121,6 +120,8 @@ class StepMeans:
 
 def _sums(parts: list[tuple[Mapping[str, Tensor | float], Tensor | float]]) -> list[tuple[str, tuple[float, float]]]:
     """Return for each figure its sum over micro-batches and that of the weights."""
+    from shared_core.numerics.deferred_checks import read_together  # loads kernels, which `Session` starts without
+
     values = [value for figures, weight in parts for value in (*figures.values(), weight)]
     there = [value.double() for value in values if isinstance(value, Tensor)]
     read = iter(read_together(there))

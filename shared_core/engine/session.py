@@ -16,6 +16,7 @@ from typing import Any, Concatenate
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
@@ -197,7 +198,7 @@ class Session:
         self._plain: PlainKeys | None = None
         self._parameters: OptimizerParameters | None = None
         self._counted = coverage.Counted()
-        self._trained: set[nn.Parameter] = set()
+        self._trained: Any = WeakTensorKeyDictionary()  # FSDP2 puts others in their places
         self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
@@ -297,7 +298,7 @@ class Session:
         if self.techniques:
             self._counted = coverage.count(model)
             context.shapes = {module: shapes_of(module) for module in model.modules()}
-            self._trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+            self._trained.update({value: True for value in model.parameters() if value.requires_grad})
         # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.
@@ -403,7 +404,6 @@ class Session:
         self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
         if not context.unheld:
             return
-        self._trained = set()  # FSDP2 has put others in their places, and these would stay in memory
         # Before techniques take out what they added to them.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +31,9 @@ class StepWatch:
     """
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._optimizers: tuple[Any, ...] = ()
         self._known: set[int] = set()  # of these and of those that they wrap
         self._held: set[int] = set()  # of the parameters in their groups
@@ -45,9 +48,8 @@ class StepWatch:
 
     def close(self) -> None:
         """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
-        self.__init__()  # type: ignore[misc]
+        _WATCHES.discard(self)
+        self._reset()
 
     def watch(self, model: nn.Module, optimizers: Iterable[Any], acting: str, *, is_bare: bool) -> None:
         """Watch the weights of a model, and no others.
@@ -71,14 +73,8 @@ class StepWatch:
         if name := next(filter(None, map(_taken_by, self._parameters.values())), ""):
             self._refuse_inside(name)
         self._steps_left = _FIRST_STEPS if acting else 0
-        me = weakref.ref(self)  # a session that nobody holds must not live on in torch's hooks
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (watch := me()) is not None:
-                watch._before(optimizer)
-
-        self._handle = register_optimizer_step_pre_hook(before)
-        weakref.finalize(self, self._handle.remove)
+        _look_at_steps()
+        _WATCHES.add(self)
 
     # -- one step
 
@@ -136,6 +132,8 @@ class StepWatch:
                 name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
                 told = name if package == "torch" else f"{package}.{name}"  # GaLore's is called AdamW, too
                 self._refuse_inside(told if name in self._names else f"{told} of {self._names}")
+        elif not self._known:
+            return  # `begin` was given none: then no step is another's
         elif id(optimizer) in self._known:
             self._stepped = True
         # A loop of the user's own may step with another one in between, where no technique acts on gradients.
@@ -164,6 +162,20 @@ class StepWatch:
                 f"gradients must be complete before the optimizer steps, got {name}, which steps inside backward",
                 f"use an optimizer that steps after backward, neither a layerwise one nor LOMO{more}",
             )
+
+
+_WATCHES: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+"""Those that look at steps; a session that nobody holds leaves."""
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    # Once, and never removed: torch goes through its hooks in each step, and must not find them changed meanwhile.
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watch in list(_WATCHES):
+            watch._before(optimizer)
+
+    register_optimizer_step_pre_hook(before)
 
 
 def _holds(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:

@@ -112,9 +112,11 @@ def why_uncalled_layers_need(model: nn.Module, traced: Traced) -> dict[str, str]
     readers: dict[int, str] = {}
     for group in traced.groups:
         for part in group.slices if group.reason_kept == UNREAD else ():
+            if part.tensor not in modules:
+                continue  # a bias, or a value of the model's own (a mask token), which reads nothing
             is_matrix = traced.tracer.names[part.tensor].ndim > 1
-            axis = input_axis(modules[part.tensor]) if is_matrix and part.tensor in modules else part.axis
-            if part.axis == axis and not part.tensor.endswith("bias"):
+            axis = input_axis(modules[part.tensor]) if is_matrix else part.axis
+            if part.axis == axis:
                 readers.setdefault(traced.tracer.positions.axes[part.tensor, axis].size, part.tensor)
     found = {}
     for group in traced.groups if readers else ():

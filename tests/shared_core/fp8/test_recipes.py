@@ -123,7 +123,7 @@ def test_weights_of_hfp8_are_on_the_grid_after_every_step_and_small_updates_surv
     model = net()
     session, _ = start(model, "hfp8")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    session.context.optimizers = (optimizer,)
+    session.begin([optimizer], total_steps=None)
     assert on_fp16_grid(model[2].weight)
     model[2].weight.data.fill_(1.0)
     for _ in range(200):
@@ -191,7 +191,7 @@ def test_accumulation_moves_a_history_once_and_comes_near_the_whole_batch(recipe
     for model, chunks in ((whole, 1), (parts, 3)):
         session, _ = start(model, recipe)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        session.context.optimizers = (optimizer,)
+        session.begin([optimizer], total_steps=None)
         before = copy.deepcopy(model[2].weight.detach())
         for x in data(3):
             step(session, optimizer, model, x.chunk(chunks))

@@ -124,7 +124,7 @@ def test_a_step_with_nan_or_infinity_moves_nothing_and_training_goes_on(recipe, 
     model = net()
     session, _ = start(model, recipe=recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    session.context.optimizers = (optimizer,)
+    session.begin([optimizer], total_steps=None)
     batches = data()
     step(session, optimizer, model, [batches[0]])
     before = everything(session, model, optimizer)
