@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -117,7 +118,8 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
 
 def _runs(module: nn.Module) -> bool:
     """Return True if a module has a forward: lists and dicts of modules, LoRA's among them, have none."""
-    return type(module).forward is not nn.Module.forward
+    # static: a scripted module's class computes its attributes
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:

@@ -163,14 +163,14 @@ class ActivationCheckpointing(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return whether blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
-        return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "counts": self._counts()}
+        return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "tallies": self._counts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`; what ran since an earlier checkpoint stays counted."""
         self._was_recomputed = bool(state.get("recomputed"))
         if self._budget is not None:
             self._budget.load_state_dict(state.get("budget", {}))
-        counts = state.get("counts", {})
+        counts = state.get("tallies", {})
         if not self._steps and counts.get("modules") == self._counts()["modules"]:
             self._earlier = dict(counts)
 

@@ -107,7 +107,7 @@ class ActivationCompression(Technique):
         Raises:
             TrainingError: If not.
         """
-        if not context.has_gradients:
+        if not self.counts.forwards and not context.has_gradients:
             return  # every micro-batch was left out: the next step shows
         pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
         if not counts.forwards:

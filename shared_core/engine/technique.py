@@ -272,7 +272,7 @@ class Context:
     def has_gradients(self) -> bool:
         """True if the step that comes has a gradient: a script may leave out every micro-batch of a window."""
         held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
-        return any(value.grad is not None for value in held)
+        return not self.optimizers or any(value.grad is not None for value in held)
 
     @property
     def is_beyond_plan(self) -> bool:

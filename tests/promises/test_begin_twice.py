@@ -105,6 +105,7 @@ FACTS = {
     *("recomputations", "modules_recomputed", "recomputed_share_of_forward", "predicted_peak_bytes"),
     *("measured_peak_bytes", "peak_bytes_without", "least_peak_bytes", "plan", "saved_bytes"),
     *("validations_of_average", "validations_of_weights", "emulated", "epsilon", "steps", "losses", "telemetry"),
+    *("tallies", "products", "validations"),
 }
 """What a receipt counts over the whole run, loaded states or not, and what was measured."""
 
@@ -183,6 +184,7 @@ def looped(name, back=None):
             step, back = back[1], None
             weights, state, own, random = copy.deepcopy(kept[step])
             model.load_state_dict(weights)
+            session.prepare_optimizers([optimizer])
             optimizer.load_state_dict(state)
             session.load_state_dict(own)
             session.begin([optimizer], **plan)

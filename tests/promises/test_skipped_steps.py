@@ -58,6 +58,7 @@ TRANSIENT = {
     "gradients": "of peers, which a step uses up",
     "num_left_out": "counts the batches whose scores were not finite",
     "discarded": "counts discarded steps",
+    "tallies": "counts what was recomputed, for skipped steps too",
     "in_a_row": "and those without one applied between them",
 }
 

@@ -189,7 +189,7 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = torch.relu(self.norm(self.conv(x.to(self.conv.weight.dtype)))).flatten(1)
+        features = torch.relu(self.norm(self.conv(x.to(self.head.bias.dtype)))).flatten(1)
         logits = self.head(self.dropout(torch.relu(self.hidden(features))))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}

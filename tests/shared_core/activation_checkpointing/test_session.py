@@ -111,6 +111,7 @@ def test_blocks_of_one_of_two_optimizers_are_looked_for_at_the_end():
     session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))
     session.attach(model)
     session.begin([torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1)], total_steps=1)
+    model(torch.ones(2, 4)).sum().backward()
     session.before_optimizer_step()
     session.after_optimizer_step()
     with pytest.raises(TrainingError, match="got none recomputed"):
