@@ -18,6 +18,7 @@ from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.numerics.deferred_checks import read_together
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import (
@@ -190,7 +191,8 @@ class Pruning(Technique):
     def _tell_refilled(self, context: Context) -> None:
         """Say that the model is sparse already, where the first masks hold fewer zeros than it has."""
         found = [weight.detach() for weight in self._policy.weights.values() if not is_sharded(weight)]
-        counts = [(weight.numel(), weight.numel() - int(weight.count_nonzero())) for weight in found]
+        filled = read_together([weight.count_nonzero() for weight in found])
+        counts = [(weight.numel(), weight.numel() - kept) for weight, kept in zip(found, filled, strict=True)]
         # not those that begin as zeros, such as the last layer of a residual branch
         zeros = sum(zero for size, zero in counts if zero < size)
         size, config = sum(size for size, _ in counts), self.config

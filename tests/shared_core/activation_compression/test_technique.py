@@ -83,7 +83,9 @@ def test_nothing_packed_is_an_error_at_the_end_of_the_first_step():
     gradient(session, model, torch.randn(32, 16))
     with pytest.raises(TrainingError, match=r"left alone were 4 small, 1 weights"):
         session.before_optimizer_step()
-    session = session_of(relu_net())
+    model = relu_net()
+    session = session_of(model)
+    model(torch.randn(32, 16)).sum().backward()
     with pytest.raises(TrainingError, match=r"must run inside session.forward\(\)"):
         session.before_optimizer_step()
 
