@@ -127,11 +127,12 @@ def run_bare(
     optim: str = "adamw_torch",
     clip: float | None = None,
     optimizer_first: bool = False,
-    max_steps: int = NUM_STEPS,
+    max_steps: int | None = None,
     planned: int | None = None,
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     clip = CLIP if clip is None else clip
+    max_steps = NUM_STEPS if max_steps is None else max_steps  # read here: tests of other models set it
     model = make_net(batch_norm=batch_norm, recipe=recipe).to(DEVICE)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
