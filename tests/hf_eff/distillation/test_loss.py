@@ -47,25 +47,25 @@ def test_compute_loss_func_keeps_working(make, tmp_path):
 
 @pytest.mark.parametrize(("size", "windows"), [(8, 1), (2, 4), (1, 8)])
 def test_the_soft_term_is_averaged_over_the_window_where_the_trainer_counts_nothing(make, tmp_path, size, windows):
-    found = first_gradients(make, tmp_path, size, windows, model=NoKeywords(make.language_model()), alpha=0.0,
-                            remove_unused_columns=False)  # fmt: skip
-    plain = {name.removeprefix("inner."): value for name, value in found.items()}
+    def gradients(told, shifts=False):
+        seen = Gradients()
+        trainer = make.trainer(
+            tmp_path / str(told), model=NoKeywords(make.language_model()), data=make.texts(8), callbacks=[seen],
+            per_device_train_batch_size=size, gradient_accumulation_steps=windows, max_steps=1, max_grad_norm=0.0,
+            optim="sgd", remove_unused_columns=False,
+        )  # fmt: skip
+        trainer._loss_shifts_labels = shifts
+        attach(trainer, {"distill": {
+            "teacher": make.language_model(seed=5, hidden_size=32), "temperature": T, "alpha": 0.0, "causal": told,
+        }})  # fmt: skip
+        trainer.train()
+        return {name.removeprefix("inner."): value for name, value in seen.first.items()}
+
     expected = reference(make, alpha=0.0)
-    # the wrapper's class tells nothing of causality: told by the option in the second run
-    assert distance(expected, plain) > 1e-3
-    gradients = Gradients()
-    trainer = make.trainer(
-        tmp_path / "told", model=NoKeywords(make.language_model()), data=make.texts(8),
-        callbacks=[gradients], per_device_train_batch_size=size, gradient_accumulation_steps=windows, max_steps=1,
-        max_grad_norm=0.0, optim="sgd", remove_unused_columns=False,
-    )  # fmt: skip
-    trainer._loss_shifts_labels = True
-    attach(trainer, {"distill": {
-        "teacher": make.language_model(seed=5, hidden_size=32), "temperature": T, "alpha": 0.0, "causal": True,
-    }})  # fmt: skip
-    trainer.train()
-    plain = {name.removeprefix("inner."): value for name, value in gradients.first.items()}
-    assert distance(expected, plain) < 1e-5
+    # the model inside the wrapper tells that it is causal
+    assert distance(expected, gradients(None)) < 1e-5
+    assert distance(expected, gradients(True, shifts=True)) < 1e-5
+    assert distance(expected, gradients(False)) > 1e-3
 
 
 def test_evaluation_is_the_tasks_own(make, tmp_path):
