@@ -281,8 +281,15 @@ class QuantizationAwareTraining(Technique):
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
+        self._freeze_norms(context)
         if self.policy.reestimate(lambda: context.calibrate(self.config.calibration_batches)):
             context.unvalidated = True
+
+    def _freeze_norms(self, context: Context) -> None:
+        """Compute by running statistics once the planned steps are over: batches that are run now are no training."""
+        is_over = context.total_steps is not None and context.step >= context.total_steps
+        for fold in self._folds if is_over else ():
+            fold.frozen = True
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Bake the quantised weights in place and leave stock layers that carry their range.
@@ -298,6 +305,8 @@ class QuantizationAwareTraining(Technique):
         if bank.observing:
             bank.refresh()
         bank.observing = False
+        bank.clear_window()
+        self._freeze_norms(context)
         reshard_(model)
         self.policy.gather()
         self._final = self._layer_reports(gather=True)
