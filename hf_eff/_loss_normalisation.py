@@ -132,7 +132,7 @@ class Window:
 _IGNORES, _TOLD = 0.98, 0.02
 """Parts of the loss that do not change with the count: from the first on it is taken to ignore it.
 
-The first is near 1: a router's loss beside a cross-entropy that follows the count may be most of the loss.
+The first is near 1: next to a cross-entropy that follows the count, a router's loss may be most of the loss.
 """
 
 
@@ -196,7 +196,8 @@ class TaskLoss:
     def _for_two_counts(self, method: Callable[..., Any], model: Any, inputs: Any, count: Any) -> list[float]:
         """Return the losses of all processes for the count of these labels and twice as many, in the type of `count`.
 
-        The count of the window would do where the loss is one sum. It makes a part that is a sum small beside a mean.
+        The count of the whole window works for a loss that is one sum. Where a mean is added, it makes the
+        sum too small to see.
         """
         random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
         losses = torch.zeros(2, device=self._trainer.args.device)

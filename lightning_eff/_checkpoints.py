@@ -340,7 +340,7 @@ class Recount:
     def _file_of_final(self) -> str:
         """Return the checkpoint of this run that holds the finished module, empty if none does."""
         final, context = self._module.state_dict(), self._session.context
-        # Sharded weights are not compared; ranges that are estimated anew at the end show in no weight.
+        # Sharded weights are not compared; ranges that are estimated again at the end show in no weight.
         alone = any(map(is_sharded, final.values())) or (
             context is not None and any(one.wants_batches(context) for one in self._session.techniques.values())
         )

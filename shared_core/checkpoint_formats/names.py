@@ -52,7 +52,7 @@ def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
 
 
 def _without_prefix(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    # One name tells the prefix: all others must then have it.
+    # One name shows the prefix: all others must have it.
     unchanged = {name: name for name in names}
     mine = next((name for name in wanted if not is_made_by_model(name, ())), None)
     if mine is None or mine in names:

@@ -144,8 +144,8 @@ class DistillConfig(TechniqueConfig):
     )
     causal: bool | None = option(
         None,
-        help="whether position i predicts token i + 1, as in causal LMs; none: told by the class of the model or of "
-        "the one inside it",
+        help="whether position i predicts token i + 1, as in causal LMs; none: decided by the class of the model or "
+        "of the one inside it",
     )
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""What kernels read of a `TensorTable`: the row of a program, and the addresses in it."""
+"""Read a `TensorTable` in a kernel: the row of a program, and the addresses in it."""
 
 from __future__ import annotations
 
