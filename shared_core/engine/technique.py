@@ -250,9 +250,18 @@ class Context:
         self.left_out = LeftOutBuffers(self.model)
 
     def calibrate(self, num_batches: int) -> None:
-        """Run some training batches through the model, as `Services.calibrate` does, under the script's own device."""
-        with self.default_device:
-            self.services.calibrate(num_batches)
+        """Run some training batches through the model, as `Services.calibrate` does, under the script's own device.
+
+        Buffers are left as they were: statistics of batch norms would move by what this process alone sees.
+        """
+        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            with self.default_device:
+                self.services.calibrate(num_batches)
+        finally:
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
 
     def project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Make what must hold of weights hold of them, or of these other values for them."""
