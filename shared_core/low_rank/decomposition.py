@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import TrainingError
@@ -162,14 +162,3 @@ class InputMoments:
                     raise TrainingError("low_rank", f"{name} must see finite inputs, got NaN or infinity")
                 moments[name, scheme] = total
         return moments
-
-
-def buffers_kept(model: nn.Module) -> Callable[[], None]:
-    """Return a function that sets a model's buffers back to what they are now: batch norms move in train mode."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def restore() -> None:
-        for buffer, value in kept:
-            buffer.copy_(value)
-
-    return restore

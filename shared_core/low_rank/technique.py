@@ -16,7 +16,7 @@ from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import InputMoments, buffers_kept, decompose
+from shared_core.low_rank.decomposition import InputMoments, decompose
 from shared_core.low_rank.factorize import apply, errors, plan_ranks
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
 from shared_core.low_rank.rank_selection import select
@@ -219,7 +219,6 @@ class LowRank(Technique):
             out: Tensor = torch.func.functional_call(layer.dense, weights, (x,))
             return out
 
-        restore = buffers_kept(context.model)
         try:
             for layer in self.layers.values():
                 layer.observer = observe
@@ -228,7 +227,6 @@ class LowRank(Technique):
         finally:
             for layer in self.layers.values():
                 layer.observer = None
-            restore()
         found = moments.read()
         told = {entry["name"]: entry for entry in self._told}
         for name, layer in self.layers.items():

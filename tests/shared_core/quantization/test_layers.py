@@ -194,6 +194,25 @@ def test_replaced_weights_get_ranges_of_their_own():
     assert run.range_of("0") == (joined.min().item(), joined.max().item())
 
 
+def test_looking_at_batches_moves_no_batch_norm_folded_or_not_and_no_window_outlives_the_run():
+    data = batches(3)
+    services = Calibrating(data)
+    width = data[0].shape[1]
+    norms = nn.BatchNorm1d(width), nn.BatchNorm1d(width)
+    services.model = model = nn.Sequential(nn.Linear(width, width), norms[0], nn.ReLU(), norms[1], nn.Linear(width, 4))
+    run = Run(model, services=services, calibration_batches=3)
+    run.step(data[0])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    run.technique.weights_replaced(run.context)
+    assert services.asked == [3]
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    model(data[1])  # of no step
+    assert run.technique.bank.window.isfinite().any()
+    run.technique.finish(model, run.context)
+    assert not run.technique.state_dict()["window"].isfinite().any()
+
+
 def test_a_bare_loop_cannot_calibrate_and_keeps_its_ranges():
     run = Run(small_net())
     run.technique.weights_replaced(run.context)  # nothing to estimate yet
