@@ -598,6 +598,7 @@ class Session:
         self._tell_counts(self._means.close())
         context = self._attached("before_optimizer_step")
         self._steps.before_step()
+        context.takes_gradients_in_backward = bool(self._steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
         self._call(self._hooks.before_optimizer_step)

@@ -232,6 +232,8 @@ class Context:
     discard_step: bool = False
     """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
+    takes_gradients_in_backward: bool = False
+    """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
     first_usable_step: int = 0
     """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
     Techniques raise it in `begin` with ``max``."""
@@ -280,8 +282,10 @@ class Context:
     @property
     def has_gradients(self) -> bool:
         """True if the step that comes has a gradient: a script may leave out every micro-batch of a window."""
+        if not self.optimizers or self.takes_gradients_in_backward:
+            return True  # nothing tells that there were none
         held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
-        return not self.optimizers or any(value.grad is not None for value in held)
+        return any(value.grad is not None for value in held)
 
     @property
     def is_beyond_plan(self) -> bool:

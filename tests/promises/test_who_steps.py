@@ -144,6 +144,18 @@ def test_a_trainer_refuses_the_first_step(front_end, key, monkeypatch, nets, tmp
     assert refused(RUNS[front_end], recipe_of(key), tmp_path, "Layerwise", nets)
 
 
+@pytest.mark.parametrize("kind", ["Layerwise", "OwnHook"])
+@pytest.mark.parametrize("policy", ["block", "budget:least"])
+def test_blocks_are_recomputed_where_no_gradient_is_left_for_the_step(policy, kind, monkeypatch):
+    recipe = {"checkpointing": {"policy": policy, "include": ["*norm", "*dropout", "*hidden"]}}
+    after_backward = run_bare(recipe).receipt["techniques"]["checkpointing"]
+    train_with(monkeypatch, KINDS[kind])
+    inside = run_bare(recipe).receipt["techniques"]["checkpointing"]
+    for name in ("policy", "recomputations", "recomputations_per_step", "modules", "never_recomputed"):
+        assert inside[name] == after_backward[name], name
+    assert inside["recomputations"] > 0
+
+
 def test_a_step_that_is_made_already_is_not_discarded(monkeypatch, tmp_path):
     train_with(monkeypatch, Layerwise)
 
