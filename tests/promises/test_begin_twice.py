@@ -156,7 +156,8 @@ def test_the_best_model_is_the_run_that_stopped_there(name, tmp_path):
         assert difference(dict(sorted(weights.items())), dict(sorted(saved.items()))) is None
         if not (name.startswith("soup") and stop):  # which is made of all checkpoints of a run
             assert difference(weights, there) is None, best
-            assert without_facts(receipt["techniques"]) == without_facts(told["techniques"])
+            if not name.startswith("soup"):  # whose receipt names the files of its folder
+                assert without_facts(receipt["techniques"]) == without_facts(told["techniques"])
 
 
 def looped(name, back=None):
