@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import reshard_
@@ -18,7 +19,7 @@ from shared_core.errors import TrainingError
 
 _FIRST_STEPS = 8
 """Applied steps after which weights that have not moved yet are no longer compared."""
-_PIECE = 1 << 22
+_PIECE = 1 << 18  # elements: the memory for one piece at a time is all that this takes
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -210,6 +211,11 @@ def _taken_by(parameter: Any) -> str:
 @torch.no_grad()
 def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return a number for the bits of each parameter, or of this process's part, that differs if they do."""
+    with _disable_current_modes():  # a profile of memory must not take this for a part of the step
+        return _digests_of(parameters)
+
+
+def _digests_of(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         value = local_part(parameter.detach())
