@@ -21,7 +21,7 @@ from shared_core.activation_checkpointing.model_blocks import find_blocks
 from shared_core.activation_checkpointing.profiler import PeakBytes, StepProfile, device_of, measure_peak
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.modules.calls import modes_restored
+from shared_core.modules.calls import buffers_restored, modes_restored
 
 PROFILED_STEPS = 2  # the first one of a process is slow: kernels are chosen, memory is taken
 
@@ -132,19 +132,15 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
 def _without_trace(model: nn.Module) -> Iterator[None]:
     # Profiling runs real steps: gradients, buffers, modes and random state are put back.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     try:
-        with modes_restored(model), torch.random.fork_rng(devices):
+        with modes_restored(model), buffers_restored(model), torch.random.fork_rng(devices):
             if not model.training:  # as it comes from from_pretrained
                 model.train()
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 _COLUMNS = ("input", "saved", "inner", "seconds", "tail")

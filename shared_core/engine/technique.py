@@ -19,6 +19,7 @@ from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.modules.calls import buffers_restored
 from shared_core.printing import printable
 
 
@@ -256,14 +257,8 @@ class Context:
 
         Buffers are left as they were: statistics of batch norms would move by what this process alone sees.
         """
-        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        try:
-            with self.default_device:
-                self.services.calibrate(num_batches)
-        finally:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
+        with buffers_restored(self.model), self.default_device:
+            self.services.calibrate(num_batches)
 
     def project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Make what must hold of weights hold of them, or of these other values for them."""

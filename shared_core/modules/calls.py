@@ -103,6 +103,18 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Give each buffer afterwards the values that it has now."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
 def cache_configs(*models: nn.Module) -> list[Any]:
     """Return the configurations in these models that have a switch for the key-value cache, once each."""
     modules = (module for model in models for module in model.modules())

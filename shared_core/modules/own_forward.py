@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.matching import conv1d_kind, own_class
 
 COMPUTED = "its forward multiplies by a weight that it computes from the stored one"
@@ -116,17 +117,9 @@ def _input(module: Any) -> Tensor:
 @contextlib.contextmanager
 def _as_found(module: nn.Module) -> Iterator[None]:
     """Run a layer in evaluation mode, and leave its mode and buffers as they were."""
-    modes = [(inner, inner.training) for inner in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
+    with modes_restored(module), buffers_restored(module):
         module.eval()
         yield
-    finally:
-        for inner, training in modes:
-            inner.training = training
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
