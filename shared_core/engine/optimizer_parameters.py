@@ -16,7 +16,7 @@ _TOLD = 6
 
 
 def unheld(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], trained: Container[nn.Parameter] = ()
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], trained: Container[tuple[nn.Module, str]] = ()
 ) -> dict[nn.Parameter, str]:
     """Return the parameters that require gradients but are in no optimizer, with their plain names.
 
@@ -26,8 +26,8 @@ def unheld(
     Args:
         model: Techniques are attached.
         optimizers: Torch's own, unwrapped.
-        trained: Those that required gradients before techniques attached: of a layer whose additions no optimizer holds
-            what a technique has frozen is returned too.
+        trained: The owners and names of those that required gradients before techniques attached: of a layer whose
+            additions no optimizer holds, what a technique has frozen is returned too.
 
     Example:
         >>> model = nn.ModuleDict({"net": nn.Linear(1, 1), "copy": nn.Linear(1, 1)})
@@ -40,8 +40,15 @@ def unheld(
     found = {parameter: named[parameter] for parameter in trains if parameter not in held}
     if len(found) == len(trains):
         return {}
-    inside = [value for module in untrained_modules(model, found).values() for value in module.parameters()]
-    return found | {value: named[value] for value in inside if value in trained}
+    inside = [one for module in untrained_modules(model, found).values() for one in own_parameters(module)]
+    return found | {value: named[value] for owner, name, value in inside if (owner, name) in trained}
+
+
+def own_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield every parameter with the module that holds it and its name there: FSDP2 puts others in their places."""
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False):
+            yield module, name, value
 
 
 def untrained_modules(model: nn.Module, left: Mapping[nn.Parameter, str]) -> dict[str, nn.Module]:

@@ -16,7 +16,6 @@ from typing import Any, Concatenate
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
@@ -32,6 +31,7 @@ from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import (
     OptimizerParameters,
     joined_note,
+    own_parameters,
     shapes_of,
     unheld,
     unheld_note,
@@ -198,7 +198,7 @@ class Session:
         self._plain: PlainKeys | None = None
         self._parameters: OptimizerParameters | None = None
         self._counted = coverage.Counted()
-        self._trained: Any = WeakTensorKeyDictionary()  # FSDP2 puts others in their places
+        self._trained: set[tuple[nn.Module, str]] = set()
         self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
@@ -298,7 +298,7 @@ class Session:
         if self.techniques:
             self._counted = coverage.count(model)
             context.shapes = {module: shapes_of(module) for module in model.modules()}
-            self._trained.update({value: True for value in model.parameters() if value.requires_grad})
+            self._trained = {(owner, name) for owner, name, value in own_parameters(model) if value.requires_grad}
         # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.

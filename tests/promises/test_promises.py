@@ -187,6 +187,21 @@ def test_the_model_comes_back_as_stock_classes_with_its_keys(key, front_end, tmp
     assert not {"forward", "train"} & vars(model).keys()
 
 
+# bitsandbytes' parameters (lora, lora-int8) are no plain tensors: torch cannot swap them, whoever holds them.
+@pytest.mark.parametrize("name", [*EVERYTHING, *(name for name in VARIANTS if name != "lora-int8")])
+def test_torch_may_swap_the_parameters_of_an_attached_model(name):
+    """As `to` does for a model in tensor parallelism: it refuses tensors that anybody has a weak reference to."""
+    row = (TECHNIQUES | VARIANTS)[name]
+    options = row.recipe() | ({"lora": {"rank": 2, "base": "none"}} if name == "lora" else {})
+    net = make_net(recipe=options)
+    Session(options).attach(net)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net.to(DEVICE)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("key", ["prune", "qat"])
 def test_matching_nothing_is_an_error_before_training(key, front_end, tmp_path):
