@@ -524,7 +524,7 @@ class SessionCallback(TrainerCallback):
             self._complete = True
             # Techniques look at gradients: they must not be a loss scale's multiple of themselves, which changes.
             self._scale.unscale()
-            self.session.before_optimizer_step()
+            self.session.before_step()
         return method(*args, **kwargs)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -542,7 +542,7 @@ class SessionCallback(TrainerCallback):
         self._complete = True
         lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
         with lent:
-            self.session.before_optimizer_step()
+            self.session.before_step()
         self._follow()
         return method(*args, **kwargs)
 
@@ -591,8 +591,8 @@ class SessionCallback(TrainerCallback):
                 "switch loss_scale on (kind: dynamic) to hold it too"
             )
         if skipped:
-            self.session.skipped_optimizer_step()
-        elif not self.session.after_optimizer_step():
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
         self._follow()

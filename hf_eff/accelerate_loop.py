@@ -372,7 +372,7 @@ class AcceleratedLoop(ScriptLoop):
         if self.is_live and self.accelerator.sync_gradients and not self.is_complete:
             self.is_complete = True
             self._scale.unscale()
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self._complete()
@@ -407,8 +407,8 @@ class AcceleratedLoop(ScriptLoop):
         self.is_complete, self.micro_batches = False, 0
         is_hidden = self._scale.hid_a_skip()
         if is_hidden or self.optimizer.step_was_skipped:
-            self.session.skipped_optimizer_step()
-        elif not self.session.after_optimizer_step():
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
             self.optimizer._is_overflow = self._is_discarded = True  # the scheduler must not move
         if self._is_done:
             self.session.join_buffers()  # here, as one process alone may ask for the finished model
@@ -418,7 +418,7 @@ class AcceleratedLoop(ScriptLoop):
         if self.accelerator.sync_gradients and not self._is_checkpointing:
             if self.is_complete and self.is_live:
                 self._scale.hid_a_skip()
-                self.session.skipped_optimizer_step()
+                self.session.after_step(applied=False)
             self.is_complete, self.micro_batches = False, 0
 
     # --- the state beside accelerate's own

@@ -283,7 +283,7 @@ class FabricLoop(ScriptLoop):
         if not self.is_complete:
             self.is_complete = True
             self._precision.unscale_gradients(self._optimizer)
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._complete()
@@ -321,9 +321,9 @@ class FabricLoop(ScriptLoop):
         self.micro_batches = 0
         session = self.session
         if self._has_stepped:
-            session.after_optimizer_step()
+            session.after_step()
         else:  # its scaler found an overflow
-            session.skipped_optimizer_step()
+            session.after_step(applied=False)
         if session.step + session.skipped >= self.total_steps:
             self.finish()
         return result
@@ -331,7 +331,7 @@ class FabricLoop(ScriptLoop):
     def _drop_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count a step that was prepared for and not made as skipped."""
         if self.is_complete:
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         if self.micro_batches:
             self.is_complete = self._is_unscaled = False
             self.micro_batches = 0

@@ -156,14 +156,14 @@ def train(seed: int, steps: int, recipe: dict[str, Any], prepare: str = "bf16") 
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             scaler.unscale_(optimizer)
-        session.before_optimizer_step()
+        session.before_step()
         if scaler is None:
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             continue
         scaler.step(optimizer)
         scaler.update()
-        (session.skipped_optimizer_step if scaler.last_step_skipped else session.after_optimizer_step)()
+        session.after_step(applied=not scaler.last_step_skipped)
     model.eval()
     starts = torch.linspace(0, len(validation) - LENGTH - 1, VALIDATION).long()
     with torch.no_grad(), session.evaluating():

@@ -35,7 +35,7 @@ class ActivationCheckpointing(Technique):
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=1)
         >>> session.loss(net(torch.ones(2, 4)).sum()).backward()
-        >>> session.before_optimizer_step()
+        >>> session.before_step()
         >>> session.techniques["checkpointing"].report()["recomputations"]
         2
     """
@@ -99,7 +99,7 @@ class ActivationCheckpointing(Technique):
         if self._budget is not None and self._model is not None and self._model.training and torch.is_grad_enabled():
             self._budget.before_forward()
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Refuse to go on as if memory were saved when backward recomputed nothing."""
         if not context.has_gradients:  # every micro-batch was left out: the next step shows
             if self._budget is not None:

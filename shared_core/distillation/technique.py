@@ -344,12 +344,6 @@ class Distillation(Technique):
         if self._peers is not None:
             self._peers.one_by_one(clip)
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """The gradients of this step are of no use to anyone."""
-        self._means.close()
-        if self._peers is not None:
-            self._peers.drop_gradients()
-
     def write(self, folder: Path) -> None:
         """Write the other students' weights; the student is the user's model."""
         if self._peers is not None:
@@ -357,15 +351,19 @@ class Distillation(Technique):
 
     # -- events
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Let hooks and an average follow; raise `TrainingError` if no loss of the run had a soft term in it."""
+        self._means.close()
+        if not applied:
+            if self._peers is not None:
+                self._peers.drop_gradients()
+            return
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
         # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
             raise TrainingError(
                 "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
             )
-        self._means.close()
         # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:

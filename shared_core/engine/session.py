@@ -165,9 +165,9 @@ class Session:
         >>> session.begin([optimizer], total_steps=3)
         >>> for _ in range(3):
         ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         >>> session.finish()
         >>> int((model.weight == 0).sum())
@@ -495,9 +495,9 @@ class Session:
             ...         with session.forward():
             ...             loss = session.loss(model(torch.ones(2, 8)).square().mean())
             ...         loss.backward()
-            ...         session.before_optimizer_step()
+            ...         session.before_step()
             ...         optimizer.step()
-            ...         _ = session.after_optimizer_step()
+            ...         _ = session.after_step()
             ...         optimizer.zero_grad()
             >>> int((model.weight == 0).sum())
             16
@@ -539,7 +539,7 @@ class Session:
     @property
     def needs_gradients(self) -> bool:
         """True while a technique has work before optimizer steps."""
-        return bool(self._hooks.before_optimizer_step)
+        return bool(self._hooks.before_step)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
@@ -593,15 +593,15 @@ class Session:
         self._steps.mark()
         return task_loss
 
-    def before_optimizer_step(self) -> None:
+    def before_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
         self._tell_counts(self._means.close())
-        context = self._attached("before_optimizer_step")
+        context = self._attached("before_step")
         self._steps.before_step()
         context.takes_gradients_in_backward = bool(self._steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
-        self._call(self._hooks.before_optimizer_step)
+        self._call(self._hooks.before_step)
         if context.discard_step:
             if name := self._steps.inside_backward:
                 raise TrainingError(
@@ -621,32 +621,33 @@ class Session:
                 f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
             )
 
-    def after_optimizer_step(self) -> bool:
-        """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
-        context = self._attached("after_optimizer_step")
-        # The step did happen in the trainer's eyes, with no gradients.
-        if context.discard_step:
-            self.skipped_optimizer_step()
-            return False
-        self._steps.after_step()
-        context.step += 1
-        if context.is_beyond_plan:
-            self._tell_beyond_plan(context)
-        self._call(self._hooks.after_optimizer_step)
-        return True
+    def after_step(self, applied: bool = True) -> bool:
+        """Tell that the optimizer stepped; return whether the step counts: a discarded one does not.
+
+        Args:
+            applied: False if a scaler skipped it.
+
+        Raises:
+            TrainingError: If another optimizer made the step.
+        """
+        context = self._attached("after_step")
+        # A discarded step did happen in the trainer's eyes, with no gradients.
+        applied, context.discard_step = applied and not context.discard_step, False
+        self._steps.after_step(skipped=not applied)
+        if applied:
+            context.step += 1
+            if context.is_beyond_plan:
+                self._tell_beyond_plan(context)
+        else:
+            self.skipped += 1
+        self._call(self._hooks.after_step, applied)
+        return applied
 
     def _tell_beyond_plan(self, context: Context) -> None:
         self.note(
             f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, and "
             "everything without an end of its own continues"
         )
-
-    def skipped_optimizer_step(self) -> None:
-        """An optimizer step was skipped (overflow): nothing advances."""
-        self._steps.after_step(skipped=True)
-        self.skipped += 1
-        self._call(self._hooks.skipped_optimizer_step)
-        self._attached("skipped_optimizer_step").discard_step = False
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -231,7 +231,7 @@ class Context:
     """Keeps optimizers that have modes from moving weights that are not theirs: a technique that puts others into the
     model calls `hold` before, and `release` once the weights are back."""
     discard_step: bool = False
-    """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
+    """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
@@ -329,14 +329,14 @@ class Technique:
     replaces_weights: ClassVar[bool] = False
     """Whether it puts other weights into the model at the end; techniques with `wants_batches` then look at batches."""
     makes_gradients_private: ClassVar[bool] = False
-    """Whether `before_optimizer_step` is called before that of every other technique."""
+    """Whether `before_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
 
     @property
     def acts_on_gradients(self) -> bool:
-        """True if `before_optimizer_step` must come before weights move: then no optimizer may step inside backward."""
+        """True if `before_step` must come before weights move: then no optimizer may step inside backward."""
         return False
 
     # -- describe
@@ -426,14 +426,11 @@ class Technique:
         """Return the loss to train on, after the student's forward."""
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """The step was applied; ``context.step`` already counts it."""
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """The step was skipped or discarded: nothing advances."""
+    def after_step(self, context: Context, applied: bool) -> None:
+        """The step was applied, and ``context.step`` counts it; or it was skipped or discarded: nothing advances."""
 
     def weights_replaced(self, context: Context) -> None:
         """Weights came from elsewhere (a soup's candidate), and were projected: restore what else belongs to them."""

@@ -191,7 +191,7 @@ class Fp8(Technique):
         self._loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank.
 
         A window already pending belongs to a skipped step and is dropped.
@@ -225,8 +225,11 @@ class Fp8(Technique):
         bad = torch.isinf(self._pending) if isinstance(self._bank, AmaxBank) else self._pending[:, -1] > 0
         return bool(bad.any())
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
+        if not applied:
+            self._pending = None
+            return
         self._in_a_row = 0
         self._watch.casts += 1  # weights may have changed in ways that leave no trace, or their scales have
         if self._bank is not None and self._pending is not None:
@@ -237,10 +240,6 @@ class Fp8(Technique):
             seed = int(torch.randint(2**62, (), generator=context.generator))
             generator = torch.Generator(weight_of(next(iter(self.layers.values()))).device).manual_seed(seed)
             round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Drop the pending window."""
-        self._pending = None
 
     @contextlib.contextmanager
     def evaluating(self, context: Context) -> Iterator[None]:

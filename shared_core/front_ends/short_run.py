@@ -236,11 +236,7 @@ class MeasuredRun(Technique):
         self.run.saw(task_loss)
         return task_loss
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """Count the step."""
-        self.run.stepped()
-
-    def skipped_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Count the step."""
         self.run.stepped()
 

@@ -149,7 +149,7 @@ class GradientCompression(Technique):
         # The hook's future must give the bucket's buffer; the chain's own value is None.
         return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike.
 
         Raises:
@@ -192,13 +192,11 @@ class GradientCompression(Technique):
         # agree.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """Begin to compress at the first step that is to be."""
-        self._is_active = context.step >= self._first
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Forget what a step with NaN or infinity left in the errors."""
-        if self.power_sgd is not None:
+    def after_step(self, context: Context, applied: bool) -> None:
+        """Begin to compress at its first step; forget what a step with NaN or infinity left in the errors."""
+        if applied:
+            self._is_active = context.step >= self._first
+        elif self.power_sgd is not None:
             self.power_sgd.forget()
 
     def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:

@@ -92,7 +92,7 @@ class LossScaling(Technique):
         self.loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Measure underflow if it is time; a step that overflows leaves it to the next one."""
         every = self.config.telemetry_every
         if every and context.step % every == 0 and self.telemetry.step != context.step:
@@ -104,21 +104,18 @@ class LossScaling(Technique):
         if self.histograms.is_armed:
             self.histograms.before_step(self.scaler.get_scale(), context.step)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
-        if self.scaler.num_steps == self._steps_at_begin:
+        if applied and self.scaler.num_steps == self._steps_at_begin:
             raise TrainingError(
                 "loss_scale",
                 "the scaler must step the optimizer, got a step that it has not seen",
                 "call scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
             )
-        self._arm_flush(context)
-        if self.histograms.is_armed:
-            self.histograms.after_step()
-        self._arm_histograms(context)
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Leave the histograms to the next step: there is no update to count."""
+        if applied:
+            self._arm_flush(context)
+            if self.histograms.is_armed:
+                self.histograms.after_step()
         self._arm_histograms(context)
 
     def state_dict(self) -> dict[str, Any]:

@@ -264,26 +264,23 @@ class LotteryTicket(Technique):
 
     # -- one step
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
         if self._masks and context.gradients_mix:
             self._masks.apply_to_gradients(context.optimizers)
         if self.config.rewind == "none":
             self._rates_held.hold(context.optimizers, rewound=self._rewound)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
         # Held for the step alone: schedulers compute the next rate from the one that they find.
         self._rates_held.give_back(context.optimizers)
-        if context.step == self._at:
+        if not applied:
+            self._masks.forget_gradients()
+        elif context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
             self._masks.hold(context.optimizers)
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Nothing advances."""
-        self._masks.forget_gradients()
-        self._rates_held.give_back(context.optimizers)
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep the figures of a validation, but not its times."""

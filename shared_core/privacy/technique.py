@@ -49,9 +49,9 @@ class DifferentialPrivacy(Technique):
         efftrain: dp: ...
         >>> for (batch,) in loader:  # doctest: +ELLIPSIS
         ...     session.loss(model(batch).square().sum(1).mean()).backward()
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
         >>> round(session.metrics()["dp/epsilon"], 2)
@@ -338,7 +338,7 @@ class DifferentialPrivacy(Technique):
             self._sums[name] = total
         self._factor, self._ghosts = None, per_sample.ghosts
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Put the noised mean in place of every gradient, and count the step.
 
         Raises:

@@ -210,7 +210,7 @@ class Pruning(Technique):
         self._policy.new_micro_batch()
         return contextlib.nullcontext()
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Read what the criterion needs of the gradients; then dead ones must not move live weights."""
         policy = self._policy
         self._has_trained |= context.has_gradients
@@ -225,8 +225,13 @@ class Pruning(Technique):
                 self._penalty.add_(context.optimizers)
         policy.shape_gradients(context)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
+        if not applied:
+            self._policy.end_step()
+            if self._penalty:
+                self._penalty.forget_step()
+            return
         if self._penalty:
             self._penalty.decay_()
         # A resumed run comes to the step of its last update again.
@@ -239,12 +244,6 @@ class Pruning(Technique):
         else:
             self._policy.hold(context)
         self._policy.end_step()
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Forget what the step showed."""
-        self._policy.end_step()
-        if self._penalty:
-            self._penalty.forget_step()
 
     @contextlib.contextmanager
     def saving(self, context: Context, baked: bool) -> Iterator[None]:

@@ -242,12 +242,14 @@ class QuantizationAwareTraining(Technique):
             self._began_at = step
         self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing)
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Take what was observed in this step."""
         self.policy.before_step(context.optimizers)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Move the ranges and turn switches whose step has come."""
+        if not applied:
+            return
         self.policy.after_step()
         if context.step == context.total_steps and self.bank.observing:
             self.bank.refresh()  # a checkpoint of the last planned step has the ranges of all steps

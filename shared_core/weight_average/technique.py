@@ -185,9 +185,9 @@ class WeightAverage(Technique):
         >>> session.begin([optimizer], total_steps=3)
         >>> for _ in range(3):
         ...     model[0].grad = torch.full((1,), -2.0)
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         >>> with session.evaluating():
         ...     model[0].item()
         4.0
@@ -288,8 +288,10 @@ class WeightAverage(Technique):
 
     # -- one step
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Take the new weights into the average if that is due, and prune it when they are."""
+        if not applied:
+            return
         if self._running.kept and self._stand_in.is_short():
             # Unfrozen since: the value of now, one step after the frozen one, stands for those of earlier updates.
             self._stand_in = StandIn(context.model, self._stand_in.parameters.values(), context.modes)

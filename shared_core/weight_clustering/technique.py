@@ -218,7 +218,7 @@ class WeightClustering(Technique):
             self._cluster(context)
 
     @torch.no_grad()
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Give each centroid the sum of its members' gradients."""
         gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
         refuse_sparse("cluster", gradients.values())
@@ -234,8 +234,10 @@ class WeightClustering(Technique):
             flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
             bundle.put_(flat, parts)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
+        if not applied:
+            return
         if not self._codes and context.step >= self._begin:
             self._cluster(context)
         else:

@@ -223,7 +223,7 @@ class Run:
             self.forward.reduce()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        self.session.before_optimizer_step()
+        self.session.before_step()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if self.scaler is None:
             self.optimizer.step()
@@ -231,9 +231,9 @@ class Run:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.scaler is not None and self.scaler.was_skipped(self.optimizer):
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         else:
-            self.session.after_optimizer_step()
+            self.session.after_step()
         return self.waits()
 
     def evaluate(self) -> Counter[tuple[str, str]]:

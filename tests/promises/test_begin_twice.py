@@ -297,7 +297,7 @@ def test_steps_that_were_skipped_stay_so_when_the_best_model_is_loaded():
     plain_step(session, optimizer, model(**data)["loss"])
     best = copy.deepcopy(session.state_dict())
     plain_step(session, optimizer, model(**data)["loss"])
-    session.skipped_optimizer_step()
+    session.after_step(applied=False)
     session.load_state_dict(best)
     session.begin_again()
     session.finish()

@@ -134,7 +134,7 @@ def test_figures_of_a_step_that_is_interrupted_go_on():
 
     whole = begun()
     train(whole, data)
-    whole.after_optimizer_step()
+    whole.after_step()
     expected = whole.metrics()
     whole.detach()
     stopped = begun()
@@ -144,6 +144,6 @@ def test_figures_of_a_step_that_is_interrupted_go_on():
     resumed = begun()
     resumed.load_window_state(window)
     train(resumed, data[3:])
-    resumed.after_optimizer_step()
+    resumed.after_step()
     assert resumed.metrics() == pytest.approx(expected)
     resumed.detach()

@@ -245,10 +245,10 @@ def train(recipe, *, later=False, resume=None):
         for x, y in parts:
             loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
             (session.loss(loss) / len(parts)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         clip_(net.parameters(), 0.5)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if "soup" in recipe:
             services.save(session.step)

@@ -60,8 +60,8 @@ def run(until, state=None, weights=None):
         session.load_state_dict(state)
     session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=10)
     for _ in range(session.step, until):
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
         session.metrics()
         if session.step % 4 == 0:
             session.evaluated({"eval_loss": 1 / session.step, "eval_runtime": 3.0})

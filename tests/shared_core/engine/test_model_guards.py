@@ -98,10 +98,10 @@ def test_steps_of_a_loop_that_makes_its_own_are_not_watched():
     session, _ = begun_session({"prune": RECIPES["prune"]}, model, 9)
     for _ in range(3):
         session.loss(model(torch.ones(4, 16)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(0.1 * parameter.grad)
-        session.after_optimizer_step()
+        session.after_step()
         model.zero_grad()
     assert session.step == 3

@@ -32,9 +32,9 @@ def train(options, steps=12, net=None, saved=None):
     for step in range(session.step, steps):
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(step)).double()
         session.loss(net(x).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         seen.append([int(net[i].weight.eq(0).sum()) for i in (0, 2, 4)])
     return net, session, seen

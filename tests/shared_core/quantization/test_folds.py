@@ -62,9 +62,9 @@ def train(session, optimizer, model, steps):
     for step in steps:
         x, labels = batch(step)
         session.loss(nn.functional.cross_entropy(model(x), labels)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 

@@ -98,8 +98,8 @@ def test_a_non_finite_window_is_counted_and_not_committed(bad):
         out = run.model(broken)
     if bad != bad:
         assert out[0].isnan().all()
-    run.technique.before_optimizer_step(run.context)
-    run.technique.after_optimizer_step(run.context)
+    run.technique.before_step(run.context)
+    run.technique.after_step(run.context, True)
     assert run.technique.ranges()["0"] == before["0"]
     assert run.technique.report()["non_finite_windows"] >= 1
 

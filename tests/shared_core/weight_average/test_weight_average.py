@@ -63,12 +63,12 @@ class Run:
             seed = self.session.step + self.session.skipped
             x = inputs(seed).to(next(self.model.parameters()).dtype)
             self.session.loss(self.model(x).square().mean()).backward()
-            self.session.before_optimizer_step()
+            self.session.before_step()
             if skipped:
-                self.session.skipped_optimizer_step()
+                self.session.after_step(applied=False)
             else:
                 self.optimizer.step()
-                self.session.after_optimizer_step()
+                self.session.after_step()
             self.optimizer.zero_grad()
         return self
 
@@ -335,9 +335,9 @@ def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind, every):
     session.begin([optimizer], total_steps=8)
     for _ in range(8):
         model(x).square().mean().backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     dead = {name: value == 0 for name, value in model.named_parameters() if name.endswith("weight")}
     assert sum(int(mask.sum()) for mask in dead.values()) == 220
@@ -429,9 +429,9 @@ def test_steps_after_the_planned_ones_are_told_and_averaged():
     seen = []
     for _ in range(6):
         session.loss(model(torch.randn(2, 8)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         assert int((model.weight == 0).sum()) == 16
         seen.append(model.weight.detach().double())

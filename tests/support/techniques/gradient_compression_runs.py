@@ -59,9 +59,9 @@ class Run:
         self.optimizer.zero_grad()
         (loss_of(self.ddp, number, self.rank) * factor).backward()
         reduced = [parameter.grad.clone() for parameter in self.net.parameters()]
-        self.session.before_optimizer_step()
+        self.session.before_step()
         self.optimizer.step()
-        self.session.after_optimizer_step()
+        self.session.after_step()
         return {"local": local, "reduced": reduced}
 
 
