@@ -185,8 +185,8 @@ class SessionCallback(TrainerCallback):
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._before_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": functools.partial(self._within, "evaluating"),
-            "predict": functools.partial(self._within, "evaluating"),
+            "evaluate": self._evaluate,
+            "predict": self._evaluate,
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._save_model,
             "_save": self._save,
@@ -605,14 +605,14 @@ class SessionCallback(TrainerCallback):
 
     # --- evaluation, saving, logging
 
-    def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with getattr(self.session, what)():
+    def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.session.swapped("evaluate"):
             return method(*args, **kwargs)
 
     def _save_checkpoint(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         trainer, session = self._trainer, self.session
-        with session.saving():
-            # Inside `saving`: on every process, as sharded state is gathered by all.
+        with session.swapped("checkpoint"):
+            # Inside `swapped`: on every process, as sharded state is gathered by all.
             save_whole(trainer, method, *args, **kwargs)
         for adapter in self._asked:
             adapter.saved(args[1])
@@ -631,7 +631,7 @@ class SessionCallback(TrainerCallback):
         is_complete = not _internal_call and trainer.args.should_save and session.has_begun
         with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
             try:
-                with session.saving(baked=not _internal_call):
+                with session.swapped("checkpoint" if _internal_call else "export"):
                     method(output_dir, _internal_call)
                     if is_complete:
                         write_deployment(folder, session.deployment())

@@ -433,7 +433,7 @@ class AcceleratedLoop(ScriptLoop):
         if not self.session.is_attached:
             return method(*args, **kwargs)
         self._begin()
-        with self._checkpointing(), self.training_weights(), self.session.saving():
+        with self._checkpointing(), self.training_weights(), self.session.swapped("checkpoint"):
             return method(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -510,7 +510,7 @@ class AcceleratedLoop(ScriptLoop):
 
     @contextlib.contextmanager
     def _saving_baked(self) -> Iterator[None]:
-        with self.training_weights(), self.session.saving(baked=True) if self.is_live else contextlib.nullcontext():
+        with self.training_weights(), self.session.swapped("export") if self.is_live else contextlib.nullcontext():
             yield
 
     def _save_model(

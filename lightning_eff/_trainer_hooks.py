@@ -432,7 +432,7 @@ class EffCallback(Callback):
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # In `saving`: state of shards is gathered by all processes, also by those that write nothing.
-        with self._session.saving():
+        with self._session.swapped("checkpoint"):
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
         if self._recount is not None:

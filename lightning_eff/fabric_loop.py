@@ -356,7 +356,7 @@ class FabricLoop(ScriptLoop):
         if _KEY in state:
             raise ConfigError("fabric", f"state must not have a key {_KEY!r}, which is the techniques'", "rename it")
         self._begin()
-        with self.training_weights(), self.session.saving():
+        with self.training_weights(), self.session.swapped("checkpoint"):
             return method(path, {_KEY: _SavedState(self), **state}, *args, **kwargs)
 
     def _check_saved(self, path: Path, key: str) -> None:

@@ -40,7 +40,7 @@ from shared_core.distillation.task_gradient import TaskLoss
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
 from shared_core.engine.micro_batches import StepMeans
 from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
@@ -369,15 +369,12 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Release the last batch."""
-        self._forget_batch()
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold an average that is sharded in whole, so that saving needs no other process."""
-        teachers = self._comparison.teachers if self._comparison is not None else None
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Release the last batch for a validation; for a file hold a sharded average whole."""
+        if purpose == "evaluate":
+            self._forget_batch()
+        teachers = None if purpose == "evaluate" or self._comparison is None else self._comparison.teachers
         if teachers is not None:
             teachers.gather()
         try:

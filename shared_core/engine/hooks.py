@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,14 +59,11 @@ class Hooks:
         self.after_step: Calls[[Context, bool], None] = _own(
             [(key, one.after_step) for key, one in pairs], Technique.after_step
         )
-        self.evaluating: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
-            [(key, one.evaluating) for key, one in pairs], Technique.evaluating
+        self.swapped: Calls[[Context, Purpose], contextlib.AbstractContextManager[None]] = _own(
+            [(key, one.swapped) for key, one in pairs], Technique.swapped
         )
         self.evaluated: Calls[[Context, Mapping[str, float | Tensor]], None] = _own(
             [(key, one.evaluated) for key, one in pairs], Technique.evaluated
-        )
-        self.saving: Calls[[Context, bool], contextlib.AbstractContextManager[None]] = _own(
-            [(key, one.saving) for key, one in pairs], Technique.saving
         )
         self.weights_replaced: Calls[[Context], None] = _own(
             [(key, one.weights_replaced) for key, one in pairs], Technique.weights_replaced

@@ -42,7 +42,7 @@ from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.step_watch import StepWatch
-from shared_core.engine.technique import BareServices, Context, Services, Technique
+from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
 
@@ -650,33 +650,21 @@ class Session:
         )
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Surround validation; re-entrant, and undone by an exception too."""
-        self.before_eval()
-        try:
-            yield
-        finally:
-            self.after_eval()
+    def swapped(self, purpose: Purpose) -> Iterator[None]:
+        """Surround a validation or saving, on every process: the model holds what is evaluated or saved.
 
-    def before_eval(self) -> None:
-        """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
-        self._eval_depth += 1
-        if self._eval_depth == 1:
-            # Once a validation, not once a step: it walks through the model.
-            self._refuse_changed()
-            self._evaluation = self._entered(self._hooks.evaluating)
+        Of nested calls for one purpose, or for two kinds of files, the outermost counts.
 
-    def after_eval(self) -> None:
-        """Validation ended; without a matching `before_eval` nothing happens."""
-        if self._eval_depth == 0:
+        Args:
+            purpose: ``"evaluate"``; ``"checkpoint"``, weights to go on from; ``"export"``, what the user gets.
+        """
+        if purpose == "evaluate":
+            self.before_eval()
+            try:
+                yield
+            finally:
+                self.after_eval()
             return
-        self._eval_depth -= 1
-        if self._eval_depth == 0:
-            self._evaluation.close()
-
-    @contextlib.contextmanager
-    def saving(self, *, baked: bool = False) -> Iterator[None]:
-        """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
         if self._is_saving:
             yield
             return
@@ -685,10 +673,26 @@ class Session:
             self._refuse_changed()
             self._experts.join()
             optimizers = self.context.optimizers if self.context else ()
-            with _unstepped(optimizers), self._entered(self._hooks.saving, baked):
+            with _unstepped(optimizers), self._entered(purpose):
                 yield
         finally:
             self._is_saving = False
+
+    def before_eval(self) -> None:
+        """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
+        self._eval_depth += 1
+        if self._eval_depth == 1:
+            # Once a validation, not once a step: it walks through the model.
+            self._refuse_changed()
+            self._evaluation = self._entered("evaluate")
+
+    def after_eval(self) -> None:
+        """Validation ended; without a matching `before_eval` nothing happens."""
+        if self._eval_depth == 0:
+            return
+        self._eval_depth -= 1
+        if self._eval_depth == 0:
+            self._evaluation.close()
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
@@ -1069,19 +1073,14 @@ class Session:
                 hook(self.context, *args, **kwargs)
                 self._seconds[key] += time.perf_counter() - start
 
-    def _entered(
-        self,
-        hooks: Calls[Concatenate[Context, P], contextlib.AbstractContextManager[None]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> contextlib.ExitStack:
-        """Return what leaves the contexts of all hooks, entered; those before one that raises are left."""
+    def _entered(self, purpose: Purpose) -> contextlib.ExitStack:
+        """Return what leaves the `swapped` of all techniques, entered; those before one that raises are left."""
         # pop_all only if all were entered: with an error, those that were are left.
         with contextlib.ExitStack() as stack:
             if self._begun and not self._finished and self.context is not None:
-                for key, hook in hooks:
+                for key, hook in self._hooks.swapped:
                     # Made outside of the time that is counted: calling a context manager's function does nothing yet.
-                    surrounding = hook(self.context, *args, **kwargs)
+                    surrounding = hook(self.context, purpose)
                     with self._timed(key):
                         surrounding.__enter__()
                     stack.push(functools.partial(self._left, key, surrounding))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import buffers_restored
 from shared_core.printing import printable
+
+Purpose = Literal["evaluate", "checkpoint", "export"]
 
 
 @dataclass(frozen=True)
@@ -437,19 +439,17 @@ class Technique:
 
     # -- evaluate and save
 
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds a validation; it is left by an exception too."""
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a validation or saving, on every process; it is left by an exception too.
+
+        Inside, the model holds what is evaluated, saved to go on from (``"checkpoint"``), or given to the user
+        (``"export"``). A file may be saved inside a validation: then leave what was found. What a sharded technique
+        gathers on entering, one process saves alone.
+        """
         return contextlib.nullcontext()
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
-
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds saving, on every process: of weights as the user gets them (`baked`), or to go on from.
-
-        What a sharded technique gathers on entering, one process saves alone.
-        """
-        return contextlib.nullcontext()
 
     # -- finish
 

@@ -14,7 +14,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.preview import Ability, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
@@ -242,8 +242,11 @@ class Fp8(Technique):
             round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
 
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Remember nothing meanwhile, also in a validation that puts layers into training mode."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Remember nothing of a validation, also of one that puts layers into training mode."""
+        if purpose != "evaluate":
+            yield
+            return
         self._observe(False)
         try:
             yield

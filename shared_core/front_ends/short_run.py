@@ -28,7 +28,7 @@ from shared_core.engine.receipt import figures, headline
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, EffError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
@@ -240,12 +240,8 @@ class MeasuredRun(Technique):
         """Count the step."""
         self.run.stepped()
 
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """A validation is no part of a step."""
-        return self.run.aside()
-
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
-        """Saving is none."""
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
+        """Neither a validation nor saving is part of a step."""
         return self.run.aside()
 
 

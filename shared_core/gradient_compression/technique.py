@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
 from shared_core.engine.preview import Ability, Event, Touched, trained
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
@@ -199,9 +199,9 @@ class GradientCompression(Technique):
         elif self.power_sgd is not None:
             self.power_sgd.forget()
 
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """Share the errors, on every process, so that the main one's are all that need saving."""
-        if self.power_sgd is not None and not baked:
+        if self.power_sgd is not None and purpose == "checkpoint":
             self.power_sgd.share_errors_()
         return contextlib.nullcontext()
 

@@ -15,7 +15,7 @@ from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_,
 from shared_core.engine.claims import Claim, Gone, Same
 from shared_core.engine.optimizer_parameters import layers_of_copies
 from shared_core.engine.preview import Ability, Event, Touched, needs
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
 from shared_core.lora.adapters import (
@@ -281,9 +281,9 @@ class Lora(Technique):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
-        if self._is_sharded and not baked:
+        if self._is_sharded and purpose == "checkpoint":
             self._gathered = self._state()
         try:
             yield

@@ -15,7 +15,7 @@ from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.optimizer_modes import has_modes
 from shared_core.engine.preview import Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
 from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_
@@ -489,11 +489,13 @@ class PrimaryWeights(Technique):
     # -- state and figures
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold what is saved of sharded parameters in whole; every process must call."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Hold what a checkpoint has of sharded parameters in whole; every process must call."""
+        if purpose != "checkpoint":
+            yield
+            return
         try:
-            if not baked:
-                self._gather()
+            self._gather()
             yield
         finally:
             self._shards = CopiesOfShards()

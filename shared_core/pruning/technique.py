@@ -16,7 +16,7 @@ from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.pruning.config import UNITS, PruneConfig
@@ -246,8 +246,11 @@ class Pruning(Technique):
         self._policy.end_step()
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
+        if purpose == "evaluate":
+            yield
+            return
         # What is saved holds zeros, also after writes that torch does not count (``.data``). Where it does, nothing is
         # written: in the middle of a batch autograd may have kept these weights.
         if not self._policy.store.is_held():

@@ -14,7 +14,7 @@ from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, w
 from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
 from shared_core.engine.preview import Ability, Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
@@ -256,22 +256,20 @@ class QuantizationAwareTraining(Technique):
         self._set_switches(context.step)
 
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Observe nothing meanwhile, also in a validation that puts layers into training mode."""
-        self.bank.observing = False
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Observe nothing of a validation; for a file hold whole what is learned and sharded."""
+        is_file = purpose != "evaluate"
+        if is_file:
+            self.policy.gather()
+        else:
+            self.bank.observing = False  # also in a validation that puts layers into training mode
         try:
             yield
         finally:
-            self.bank.observing = bool(self.policy.static) and context.step < self._freeze
-
-    @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold what is learned and sharded in whole, so that saving needs no other process."""
-        self.policy.gather()
-        try:
-            yield
-        finally:
-            self.policy.release()
+            if is_file:
+                self.policy.release()
+            else:
+                self.bank.observing = bool(self.policy.static) and context.step < self._freeze
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""

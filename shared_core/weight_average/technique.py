@@ -15,7 +15,7 @@ from shared_core.engine.claims import Claim, Same
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.preview import Event, Touched, every, trained
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.soup.averaging import batch_norms, estimate_norms_
@@ -188,7 +188,7 @@ class WeightAverage(Technique):
         ...     session.before_step()
         ...     optimizer.step()
         ...     _ = session.after_step()
-        >>> with session.evaluating():
+        >>> with session.swapped("evaluate"):
         ...     model[0].item()
         4.0
         >>> model[0].item()
@@ -315,8 +315,13 @@ class WeightAverage(Technique):
     # -- in the weights' place
 
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Have the average in the model meanwhile, if there is one yet."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Have in the model what is validated, saved or gone on from: the average, or the weights in training."""
+        with self._evaluating(context) if purpose == "evaluate" else self._saving(baked=purpose == "export"):
+            yield
+
+    @contextlib.contextmanager
+    def _evaluating(self, context: Context) -> Iterator[None]:
         try:
             if self.config.evaluate and not self._is_over:
                 self._validate_average(context)
@@ -337,8 +342,7 @@ class WeightAverage(Technique):
             self._settle_norms(context)
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Have in the model what is to be saved, and in whole what is sharded: every process must call."""
+    def _saving(self, *, baked: bool) -> Iterator[None]:
         try:
             if self._running.kept and not self._is_over:
                 self._prepare_saving(baked)

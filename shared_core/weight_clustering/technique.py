@@ -19,7 +19,7 @@ from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, 
 from shared_core.engine.claims import Claim, FewValues, Where
 from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
 from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
 from shared_core.modules.own_forward import why_computed
@@ -257,8 +257,11 @@ class WeightClustering(Technique):
         return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold the clusters of sharded weights in whole, so that saving needs no other process."""
+        if purpose == "evaluate":
+            yield
+            return
         self._gathered = self._whole_codes()
         try:
             yield

@@ -239,7 +239,7 @@ class Run:
     def evaluate(self) -> Counter[tuple[str, str]]:
         ids = torch.zeros(1, TOKENS, dtype=torch.long, device=CUDA)
         self.model.eval()
-        with self.session.evaluating(), torch.no_grad():
+        with self.session.swapped("evaluate"), torch.no_grad():
             self.model(ids)
         self.session.evaluated({"eval_loss": 1.0})
         self.model.train()
@@ -248,7 +248,7 @@ class Run:
     def saved(self) -> bytes:
         """Return what a checkpoint holds."""
         file = io.BytesIO()
-        with self.session.saving():
+        with self.session.swapped("checkpoint"):
             state = {"session": self.session.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save(state | {"model": self.model.state_dict()}, file)
         self.session.bake(self.model.state_dict())

@@ -178,7 +178,7 @@ def looped(name, back=None):
             torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
 
     while True:
-        with session.saving():
+        with session.swapped("checkpoint"):
             found = (model.state_dict(), optimizer.state_dict(), session.state_dict(), torch.get_rng_state())
             kept[step] = copy.deepcopy(found)
         if back and step == back[0]:

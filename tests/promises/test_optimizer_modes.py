@@ -28,7 +28,7 @@ def evaluate(session, optimizer, model, order):
     """Evaluate as a script may, and return what the model held meanwhile."""
     if order == "around":
         optimizer.eval()
-    with session.evaluating():
+    with session.swapped("evaluate"):
         model.eval()
         if order != "around":
             optimizer.eval()

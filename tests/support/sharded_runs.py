@@ -253,7 +253,7 @@ def train(recipe, *, later=False, resume=None):
         if "soup" in recipe:
             services.save(session.step)
         if session.step == SAVED:
-            with session.saving():
+            with session.swapped("checkpoint"):
                 saved = found(net, optimizer)
                 saved["session"] = copy.deepcopy(session.state_dict())
     with torch.no_grad():

@@ -221,7 +221,7 @@ class TestForwardHook:
         technique.loss(context.model(torch.randn(2, 4)).sum(), context)
         assert forward(technique) is None
         context.model(torch.randn(2, 4))
-        technique.evaluating(context)
+        technique.swapped(context, "evaluate")
         assert forward(technique) is None
 
     @pytest.mark.parametrize("reentrant", [False, True])

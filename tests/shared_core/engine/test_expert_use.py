@@ -35,7 +35,7 @@ def run(net, recipe, chosen, state=None, compiled=False):
         optimizer.step()
         session.after_step()
         optimizer.zero_grad()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         pair.fill_(3)
         net.eval()(ids)
     net.train()

@@ -357,7 +357,7 @@ def test_a_session_with_nothing_on_changes_nothing():
     assert session.loss(loss) is loss
     session.before_step()
     session.after_step()
-    with session.evaluating(), session.evaluating():
+    with session.swapped("evaluate"), session.swapped("evaluate"):
         pass
     session.finish()
     assert {name: type(module) for name, module in model.named_modules()} == before

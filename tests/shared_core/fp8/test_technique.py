@@ -85,7 +85,7 @@ def test_micro_batches_recomputation_evaluation_and_skips_leave_one_entry_a_step
         step(*runs[1], parts, x.chunk(3))
         step(*runs[2], again, [x])
         session = runs[1][0]
-        with session.evaluating():
+        with session.swapped("evaluate"):
             parts(1e6 * x).sum().backward()  # a metric that differentiates must not count either
             parts.zero_grad()
         with torch.no_grad():
@@ -262,7 +262,7 @@ def replaced_unseen(model, session, optimizer):
 
 
 def evaluated_with_others(model, session, optimizer):
-    with session.evaluating():
+    with session.swapped("evaluate"):
         model[2].weight.data.mul_(2)
         model(data()[0])
 

@@ -686,7 +686,7 @@ def saved_between_micro_batches(saves, state=None):
     run.backward(0, 0)
     saved = {}
     if saves:
-        with run.session.saving():
+        with run.session.swapped("checkpoint"):
             saved = copy.deepcopy(get_optimizer_state_dict(run.model, run.optimizer))
     if state:
         set_optimizer_state_dict(run.model, run.optimizer, state)

@@ -183,7 +183,7 @@ def test_evaluation_before_the_first_step_judges_nothing():
     model = Mlp(nn.GELU())
     technique, context = start(model)
     model.eval()
-    with technique.evaluating(context):
+    with technique.swapped(context, "evaluate"):
         model(torch.randn(3, 4))
     assert technique.policy.gelu_inputs.found == []
     model.train()

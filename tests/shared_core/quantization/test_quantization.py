@@ -111,7 +111,7 @@ def test_evaluation_never_updates():
     state = run.technique.state_dict()
     run.model.eval()
     run.model(other * 50)
-    with run.technique.evaluating(run.context):
+    with run.technique.swapped(run.context, "evaluate"):
         run.model.train()  # a validation that forgets eval()
         run.model(other * 50)
     after = run.technique.state_dict()

@@ -127,7 +127,7 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
     latent = {name: value.detach().clone() for name, value in model.named_parameters()}
     tokens, _ = batch(99)
     model.eval()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         trained = model(tokens)
     baked = session.bake(model.state_dict())
     session.finish()
@@ -220,7 +220,7 @@ def test_learned_ranges_move_and_deploy_bit_for_bit(name):
     assert "up.input_clip" in moved if name == "pact" else {"head.input_magnitude", "conv.weight_magnitude"} <= moved
     tokens, _ = batch(99)
     model.eval()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         trained = model(tokens)
     session.finish()
     assert not [key for key, _ in model.named_parameters() if {"magnitude", "offset", "clip"} & {*key.split("_")}]

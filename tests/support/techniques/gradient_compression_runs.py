@@ -102,7 +102,7 @@ def resumed(rank):
     recipe = {"comm": {"hook": "powersgd", "rank": 1, "begin": 1}}
     run = Run(rank, recipe)
     steps(run, 0, 4)
-    with run.session.saving():
+    with run.session.swapped("checkpoint"):
         weights, state = {k: v.clone() for k, v in run.net.state_dict().items()}, run.session.state_dict()
     states = [None, None]
     dist.all_gather_object(states, state)

@@ -73,7 +73,7 @@ def train(
         schedule.step()
         optimizers.zero_grad()
         if (step + 1) % evaluate_every == 0:
-            with session.evaluating(), torch.no_grad():
+            with session.swapped("evaluate"), torch.no_grad():
                 loss = float(loss_of(model.eval(), 999))
             session.evaluated({"val_loss": loss, "eval_runtime": float(step)})
         if each_step is not None:
