@@ -233,10 +233,9 @@ class AcceleratedLoop(ScriptLoop):
 
     def _place_scaler(self) -> None:
         """Give accelerate the scaler of a technique that has one, before it prepares the optimizer."""
-        for technique in self.session.techniques.values():
-            if (scaler := technique.make_scaler(self.accelerator.device.type)) is not None:
-                self.accelerator.scaler = scaler
-                self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
+        if (scaler := self.session.make_scaler(self.accelerator.device.type)) is not None:
+            self.accelerator.scaler = scaler
+            self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
 
     def with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what accelerate prepared, the first loader with batches of a technique that draws them.

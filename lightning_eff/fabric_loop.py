@@ -171,8 +171,7 @@ class FabricLoop(ScriptLoop):
         self._precision = fabric.strategy.precision
         self._precision.convert_module(self.inner)  # now: techniques must see the type that is trained
         self.session = Session(recipe, front_end="fabric", services=FabricServices(self))
-        made = [technique.make_scaler(fabric.device.type) for technique in self.session.techniques.values()]
-        self._scaler = next((scaler for scaler in made if scaler is not None), None)
+        self._scaler = self.session.make_scaler(fabric.device.type)
         """That of a technique, in the place of the one that Fabric's precision may have."""
         self._own_scaler = getattr(self._precision, "scaler", None)
         self.session.attach_with(self.inner, [optimizer], environment)

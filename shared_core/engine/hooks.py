@@ -62,12 +62,6 @@ class Hooks:
         self.swapped: Calls[[Context, Purpose], contextlib.AbstractContextManager[None]] = _own(
             [(key, one.swapped) for key, one in pairs], Technique.swapped
         )
-        self.evaluated: Calls[[Context, Mapping[str, float | Tensor]], None] = _own(
-            [(key, one.evaluated) for key, one in pairs], Technique.evaluated
-        )
-        self.weights_replaced: Calls[[Context], None] = _own(
-            [(key, one.weights_replaced) for key, one in pairs], Technique.weights_replaced
-        )
 
     def leave_out(self, method: Callable[..., Any]) -> None:
         """Call a method no more in this run; a round that is under way goes on as it began."""

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate
+from typing import Any, Concatenate, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,20 @@ from shared_core.engine.optimizer_parameters import (
     untrained_modules,
 )
 from shared_core.engine.preflight import check_all, reported_names
+from shared_core.engine.protocols import (
+    Bakes,
+    Deploys,
+    DrawsBatches,
+    FollowsWeights,
+    KeepsStructure,
+    LeavesUnheld,
+    LoadsByName,
+    LooksFirst,
+    MakesScaler,
+    PreparesOptimizer,
+    SeesMetrics,
+    TrainsPeers,
+)
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
@@ -45,6 +59,8 @@ from shared_core.engine.step_watch import StepWatch
 from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
+
+Offer = TypeVar("Offer")
 
 
 def _state_of(
@@ -303,8 +319,8 @@ class Session:
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.
         with torch.device("cpu"):
-            for technique in self.techniques.values():
-                technique.before_attach(model, context)
+            for _, looking in self.offering(LooksFirst):
+                looking.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
                 attached.append(technique)
@@ -327,8 +343,8 @@ class Session:
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
-        for technique in self.techniques.values():
-            technique.prepare_optimizers(context)
+        for _, preparing in self.offering(PreparesOptimizer):
+            preparing.prepare_optimizers(context)
 
     def begin(
         self,
@@ -407,9 +423,9 @@ class Session:
         # Before techniques take out what they added to them.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
-        for key, technique in self.techniques.items():
+        for key, leaving in self.offering(LeavesUnheld):
             with self._timed(key), torch.device("cpu"):
-                technique.leave_unheld(context.model, context)
+                leaving.leave_unheld(context.model, context)
         self._counted = dataclasses.replace(self._counted, unheld=places)
         self._measure_coverage(context.model, allow_partial=self.recipe.allow_partial)
         self.note(told)
@@ -523,13 +539,27 @@ class Session:
     @property
     def draws_batches(self) -> bool:
         """True if a technique draws the training batches; then call `draw` before `begin`."""
-        return any(technique.draws_batches for technique in self.techniques.values())
+        return bool(self.offering(DrawsBatches))
 
     def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on: the script's, or that of a technique; see `Technique.loader`."""
-        for technique in self.techniques.values():
-            loader = technique.loader(loader, accumulate, batch_size, **more)
+        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
+        for _, drawing in self.offering(DrawsBatches):
+            loader = drawing.loader(loader, accumulate, batch_size, **more)
         return loader
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        made = [one.make_scaler(device) for _, one in self.offering(MakesScaler)]
+        return next((scaler for scaler in made if scaler is not None), None)
+
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The models that techniques train beside the script's, by its optimizer."""
+        return [peer for _, one in self.offering(TrainsPeers) for peer in one.peers]
+
+    def offering(self, protocol: type[Offer]) -> list[tuple[str, Offer]]:
+        """Return by recipe key the techniques that have the methods of one of `engine.protocols`, as attached."""
+        return [(key, one) for key, one in self.techniques.items() if isinstance(one, protocol)]
 
     @property
     def needs_forward(self) -> bool:
@@ -732,7 +762,9 @@ class Session:
             # Several validations of one step (one a data set) add up.
             before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
             self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
-        self._call(self._hooks.evaluated, metrics)
+            for key, seeing in self.offering(SeesMetrics):
+                with self._timed(key):
+                    seeing.evaluated(self.context, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
         """Check at the start, by one evaluated batch, that evaluation will report what is needed.
@@ -958,7 +990,8 @@ class Session:
             return baked
         # As `finish` would, on tensors: what one technique bakes the next one sees.
         for key in in_order(self.techniques, "finish"):
-            baked = self.techniques[key].bake(baked)
+            if isinstance(baking := self.techniques[key], Bakes):
+                baked = baking.bake(baked)
         # Nobody gets a file that the plain model cannot load.
         if self._plain is not None:
             self._plain.check(baked)
@@ -966,7 +999,7 @@ class Session:
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
-        return {key: values for key, technique in self.techniques.items() if (values := technique.deployment())}
+        return {key: values for key, one in self.offering(Deploys) if (values := one.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
@@ -1037,7 +1070,7 @@ class Session:
                 **self._history.told(),
                 "notes": list(self.notes),
             },
-            [technique.write for technique in self.techniques.values()] if self._begun else (),
+            [one.write for _, one in self.offering(TrainsPeers)] if self._begun else (),
             self._run,
         )
 
@@ -1046,8 +1079,8 @@ class Session:
 
     def _weights_replaced(self, context: Context) -> None:
         context.project()
-        for _, weights_replaced in self._hooks.weights_replaced:
-            weights_replaced(context)
+        for _, following in self.offering(FollowsWeights):
+            following.weights_replaced(context)
 
     def _weights_moved(self, context: Context) -> None:
         reshard_(context.model)
@@ -1108,8 +1141,8 @@ def loading(session: Session) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if session.context is not None:
-            for technique in session.techniques.values():
-                stack.enter_context(technique.loading(session.context.model))
+            for _, adding in session.offering(LoadsByName):
+                stack.enter_context(adding.loading(session.context.model))
         yield
 
 
@@ -1134,7 +1167,7 @@ def fits(session: Session, state: Mapping[str, Any]) -> bool:
     if session.context is None:
         return True
     with _reading("session"):
-        return all(technique.fits(saved.get(key, {})) for key, technique in session.techniques.items())
+        return all(one.fits(saved.get(key, {})) for key, one in session.offering(KeepsStructure))
 
 
 def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:

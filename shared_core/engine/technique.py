@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -326,8 +326,6 @@ class Technique:
     """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     reaches_frozen: ClassVar[bool] = False
     """True if it works on frozen weights too: then those that it leaves count against its coverage."""
-    draws_batches: ClassVar[bool] = False
-    """True if `loader` returns another DataLoader, and training must read that one."""
     replaces_weights: ClassVar[bool] = False
     """Whether it puts other weights into the model at the end; techniques with `wants_batches` then look at batches."""
     makes_gradients_private: ClassVar[bool] = False
@@ -373,9 +371,6 @@ class Technique:
 
     # -- attach
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
-        """No technique has touched the model yet: the moment to copy it."""
-
     def attach(self, model: nn.Module, context: Context) -> None:
         """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
 
@@ -384,41 +379,12 @@ class Technique:
 
     # -- train
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
-        """Leave alone, as frozen, the parameters in `context.unheld`: no optimizer holds them.
-
-        Called once after `attach`, before saved state is restored, and only if there are any.
-        """
-
-    def prepare_optimizers(self, context: Context) -> None:
-        """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
-        return None
-
-    def loader(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on, in place of the script's, where a technique draws the batches itself.
-
-        Args:
-            loader: The script's, over the same whole data set on every process.
-            accumulate: Micro-batches of an optimizer step.
-            batch_size: Examples of a micro-batch, by default as many as a batch of `loader` has.
-            more: Arguments of a class other than DataLoader, if `loader` is of one.
-        """
-        return loader
-
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
 
         Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
         first call put in.
         """
-
-    @property
-    def peers(self) -> Sequence[nn.Module]:
-        """Other models that the script's optimizer trains: a loop clips the gradients of each by their own norm."""
-        return ()
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the forward and the loss of each training micro-batch."""
@@ -434,9 +400,6 @@ class Technique:
     def after_step(self, context: Context, applied: bool) -> None:
         """The step was applied, and ``context.step`` counts it; or it was skipped or discarded: nothing advances."""
 
-    def weights_replaced(self, context: Context) -> None:
-        """Weights came from elsewhere (a soup's candidate), and were projected: restore what else belongs to them."""
-
     # -- evaluate and save
 
     def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
@@ -448,28 +411,14 @@ class Technique:
         """
         return contextlib.nullcontext()
 
-    def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
-
     # -- finish
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """End of training: bake into plain weights in place and leave stock modules behind."""
 
-    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
-        return state_dict
-
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
         """Return by name in the model's state dict what the final report says of weights; every technique finished."""
         return {}
-
-    def deployment(self) -> dict[str, Any]:
-        """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
-        return {}
-
-    def write(self, folder: Path) -> None:
-        """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
     # -- state
 
@@ -479,14 +428,6 @@ class Technique:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the model has the structure that the weights beside a saved state have."""
-        return True
-
-    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
-        return contextlib.nullcontext()
 
     # -- report
 

@@ -43,7 +43,7 @@ class ScriptLoop:
     @property
     def peers(self) -> list[nn.Module]:
         """The models that techniques train beside the script's, by its optimizer."""
-        return [peer for technique in self.session.techniques.values() for peer in technique.peers]
+        return self.session.peers
 
     def check_positions(self) -> None:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""

@@ -60,7 +60,6 @@ class DifferentialPrivacy(Technique):
     """
 
     key: ClassVar[str] = "dp"
-    draws_batches: ClassVar[bool] = True
     makes_gradients_private: ClassVar[bool] = True
     weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig

@@ -174,7 +174,7 @@ def looped(name, back=None):
     step, kept = 0, {}
 
     def clip():
-        for student in (model, *(peer for technique in session.techniques.values() for peer in technique.peers)):
+        for student in (model, *session.peers):
             torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
 
     while True:
