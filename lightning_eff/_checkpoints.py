@@ -342,7 +342,7 @@ class Recount:
         final, context = self._module.state_dict(), self._session.context
         # Sharded weights are not compared; ranges that are estimated again at the end show in no weight.
         alone = any(map(is_sharded, final.values())) or (
-            context is not None and any(one.wants_batches(context) for one in self._session.techniques.values())
+            context is not None and any(plan.looks_at_batches for plan in context.plans.values())
         )
         for path, (step, is_final) in self._files.items():
             if not path.exists():

@@ -16,7 +16,7 @@ from shared_core.activation_checkpointing.memory_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, Tally, apply_segments
 from shared_core.engine.model_guards import refuse_scripted
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
 
@@ -68,9 +68,9 @@ class ActivationCheckpointing(Technique):
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the blocks that are wrapped."""
-        return self.handle.blocks if self.handle else {}
+    def plan(self, context: Context) -> Plan:
+        """Return that the blocks must stay: their forwards are wrapped."""
+        return Plan(guards=self.handle.blocks if self.handle else {})
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the blocks that are wrapped, or from which a budget will choose."""

@@ -13,7 +13,7 @@ from shared_core.activation_compression.config import ActivationsConfig
 from shared_core.activation_compression.host_offload import CudaLane, HostMover
 from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.preview import Ability
+from shared_core.engine.plan import Ability
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 

@@ -39,7 +39,7 @@ from shared_core.distillation.schedule import Schedule
 from shared_core.distillation.task_gradient import TaskLoss
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
 from shared_core.engine.micro_batches import StepMeans
-from shared_core.engine.preview import Event, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 
@@ -385,6 +385,10 @@ class Distillation(Technique):
 
     # -- saved state
 
+    def plan(self, context: Context) -> Plan:
+        """Return when the soft term joins the loss, and when it leaves."""
+        return Plan(Schedule.resolved(self.config, context).events())
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
         learned = {
@@ -427,10 +431,6 @@ class Distillation(Technique):
         """Return what is distilled."""
         student = self._find_student(model)
         return Touched.modules({self.config.student or type(model).__name__: student}, what="student")
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return when the soft term joins the loss, and when it leaves."""
-        return Schedule.resolved(self.config, context).events()
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:

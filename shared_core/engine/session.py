@@ -21,7 +21,7 @@ from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import all_finite, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
-from shared_core.engine import claims, compatibility, coverage, model_guards, preview
+from shared_core.engine import claims, compatibility, coverage, model_guards
 from shared_core.engine.claims import Where
 from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
@@ -37,6 +37,7 @@ from shared_core.engine.optimizer_parameters import (
     unheld_note,
     untrained_modules,
 )
+from shared_core.engine.plan import Plan
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.protocols import (
     Bakes,
@@ -219,7 +220,6 @@ class Session:
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
-        self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
         self._furthest, self._early_skips = (0, 0), 0
         self._joined: tuple[int, int] | None = None
@@ -386,7 +386,7 @@ class Session:
         context.left_out.mark()
         self._refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
+        acting = next((key for key, plan in self.plans().items() if plan.acts_on_gradients), "")
         if self._parameters is not None and self._parameters.adds:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
@@ -407,8 +407,8 @@ class Session:
             # some keep what was saved until they know the run
             reading = _reading(key) if key in self._restored else contextlib.nullcontext()
             with self._timed(key), reading, torch.device("cpu"):
+                context.plans[key] = technique.plan(context)  # first: a later technique goes by it
                 technique.begin(context)
-            self._planned[key] = technique.timeline(context)
         if self.techniques:
             forget_compiled()
 
@@ -437,7 +437,7 @@ class Session:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
         remedy = getattr(context.services, "lacks_batches", "")
         replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, one in self.techniques.items() if one.wants_batches(context)]
+        wanting = [key for key, plan in self.plans().items() if plan.looks_at_batches]
         if remedy and replacing and wanting:
             raise CompatibilityError(
                 wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
@@ -752,8 +752,20 @@ class Session:
         )
 
     def _events_after(self, step: int) -> list[tuple[str, int, str]]:
-        told = [(key, at, what) for key, events in self._planned.items() for at, what in events if at is not None]
+        plans = self.context.plans if self.context else {}
+        told = [(key, at, what) for key, plan in plans.items() for at, what in plan.events if at is not None]
         return [event for event in told if event[1] > step]
+
+    def plans(self) -> dict[str, Plan]:
+        """Return by recipe key what each technique plans in this run, in the order of composition.
+
+        Raises:
+            ConfigError: If a position does not fit the run.
+        """
+        context = self._attached("plans")
+        for key, technique in self.techniques.items():
+            context.plans[key] = technique.plan(context)
+        return context.plans
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
@@ -829,8 +841,7 @@ class Session:
             return dict(self._final_unreached)
         if self.context is None or not self._begun:
             return {}
-        told = {key: technique.unreached(self.context) for key, technique in self.techniques.items()}
-        return {key: text for key, text in told.items() if text is not None}
+        return {key: plan.missing for key, plan in self.plans().items() if plan.missing}
 
     def may_be_best(self) -> bool:
         """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
@@ -1095,7 +1106,7 @@ class Session:
         # not in every step: to go through a model takes long
         if self._begun and not self._finished:
             context = self._attached("begin")
-            model_guards.refuse_changed(self.techniques, context)
+            model_guards.refuse_changed(self.plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):
                 self.note(joined)
 

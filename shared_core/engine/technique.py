@@ -16,7 +16,7 @@ from shared_core.config.training_time import Position, StepsPerEpoch, parse_posi
 from shared_core.engine.claims import Claim
 from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.preview import Ability, Event, Touched
+from shared_core.engine.plan import Ability, Plan, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import buffers_restored
@@ -237,9 +237,8 @@ class Context:
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
-    first_usable_step: int = 0
-    """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
-    Techniques raise it in `begin` with ``max``."""
+    plans: dict[str, Plan] = field(default_factory=dict)
+    """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
     unvalidated: bool = False
     """Whether the model holds what no validation of the user's has seen: a technique sets it where it puts in other
     weights or ranges; steps of training do not."""
@@ -285,6 +284,11 @@ class Context:
         return any(value.grad is not None for value in held)
 
     @property
+    def first_usable_step(self) -> int:
+        """The step from which all plans hold of a checkpoint's weights."""
+        return max((plan.usable_from for plan in self.plans.values()), default=0)
+
+    @property
     def is_beyond_plan(self) -> bool:
         """True if more steps were applied than planned: schedules stay where they ended, all else goes on."""
         return self.total_steps is not None and self.step > self.total_steps
@@ -322,22 +326,15 @@ class Technique:
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
-    holds_frozen: ClassVar[bool] = False
-    """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     reaches_frozen: ClassVar[bool] = False
     """True if it works on frozen weights too: then those that it leaves count against its coverage."""
     replaces_weights: ClassVar[bool] = False
-    """Whether it puts other weights into the model at the end; techniques with `wants_batches` then look at batches."""
+    """Whether it puts other weights into the model at the end; those that look at batches then do."""
     makes_gradients_private: ClassVar[bool] = False
     """Whether `before_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
-
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True if `before_step` must come before weights move: then no optimizer may step inside backward."""
-        return False
 
     # -- describe
 
@@ -350,24 +347,14 @@ class Technique:
         """Return what was chosen in the model."""
         return Touched()
 
-    def timeline(self, context: Context) -> list[Event]:
-        """Return what happens when, positions resolved and checked as `begin` does."""
-        return [(0, "on, in every step")]
+    def plan(self, context: Context) -> Plan:
+        """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.
 
-    def unreached(self, context: Context) -> str | None:
-        """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
-
-        Such a model is no candidate for the best of a run, and a run that ends with it says so.
+        Raises:
+            ConfigError: If a position does not fit the run.
+            UnknownLengthError: If one is a share of a run whose length is not known.
         """
-        return None
-
-    def wants_batches(self, context: Context) -> bool:
-        """Return whether training batches are looked at when a technique has replaced the weights."""
-        return False
-
-    def holds(self) -> Mapping[str, nn.Module | Tensor]:
-        """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
-        return {}
+        return Plan()
 
     # -- attach
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.plan import Ability, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
@@ -132,10 +132,11 @@ class Fp8(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers, and the modules that stack experts."""
+    def plan(self, context: Context) -> Plan:
+        """Return that the layers must stay, and the modules that stack experts."""
         linear = {name: one for name, one in self.layers.items() if not isinstance(one, ExpertMatrix)}
-        return linear | {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
+        stacks = {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
+        return Plan(guards=linear | stacks)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that multiply in FP8."""

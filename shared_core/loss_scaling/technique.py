@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.plan import Plan
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.loss_scaling.activation_flush import FlushProbe
@@ -42,10 +43,9 @@ class LossScaling(Technique):
         self._steps_at_begin = 0
         self._flush_due = False
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: gradients are multiples of themselves until then."""
-        return True
+    def plan(self, context: Context) -> Plan:
+        """Return that gradients are multiples of themselves until they are unscaled."""
+        return Plan(acts_on_gradients=True)
 
     def make_scaler(self, device: str) -> LossScaler:
         """Return a fresh scaler with these options for a device type, and keep it as `scaler`.

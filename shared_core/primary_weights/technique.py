@@ -14,7 +14,7 @@ from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.optimizer_modes import has_modes
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
@@ -106,11 +106,6 @@ class PrimaryWeights(Technique):
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: the optimizer steps float32 values in place of the weights."""
-        return True
-
     # -- start and end
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -143,6 +138,10 @@ class PrimaryWeights(Technique):
         formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
         self._exchanges = [Exchange(optimizer, parameters, formats) for optimizer in self._optimizers]
         self._swap_in()
+
+    def plan(self, context: Context) -> Plan:
+        """Return that the optimizer steps float32 values in place of the weights."""
+        return Plan(acts_on_gradients=True)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the trainable parameters in 16 bit."""

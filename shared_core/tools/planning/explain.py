@@ -14,7 +14,7 @@ from torch import nn
 from shared_core.config.training_time import Position
 from shared_core.engine import compatibility, coverage
 from shared_core.engine.hooks import overrides
-from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.plan import Ability, Touched
 from shared_core.engine.protocols import Bakes, Deploys, LooksFirst, TrainsPeers
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
@@ -136,7 +136,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
 
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
     try:
-        events = technique.timeline(context)
+        context.plans[key] = technique.plan(context)
     # Positions as fractions without a length stay as they were written.
     except UnknownLengthError:
         return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
@@ -145,7 +145,7 @@ def _events(key: str, technique: Technique, context: Context, conflicts: list[st
         return []
     return [
         {"step": step, "at": AFTER if step is None else f"step {step}", "technique": key, "what": what}
-        for step, what in events
+        for step, what in context.plans[key].events
     ]
 
 

@@ -221,7 +221,8 @@ class TestForwardHook:
         technique.loss(context.model(torch.randn(2, 4)).sum(), context)
         assert forward(technique) is None
         context.model(torch.randn(2, 4))
-        technique.swapped(context, "evaluate")
+        with technique.swapped(context, "evaluate"):
+            pass
         assert forward(technique) is None
 
     @pytest.mark.parametrize("reentrant", [False, True])
