@@ -26,7 +26,7 @@ from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
-from shared_core.engine.metrics import is_in_bar
+from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to

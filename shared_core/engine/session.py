@@ -19,14 +19,18 @@ from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.collectives import all_finite, broadcast_, local_part, world_size
+from shared_core.distributed.collectives import broadcast_, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
 from shared_core.engine import claims, compatibility, coverage, model_guards
 from shared_core.engine.claims import Where
-from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
-from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.observers.ending import Ending, not_finite_note
+from shared_core.engine.observers.expert_use import ExpertUse
+from shared_core.engine.observers.history import History
+from shared_core.engine.observers.pace import Pace
+from shared_core.engine.observers.step_watch import StepWatch
+from shared_core.engine.observers.validation import Validation
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import (
     OptimizerParameters,
@@ -37,8 +41,6 @@ from shared_core.engine.optimizer_parameters import (
     unheld_note,
     untrained_modules,
 )
-from shared_core.engine.plan import Plan
-from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.protocols import (
     Bakes,
     Deploys,
@@ -53,10 +55,9 @@ from shared_core.engine.protocols import (
     SeesMetrics,
     TrainsPeers,
 )
-from shared_core.engine.receipt import Receipt, environment, figures
+from shared_core.engine.receipt import Receipt, environment
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
-from shared_core.engine.step_watch import StepWatch
 from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
@@ -64,15 +65,12 @@ from shared_core.modules.calls import forget_compiled
 Offer = TypeVar("Offer")
 
 
-def _state_of(
-    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History,
-    experts: ExpertUse,
-) -> dict[str, Any]:  # fmt: skip
+def _state_of(context: Context, recipe: Recipe, history: History, experts: ExpertUse) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
     return {
-        "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
+        "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
         "generator": context.generator.get_state(), "history": history.state_dict(),
-        "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
+        "techniques": {key: technique.state_dict() for key, technique in context.techniques.items()},
         "buffers": context.left_out.changed(), "experts": experts.state_dict(),
     }  # fmt: skip
 
@@ -97,11 +95,8 @@ def _reading(key: str) -> Iterator[None]:
         ) from error
 
 
-def _restore(
-    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History,
-    experts: ExpertUse,
-) -> tuple[Mapping[str, Any], int]:  # fmt: skip
-    """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
+def _restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
+    """Put a saved state back; return the recipe that it was saved with.
 
     Raises:
         CheckpointError: If the state is not a session's.
@@ -115,13 +110,13 @@ def _restore(
         history.load_state_dict(state.get("history", {}))
         context.left_out.put_back(state.get("buffers", {}))
         experts.load_state_dict(state.get("experts", {}))
-    context.step = step
-    _refuse_foreign(saved, techniques)
-    for key, technique in techniques.items():
+    context.step, context.skipped = step, skipped
+    _refuse_foreign(saved, context.techniques)
+    for key, technique in context.techniques.items():
         if key in saved:
             with _reading(key):
                 technique.load_state_dict(saved[key])
-    return recipe, skipped
+    return recipe
 
 
 def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
@@ -204,7 +199,7 @@ class Session:
         }
         self.context: Context | None = None
         self._run = object()
-        self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
+        self._eval_depth, self._seconds = 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
         self.loader: DataLoader[Any] | None = None
         """The DataLoader to read in `training`; None if `training` was given none."""
@@ -220,14 +215,10 @@ class Session:
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
-        self._final_unreached: dict[str, str] | None = None
-        self._furthest, self._early_skips = (0, 0), 0
         self._joined: tuple[int, int] | None = None
-        self._validated: tuple[int, dict[str, float]] | None = None
-        self._final_evaluation: dict[str, float] = {}
-        self._tells_of_best = self._is_on_plan = True
-        self._experts = ExpertUse()
-        self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
+        self._steps, self._experts, self._history = StepWatch(), ExpertUse(), History()
+        self._pace, self._validation, self._ending = Pace(), Validation(), Ending()
+        self._means = MicroBatchMeans()
         self._claims: claims.Claims = {}
         self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
 
@@ -260,6 +251,11 @@ class Session:
     def step(self) -> int:
         """Applied optimizer steps so far."""
         return self.context.step if self.context else 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped or discarded so far."""
+        return self.context.skipped if self.context else 0
 
     def join(self, recipe: Recipe) -> None:
         """Add techniques before `attach`: callbacks given one by one share one session.
@@ -301,7 +297,7 @@ class Session:
         model_guards.refuse_second_session(self, model)
         # Keys as the user's model has them, to compare saved ones with.
         self._plain = PlainKeys(model)
-        context = Context(model, self._front_end, self._services, resumed=resumed or {})
+        context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
         context.done_with = self._hooks.leave_out
@@ -386,7 +382,7 @@ class Session:
         context.left_out.mark()
         self._refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, plan in self.plans().items() if plan.acts_on_gradients), "")
+        acting = next((key for key, plan in context.ask_plans().items() if plan.acts_on_gradients), "")
         if self._parameters is not None and self._parameters.adds:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
@@ -437,7 +433,7 @@ class Session:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
         remedy = getattr(context.services, "lacks_batches", "")
         replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, plan in self.plans().items() if plan.looks_at_batches]
+        wanting = [key for key, plan in context.ask_plans().items() if plan.looks_at_batches]
         if remedy and replacing and wanting:
             raise CompatibilityError(
                 wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
@@ -669,7 +665,7 @@ class Session:
             if context.is_beyond_plan:
                 self._tell_beyond_plan(context)
         else:
-            self.skipped += 1
+            context.skipped += 1
         self._call(self._hooks.after_step, applied)
         return applied
 
@@ -725,132 +721,48 @@ class Session:
             self._evaluation.close()
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
-        """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
-
-        Args:
-            done: The share of the run's data that was trained on, by which the trainer will end the run.
-            stops_as_planned: Whether it also ends after the planned number of steps.
-        """
-        context = self._attached("look_ahead")
-        total = context.total_steps or 0
-        expected, applied = done * total, self.step
-        if done < 0.25:
-            self._early_skips = self.skipped  # a loss scale that is too large at first soon fits
-        if not self._is_on_plan or expected < 10:
-            return
-        counted = float(applied + self._early_skips)
-        counted = min(counted, expected) if stops_as_planned else counted
-        # 10 % and a step: rounding of the last window, a few skips.
-        if abs(counted - expected) <= 0.1 * expected + 1:
-            return
-        self._is_on_plan, end = False, round(applied / done)
-        never = "; ".join(f"{key}: {what} (step {step})" for key, step, what in self._events_after(end))
-        self.note(
-            f"OPTIMIZER STEPS DO NOT COME AS PLANNED: {applied} were applied where {expected:.0f} were planned; at "
-            f"this rate the run ends after {end} of {total}" + (f", before {never}" if never else "") + ". Positions "
-            "stay where they are: give them as numbers of steps, or the trainer its true number of steps"
-        )
-
-    def _events_after(self, step: int) -> list[tuple[str, int, str]]:
-        plans = self.context.plans if self.context else {}
-        told = [(key, at, what) for key, plan in plans.items() for at, what in plan.events if at is not None]
-        return [event for event in told if event[1] > step]
-
-    def plans(self) -> dict[str, Plan]:
-        """Return by recipe key what each technique plans in this run, in the order of composition.
-
-        Raises:
-            ConfigError: If a position does not fit the run.
-        """
-        context = self._attached("plans")
-        for key, technique in self.techniques.items():
-            context.plans[key] = technique.plan(context)
-        return context.plans
+        """Say once that optimizer steps come at another rate than planned; see `Pace.look_ahead`."""
+        self._pace.look_ahead(self._attached("look_ahead"), done, stops_as_planned=stops_as_planned)
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
         if self.context is not None and self._begun and not self._finished:
-            # Several validations of one step (one a data set) add up.
-            before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
-            self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
+            self._validation.saw(self.context, metrics)
             for key, seeing in self.offering(SeesMetrics):
                 with self._timed(key):
                     seeing.evaluated(self.context, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Check at the start, by one evaluated batch, that evaluation will report what is needed.
-
-        Where the user's evaluation fails on so little data, a note says that its first run will tell. Nothing is
-        evaluated in a resumed run, or where nothing needs it.
+        """Check at the start that evaluation reports what the recipe, and `also` (metrics by option), need.
 
         Args:
-            evaluate: Evaluates one batch and leaves no trace; returns the names of the metrics, on every process.
+            evaluate: As in `Validation.preflight`.
             also: Metrics that the trainer needs itself, by option.
 
         Raises:
             ConfigError: If one is not reported.
         """
         wanted = {**self.recipe.needed_metrics(), **(also or {})}
-        if not wanted or self.step:
-            return
-        names, reason = reported_names(evaluate)
-        if names is not None:
-            check_all(wanted, names)
-            return
-        self.note(
-            f"whether evaluation reports {', '.join(sorted(set(wanted.values())))} is only known after its first run: "
-            f"one batch could not be evaluated at the start ({reason})"
-        )
+        self._validation.preflight(self._attached("preflight"), wanted, evaluate)
 
     @property
     def is_validated(self) -> bool:
         """Whether the user's last validation saw the model as it is now."""
-        return bool(
-            self.context and not self.context.unvalidated and self._validated and self._validated[0] == self.step
-        )
+        return self.context is not None and self._validation.is_current(self.context)
 
     def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
-        """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
-
-        Args:
-            evaluate: Returns the metrics of the weights of now, on every process.
-            anew: Whether steps of training after the last validation count, too.
-        """
-        if self.context is not None and (self.context.unvalidated or (anew and not self.is_validated)):
-            self._final_evaluation = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
-            told = ", ".join(f"{name} {value:.6g}" for name, value in self._final_evaluation.items())
-            self.note(f"the final model was evaluated after its last change: {told}")
-
-    @property
-    def furthest_step(self) -> int:
-        """Steps applied in this run; `step` is behind where the best checkpoint was loaded at its end."""
-        return self._furthest_place[0]
-
-    @property
-    def _furthest_place(self) -> tuple[int, int]:
-        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
-        return max(self._furthest, (self.step, self.skipped))
+        """Evaluate the finished model where no validation has seen it; see `Validation.of_final`."""
+        if self.context is not None:
+            self._validation.of_final(self.context, evaluate, after_steps=anew)
 
     def unreached(self) -> dict[str, str]:
-        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`.
-
-        After the run it is what the final model does not hold.
-        """
-        if self._final_unreached is not None:
-            return dict(self._final_unreached)
-        if self.context is None or not self._begun:
-            return {}
-        return {key: plan.missing for key, plan in self.plans().items() if plan.missing}
+        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`."""
+        return self._ending.unreached(self.context) if self.context is not None and self._begun else {}
 
     def may_be_best(self) -> bool:
-        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
-        unreached = self.unreached()
-        if unreached and self._tells_of_best:
-            self._tells_of_best = False
-            so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
-            self.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
-        return not unreached
+        """Return whether the weights of now hold what was asked for: others do not compete for the best."""
+        return self.context is None or not self._begun or self._ending.may_be_best(self.context)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing.
@@ -865,11 +777,10 @@ class Session:
             self.settle_optimizers()
             self._refuse_changed()
             self.join_buffers()
-            # Before techniques finish: afterwards nothing tells what they did not reach.
-            self._final_unreached = self.unreached()
             self._experts.join()
             self._tell_counts(self._means.differing())
-            self._tell_end(self.context)
+            self._ending.tell(self.context)
+            self.note(self._experts.told())
             # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
@@ -880,7 +791,7 @@ class Session:
             claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
             self._claims = claims.settled(claimed, self.context.model)
-            self._tell_not_finite(self.context.model)
+            self.note(not_finite_note(self.context.model))
         elif self.recipe:
             self.note(
                 f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
@@ -908,34 +819,6 @@ class Session:
         for name, buffer in context.model.named_buffers():
             if name not in own and not (buffer.is_meta or is_sharded(buffer) or buffer.dtype == torch.bool):
                 broadcast_(buffer)
-
-    def _tell_end(self, context: Context) -> None:
-        planned, (applied, skipped) = context.total_steps, self._furthest_place
-        is_short = planned is not None and applied + skipped < planned
-        ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
-        unreached = self.unreached()
-        for key, text in unreached.items():
-            self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
-        for key, step, what in self._events_after(applied):
-            if key not in unreached:
-                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
-        if is_short or (planned is not None and applied > planned):
-            self.note(f"steps: {applied} were applied, {planned} were planned")
-        if experts := self._experts.told():
-            self.note(experts)
-
-    def _tell_not_finite(self, model: nn.Module) -> None:
-        """Say that the trained weights, or this process's part of them, hold NaN or infinity."""
-        parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
-        held = {
-            name: part
-            for name, part in parts.items()
-            # float8 (1 byte) and other libraries' packed tensors have no norm
-            if part.is_floating_point() and part.itemsize > 1 and part.layout == torch.strided and type(part) is Tensor
-        }
-        if not all_finite(held.values()):
-            wrong = next(name for name, value in held.items() if not all_finite([value]))
-            self.note(f"WEIGHTS ARE NOT FINITE, such as {wrong}: training diverged, or a callback wrote into them")
 
     def claims_of(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""
@@ -1015,7 +898,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return _state_of(context, self.techniques, self.recipe, self.skipped, self._history, self._experts)
+        return _state_of(context, self.recipe, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
@@ -1023,11 +906,12 @@ class Session:
         Raises:
             CheckpointError: If the state is not a session's.
         """
-        context, self._furthest = self._attached("load_state_dict"), self._furthest_place
-        recipe, self.skipped = _restore(state, context, self.techniques, self._history, self._experts)
+        context = self._attached("load_state_dict")
+        context.reached = context.furthest
+        recipe = _restore(state, context, self._history, self._experts)
         self._restored = {*state["techniques"]}
-        # Weights of a checkpoint are others than those that were last validated.
-        context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
+        if self._begun:
+            self._validation.restored(context)
         with _reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
@@ -1055,15 +939,15 @@ class Session:
         return self._history.logged(self.step, metrics)
 
     def note(self, text: str) -> None:
-        """Tell the user one line now, and keep it for the receipt; the same line only once."""
-        if text not in self.notes:
+        """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""
+        if text and text not in self.notes:
             self.notes.append(text)
             self._services.say(f"efftrain: {text}")
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        planned, (applied, skipped) = self.context and self.context.total_steps, self._furthest_place
-        last_seen = self._validated if self.is_validated else None
+        planned = self.context and self.context.total_steps
+        applied, skipped = self.context.furthest if self.context else (0, 0)
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
@@ -1075,7 +959,7 @@ class Session:
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
                 "unreached": self.unreached(),
-                "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
+                "final_evaluation": self._validation.finals(self.context),
                 "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
                 "experts_without_tokens": self._experts.without_tokens(),
                 **self._history.told(),
@@ -1106,7 +990,7 @@ class Session:
         # not in every step: to go through a model takes long
         if self._begun and not self._finished:
             context = self._attached("begin")
-            model_guards.refuse_changed(self.plans(), context)
+            model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):
                 self.note(joined)
 

@@ -15,9 +15,9 @@ from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
 from shared_core.engine.claims import Claim
 from shared_core.engine.model_guards import is_element_wise
+from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Ability, Plan, Touched
-from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import buffers_restored
 from shared_core.printing import printable
@@ -198,6 +198,10 @@ class Context:
     """The shapes of the parameters of each module, before techniques attached."""
     step: int = 0
     """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
+    skipped: int = 0
+    """Steps that were skipped or discarded."""
+    reached: tuple[int, int] = (0, 0)
+    """Steps applied and skipped before an earlier state was loaded."""
     total_steps: int | None = None
     steps_per_epoch: StepsPerEpoch | None = None
     clips_gradients: bool = True
@@ -237,6 +241,8 @@ class Context:
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
+    techniques: Mapping[str, Technique] = field(default_factory=dict)
+    """All of the recipe, by key, in the order of composition."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
     unvalidated: bool = False
@@ -282,6 +288,26 @@ class Context:
             return True  # nothing tells that there were none
         held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
         return any(value.grad is not None for value in held)
+
+    @property
+    def furthest(self) -> tuple[int, int]:
+        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
+        return max(self.reached, (self.step, self.skipped))
+
+    def ask_plans(self) -> dict[str, Plan]:
+        """Ask every technique again what it plans, lacks and guards.
+
+        Raises:
+            ConfigError: If a position does not fit the run.
+        """
+        for key, technique in self.techniques.items():
+            self.plans[key] = technique.plan(self)
+        return self.plans
+
+    def events_after(self, step: int) -> list[tuple[str, int, str]]:
+        """Return what is planned for later than a step: recipe key, step and event."""
+        planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
+        return [(key, at, what) for key, (at, what) in planned if at is not None and at > step]
 
     @property
     def first_usable_step(self) -> int:

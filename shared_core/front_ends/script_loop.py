@@ -49,7 +49,7 @@ class ScriptLoop:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
         context = cast(Any, self.session.context)
         context.total_steps, context.steps_per_epoch = self.total_steps, self.steps_per_epoch
-        self.session.plans()
+        context.ask_plans()
 
     def surround(self, trains: bool) -> None:
         """Enter what surrounds a forward; `leave` leaves it."""

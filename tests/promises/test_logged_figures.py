@@ -12,7 +12,7 @@ from promise_table import TECHNIQUES, recipe_of
 
 from shared_core import Session
 from shared_core.engine.compatibility import refusal
-from shared_core.engine.metrics import is_in_bar, logged_figures
+from shared_core.engine.logged_figures import is_in_bar, logged_figures
 from shared_core.engine.registry import REGISTRY
 
 FIGURES = logged_figures()

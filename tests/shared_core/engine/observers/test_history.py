@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.engine.metrics import LIMIT, History, Series
+from shared_core.engine.observers.history import LIMIT, History, Series
 
 RECIPE = {"prune": {"sparsity": 0.5, "begin": 1, "end": 8, "every": 1}}
 
