@@ -47,7 +47,8 @@ from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fit_to, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError, TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped

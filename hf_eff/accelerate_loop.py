@@ -33,7 +33,8 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fits, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits, loading
 from shared_core.engine.state_file import load_state, rng_state, save_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError

@@ -29,7 +29,8 @@ from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import fill_parameters_, is_sharded
 from shared_core.engine.claims import Where
-from shared_core.engine.session import Session, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import loading
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.front_ends.wrapped_method import Wrapped

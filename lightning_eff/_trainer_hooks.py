@@ -29,7 +29,8 @@ from shared_core.engine.compatibility import check
 from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fit_to
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to
 from shared_core.errors import CompatibilityError, EffError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.wrapped_method import Wrapped

@@ -19,7 +19,8 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fits, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits, loading
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError

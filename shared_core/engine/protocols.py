@@ -1,16 +1,32 @@
-"""What few techniques offer beside their hooks: `Session.offering` finds those that have the methods of a protocol."""
+"""What few techniques offer beside their hooks: `offering` finds those that have the methods of a protocol."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.engine.technique import Context
+if TYPE_CHECKING:
+    from shared_core.engine.technique import Context
+
+Offer = TypeVar("Offer")
+
+
+def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tuple[str, Offer]]:
+    """Return the techniques that have the methods of one of the protocols below, with their recipe keys.
+
+    Example:
+        >>> class Shares:
+        ...     def deployment(self):
+        ...         return {"values": 4}
+        >>> [(key, one.deployment()) for key, one in offering({"share": Shares(), "other": object()}, Deploys)]
+        [('share', {'values': 4})]
+    """
+    return [(key, one) for key, one in techniques.items() if isinstance(one, protocol)]
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor, nn
@@ -45,114 +45,21 @@ from shared_core.engine.protocols import (
     Bakes,
     Deploys,
     DrawsBatches,
-    FollowsWeights,
-    KeepsStructure,
     LeavesUnheld,
-    LoadsByName,
     LooksFirst,
     MakesScaler,
     PreparesOptimizer,
     SeesMetrics,
     TrainsPeers,
+    offering,
 )
 from shared_core.engine.receipt import Receipt, environment
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.session_state import reading, restore, state_of, unstepped
 from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
+from shared_core.errors import CompatibilityError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
-
-Offer = TypeVar("Offer")
-
-
-def _state_of(context: Context, recipe: Recipe, history: History, experts: ExpertUse) -> dict[str, Any]:
-    """Return the state as plain values and tensors."""
-    return {
-        "step": context.step, "skipped": context.skipped, "recipe": recipe.to_dict(),
-        "generator": context.generator.get_state(), "history": history.state_dict(),
-        "techniques": {key: technique.state_dict() for key, technique in context.techniques.items()},
-        "buffers": context.left_out.changed(), "experts": experts.state_dict(),
-    }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _reading(key: str) -> Iterator[None]:
-    """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
-
-    Raises:
-        CheckpointError: If reading fails, other than for want of memory or of a file, or with an error of ours.
-    """
-    try:
-        yield
-    except (EffError, OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a damaged state holds any value, and a reader may do anything with it
-        raise CheckpointError(
-            "resume",
-            f"checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is damaged or "
-            "of another version, or this error is a bug",
-            "go on from another checkpoint",
-        ) from error
-
-
-def _restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
-    """Put a saved state back; return the recipe that it was saved with.
-
-    Raises:
-        CheckpointError: If the state is not a session's.
-    """
-    with _reading("session"):
-        saved, recipe = dict(state["techniques"]), dict(state["recipe"])
-        step, skipped = int(state["step"]), int(state["skipped"])
-        if step < 0 or skipped < 0:
-            raise ValueError(f"step {step}, skipped {skipped}")
-        context.generator.set_state(state["generator"])
-        history.load_state_dict(state.get("history", {}))
-        context.left_out.put_back(state.get("buffers", {}))
-        experts.load_state_dict(state.get("experts", {}))
-    context.step, context.skipped = step, skipped
-    _refuse_foreign(saved, context.techniques)
-    for key, technique in context.techniques.items():
-        if key in saved:
-            with _reading(key):
-                technique.load_state_dict(saved[key])
-    return recipe
-
-
-def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
-    for key in techniques.keys() - saved.keys():
-        if why := techniques[key].config.own_checkpoints:
-            raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
-
-
-@contextlib.contextmanager
-def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
-
-    torch.distributed.checkpoint (2.13) steps one that has neither state nor gradients, with a rate and gradients of 0,
-    so that the file has states. Adam would count that step in its bias correction, in this run and in a resumed one. So
-    the file gets a count of 0, and the optimizer no state.
-    """
-
-    def count_none(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"] *= 0
-
-    fresh = [
-        optimizer
-        for optimizer in optimizers
-        if any(is_sharded(value) for group in optimizer.param_groups for value in group["params"])
-        and not optimizer.state
-    ]
-    handles = [optimizer.register_step_post_hook(count_none) for optimizer in fresh]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for optimizer in fresh:
-            optimizer.state.clear()
 
 
 def _layers_in_parts(model: nn.Module) -> set[str]:
@@ -302,7 +209,6 @@ class Session:
         context.note = self.note
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
-        context.weights_replaced = functools.partial(self._weights_replaced, context)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         attached: list[Technique] = []
         reduced = model_guards.trained_in_ddp(model)
@@ -315,7 +221,7 @@ class Session:
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.
         with torch.device("cpu"):
-            for _, looking in self.offering(LooksFirst):
+            for _, looking in offering(self.techniques, LooksFirst):
                 looking.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
@@ -339,7 +245,7 @@ class Session:
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
-        for _, preparing in self.offering(PreparesOptimizer):
+        for _, preparing in offering(self.techniques, PreparesOptimizer):
             preparing.prepare_optimizers(context)
 
     def begin(
@@ -401,8 +307,8 @@ class Session:
         context = self._attached("begin_again")
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
-            reading = _reading(key) if key in self._restored else contextlib.nullcontext()
-            with self._timed(key), reading, torch.device("cpu"):
+            guard = reading(key) if key in self._restored else contextlib.nullcontext()
+            with self._timed(key), guard, torch.device("cpu"):
                 context.plans[key] = technique.plan(context)  # first: a later technique goes by it
                 technique.begin(context)
         if self.techniques:
@@ -419,7 +325,7 @@ class Session:
         # Before techniques take out what they added to them.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
-        for key, leaving in self.offering(LeavesUnheld):
+        for key, leaving in offering(self.techniques, LeavesUnheld):
             with self._timed(key), torch.device("cpu"):
                 leaving.leave_unheld(context.model, context)
         self._counted = dataclasses.replace(self._counted, unheld=places)
@@ -535,27 +441,23 @@ class Session:
     @property
     def draws_batches(self) -> bool:
         """True if a technique draws the training batches; then call `draw` before `begin`."""
-        return bool(self.offering(DrawsBatches))
+        return bool(offering(self.techniques, DrawsBatches))
 
     def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
         """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
-        for _, drawing in self.offering(DrawsBatches):
+        for _, drawing in offering(self.techniques, DrawsBatches):
             loader = drawing.loader(loader, accumulate, batch_size, **more)
         return loader
 
     def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
         """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
-        made = [one.make_scaler(device) for _, one in self.offering(MakesScaler)]
+        made = [one.make_scaler(device) for _, one in offering(self.techniques, MakesScaler)]
         return next((scaler for scaler in made if scaler is not None), None)
 
     @property
     def peers(self) -> list[nn.Module]:
         """The models that techniques train beside the script's, by its optimizer."""
-        return [peer for _, one in self.offering(TrainsPeers) for peer in one.peers]
-
-    def offering(self, protocol: type[Offer]) -> list[tuple[str, Offer]]:
-        """Return by recipe key the techniques that have the methods of one of `engine.protocols`, as attached."""
-        return [(key, one) for key, one in self.techniques.items() if isinstance(one, protocol)]
+        return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
     @property
     def needs_forward(self) -> bool:
@@ -699,7 +601,7 @@ class Session:
             self._refuse_changed()
             self._experts.join()
             optimizers = self.context.optimizers if self.context else ()
-            with _unstepped(optimizers), self._entered(purpose):
+            with unstepped(optimizers), self._entered(purpose):
                 yield
         finally:
             self._is_saving = False
@@ -729,7 +631,7 @@ class Session:
         self._history.validated(self.step, metrics if self._begun else {})
         if self.context is not None and self._begun and not self._finished:
             self._validation.saw(self.context, metrics)
-            for key, seeing in self.offering(SeesMetrics):
+            for key, seeing in offering(self.techniques, SeesMetrics):
                 with self._timed(key):
                     seeing.evaluated(self.context, metrics)
 
@@ -893,12 +795,12 @@ class Session:
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
-        return {key: values for key, one in self.offering(Deploys) if (values := one.deployment())}
+        return {key: values for key, one in offering(self.techniques, Deploys) if (values := one.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return _state_of(context, self.recipe, self._history, self._experts)
+        return state_of(context, self.recipe, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
@@ -908,11 +810,11 @@ class Session:
         """
         context = self._attached("load_state_dict")
         context.reached = context.furthest
-        recipe = _restore(state, context, self._history, self._experts)
+        recipe = restore(state, context, self._history, self._experts)
         self._restored = {*state["techniques"]}
         if self._begun:
             self._validation.restored(context)
-        with _reading("session"):
+        with reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
         for change in changes:
@@ -925,11 +827,11 @@ class Session:
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
-        with _reading("session"):
+        with reading("session"):
             found = dict(state)
         for name, window in self._attached("load_window_state").windows.items():
             if name in found:
-                with _reading(name):
+                with reading(name):
                     window.load_window_state(found[name])
 
     def metrics(self) -> dict[str, float]:
@@ -965,17 +867,12 @@ class Session:
                 **self._history.told(),
                 "notes": list(self.notes),
             },
-            [one.write for _, one in self.offering(TrainsPeers)] if self._begun else (),
+            [one.write for _, one in offering(self.techniques, TrainsPeers)] if self._begun else (),
             self._run,
         )
 
     def _reports(self) -> dict[str, Any]:
         return {key: technique.report() for key, technique in self.techniques.items()}
-
-    def _weights_replaced(self, context: Context) -> None:
-        context.project()
-        for _, following in self.offering(FollowsWeights):
-            following.weights_replaced(context)
 
     def _weights_moved(self, context: Context) -> None:
         reshard_(context.model)
@@ -1025,60 +922,3 @@ class Session:
             yield
         finally:
             self._seconds[key] += time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def loading(session: Session) -> Iterator[None]:
-    """Surround the loading of plain weights by a trainer that goes by the parameters' names, as torch does under FSDP2.
-
-    Args:
-        session: Attached; its own state is loaded afterwards.
-    """
-    with contextlib.ExitStack() as stack:
-        if session.context is not None:
-            for _, adding in session.offering(LoadsByName):
-                stack.enter_context(adding.loading(session.context.model))
-        yield
-
-
-def fits(session: Session, state: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's weights have the structure that the model has now.
-
-    Args:
-        session: Attached, not begun.
-        state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-
-    Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
-    """
-    with _reading("session"):
-        saved: Mapping[str, Any] = dict(state.get("techniques", {}))
-    for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
-        if structure := REGISTRY[key].config_class.saved_structure:
-            raise CheckpointError(
-                "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
-            )
-    _refuse_foreign(saved, session.techniques)
-    if session.context is None:
-        return True
-    with _reading("session"):
-        return all(one.fits(saved.get(key, {})) for key, one in session.offering(KeepsStructure))
-
-
-def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
-    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
-
-    Args:
-        session: Attached, not begun.
-        state: As in `fits`.
-        run_environment: As in `Session.attach`.
-
-    Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
-    """
-    if fits(session, state) or session.context is None:
-        return
-    model = session.context.model
-    # Structure before weights: layers are put in as the checkpoint has them, then loaded.
-    session.detach()
-    session.attach(model, run_environment, state["techniques"])

@@ -18,6 +18,7 @@ from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.protocols import FollowsWeights, offering
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import buffers_restored
 from shared_core.printing import printable
@@ -208,8 +209,6 @@ class Context:
     """Whether the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
-    weights_replaced: Callable[[], None] = lambda: None
-    """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
     note: Callable[[str], None] = lambda text: None
@@ -271,6 +270,12 @@ class Context:
         """Make what must hold of weights hold of them, or of these other values for them."""
         for projection in self.projections:
             projection(values)
+
+    def weights_replaced(self) -> None:
+        """Tell every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+        self.project()
+        for _, following in offering(self.techniques, FollowsWeights):
+            following.weights_replaced(self)
 
     @property
     def gradients_mix(self) -> bool:
