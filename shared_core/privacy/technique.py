@@ -94,13 +94,15 @@ class DifferentialPrivacy(Technique):
         """Return refused without Opacus."""
         return needs("opacus", "privacy", "dp") or super().ability(device)
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Put the hooks on.
 
         Raises:
             CompatibilityError: If the model has layers without gradients of single examples.
             MatchError: If nothing is trained.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         functorch = self.config.grad_sample_mode == "functorch"
         check_model(model, functorch)
         self._per_sample = PerSample(model, functorch)
@@ -109,8 +111,9 @@ class DifferentialPrivacy(Technique):
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._note = context.note
         self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        return trained(model)
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Take the hooks off."""
         if self._per_sample is not None:
             self._per_sample.remove()
@@ -176,10 +179,6 @@ class DifferentialPrivacy(Technique):
             guards=self._layers,  # one that takes the place of another would get noise and no signal
             acts_on_gradients=True,
         )
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the parameters whose gradients are clipped and noised."""
-        return trained(model)
 
     def begin(self, context: Context) -> None:
         """Settle the noise and say what the run will have spent.
