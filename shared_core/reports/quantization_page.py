@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared_core.reports.page import Cell, Plot, Section, Table, bar_plot, line_plot
-
-if TYPE_CHECKING:
-    from shared_core.quantization.post_training.torchao_calibration import (
-        TorchaoReport,  # `eff --help` must not wait for torch
-    )
 
 Values = Mapping[str, Any]
 _PLOTTED = 60  # bars; more would not be read
@@ -22,7 +16,6 @@ _METRICS = {
     "rmse": "root mean square error of the model's outputs",
     "kl": "KL divergence of the predicted distribution, nats",
 }
-_GAINS = ("plain_output_sqnr_db", "output_sqnr_db", "plain_sqnr_db", "sqnr_db")
 
 
 def sections(values: Values) -> list[Section]:
@@ -313,34 +306,3 @@ def tell(out: Path, values: Values) -> None:
             f"quality: {quality['float']:.4f} in float, {quality[name]:.4f} "
             f"{'quantised' if name == 'quantized' else 'trained quantised'}{loss}, {verdict['judgement']}"
         )
-
-
-def notes_of_method(done: TorchaoReport) -> list[str]:
-    """Return what a method of torchao gained over plain rounding, in words."""
-    gains = sorted(entry["output_sqnr_db"] - entry["plain_output_sqnr_db"] for entry in done.layers)
-    error = done.output_error
-    return [
-        f"{done.method} of torchao {done.torchao}: relative error of the model's output on the calibration batches "
-        f"{error['quantized']:.3%}, with plain rounding to the same grid {error['plain']:.3%}",
-        f"the outputs of {sum(gain > 0 for gain in gains)} of {len(gains)} layers gained, the median layer "
-        f"{statistics.median(gains):+.2f} dB",
-        f"runs as: {'; '.join(dict.fromkeys(entry['kernel'] for entry in done.layers))}; the saved weights are the "
-        "values of the codes, for products in float",
-    ]
-
-
-def section_of_method(values: Values) -> Section:
-    """Return what a method of torchao gained, layer by layer."""
-    rows: list[list[Cell]] = [
-        [entry["name"], *(round(entry[key], 2) for key in _GAINS), entry["kernel"]] for entry in values["layers"]
-    ]
-    headings = ["layer", "output, plainly rounded", "output", "weight, plainly rounded", "weight", "kernel"]
-    return Section(
-        f"What {values['method']} gained",
-        [
-            "Signal to noise in dB of each layer's output, on the calibration batches with inputs in float, and of its "
-            "weight, beside plain rounding to the same kind of grid. A method that looks at the inputs may lose on the "
-            "weight and gain on the output.",
-            Table(headings, rows),
-        ],
-    )
