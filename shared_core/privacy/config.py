@@ -82,6 +82,11 @@ class PrivacyConfig(TechniqueConfig):
         help="In Lightning, and in a loop whose model returns its loss, compare the first batch's loss with its "
         "halves': it must be a mean over examples.",
     )
+    secure_mode: bool = option(
+        False,
+        help="Draw noise as Opacus' secure mode does against attacks on floating point, several times as slowly. Not "
+        "with a seed.",
+    )
     seed: int | None = option(
         None,
         help="Makes batches and noise reproducible; whoever knows it can take the noise off again. By default they are "
@@ -90,10 +95,10 @@ class PrivacyConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse no noise multiplier, or two.
+        """Refuse no noise multiplier, or two, and a known seed in secure mode.
 
         Raises:
-            ConfigError: Unless one of the two is given.
+            ConfigError: Naming the options.
         """
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
@@ -101,6 +106,8 @@ class PrivacyConfig(TechniqueConfig):
                 f"one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
                 f"{self.target_epsilon}",
             )
+        if self.secure_mode and self.seed is not None:
+            raise ConfigError("dp", f"secure_mode must stand without a seed, got {self.seed}", "drop the seed")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

@@ -348,7 +348,8 @@ class DifferentialPrivacy(Technique):
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm
-        noise = self._known(self._secret).noise(trained.values(), std, self._draws)
+        secret, secure_mode = self._known(self._secret), self.config.secure_mode
+        noise = secret.noise(trained.values(), std, self._draws, secure_mode=secure_mode)
         for (name, parameter), drawn in zip(trained.items(), noise, strict=True):
             total = self._sums.pop(name, None)
             # A parameter that no example reached still gets noise: its gradient is 0 plus N(0, σ² C²).
@@ -438,6 +439,7 @@ class DifferentialPrivacy(Technique):
             "expected_batch": batches.expected if batches else None,
             "noise_multiplier": self._noise,
             "max_grad_norm": config.max_grad_norm,
+            "secure_mode": config.secure_mode,
             "steps": sum(steps for _, _, steps in self._spent),
             "norms_by_ghost": sorted(name for name, is_ghost in self._ghosts.items() if is_ghost),
             "norms_by_example": sorted(name for name, is_ghost in self._ghosts.items() if not is_ghost),
