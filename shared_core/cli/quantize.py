@@ -29,8 +29,9 @@ from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.json_yaml import json_text
+from shared_core.libraries import optional
 from shared_core.printing import echo
-from shared_core.reports.page import check_page, write_page
+from shared_core.reports.page import check_place, write_page
 from shared_core.reports.quantization_page import sections, tell
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def quantize(
     job = Job.joined()
     check_new(out, "eff quantize")
     if report is not None:
-        check_page(report, "eff quantize: --report", made=out)
+        check_place(report, "eff quantize: --report", made=out)
+        optional("matplotlib", "plots", "eff quantize: --report")
     _check_together(
         ("--qat", qat, "--eval or --attack", evaluate or attack),
         ("--sensitivity", sensitivity, "--calibration", calibration),
