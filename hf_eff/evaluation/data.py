@@ -9,13 +9,12 @@ import hashlib
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers import AutoImageProcessor
 
@@ -47,9 +46,7 @@ def open_table(file: Path) -> Any:
     except Exception as error:  # datasets, pyarrow and pandas each raise their own
         raise unreadable(file, error) from error
     if isinstance(data, datasets.DatasetDict):
-        raise ConfigError(
-            "eff soup", f"--data must be one split, got {sorted(data)} in {file}", f"give {file}/{next(iter(data))}"
-        )
+        raise refused("be one split", sorted(data), file, f"give {file}/{next(iter(data))}")
     if not len(data):
         raise empty(file)
     return data
@@ -57,13 +54,42 @@ def open_table(file: Path) -> Any:
 
 def unreadable(file: Path, error: Exception) -> CheckpointError:
     """Return the error of a file that cannot be read, with the first line of why."""
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line:.300}")
+    return CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line(error):.300}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def load_from(stock: Any, folder: Path, what: str, instead: str) -> Any:
+    """Return what a class of transformers loads from a folder.
+
+    Raises:
+        CheckpointError: If it loads nothing; it names what to give instead.
+    """
+    try:
+        loaded = stock.from_pretrained(folder, trust_remote_code=False)
+        # in a folder without its files transformers 5 makes a tokenizer up, to which every word is unknown
+        if what == "tokenizer" and len(loaded) <= len(loaded.all_special_tokens):
+            raise ValueError("no word in its vocabulary")
+        return loaded
+    except Exception as error:  # transformers and tokenizers each raise their own
+        raise CheckpointError(
+            "eff soup",
+            f"--task: {folder} must hold the {what}, got none that loads ({first_line(error):.200})",
+            f"save it there, or give {instead}",
+        ) from error
+
+
+def refused(rule: str, got: Any, file: Path, remedy: str = "") -> ConfigError:
+    """Return the error of data that break a rule."""
+    return ConfigError("eff soup", f"--data must {rule}, got {got} in {file}", remedy)
 
 
 def empty(file: Path) -> ConfigError:
     """Return the error of data without examples."""
-    return ConfigError("eff soup", f"--data must hold at least one example, got none in {file}", "give another file")
+    return refused("hold at least one example", "none", file, "give another file")
 
 
 def label_column(columns: list[str], file: Path) -> str:
@@ -74,7 +100,7 @@ def label_column(columns: list[str], file: Path) -> str:
     """
     label = next((name for name in ("label", "labels") if name in columns), None)
     if label is None:
-        raise ConfigError("eff soup", f"--data must have a column label or labels, got {columns} in {file}")
+        raise refused("have a column label or labels", columns, file)
     return label
 
 
@@ -85,26 +111,20 @@ def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[
         ConfigError: With the first label that is no such thing.
     """
     if regression:
-        odd = next((label for label in labels if not _is_finite(label)), None)
-        if odd is not None or None in labels:
-            raise ConfigError(
-                "eff soup",
-                f"--data must have finite numbers as labels for a model of one output, got {odd!r} in {file}",
-            )
+        odd = [label for label in labels if not _is_finite(label)]
+        if odd:
+            raise refused("have finite numbers as labels for a model of one output", repr(odd[0]), file)
         return [float(label) for label in labels]
     found = [config.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
-    for known, label in zip(found, labels, strict=True):
-        if isinstance(known, bool) or not isinstance(known, int) or not 0 <= known < config.num_labels:
-            raise ConfigError(
-                "eff soup",
-                f"--data must have labels from 0 to {config.num_labels - 1}, or their names in config.json, got "
-                f"{label!r} in {file}",
-            )
+    fits = [type(known) is int and 0 <= known < config.num_labels for known in found]
+    if not all(fits):
+        rule = f"have labels from 0 to {config.num_labels - 1}, or their names in config.json"
+        raise refused(rule, repr(labels[fits.index(False)]), file)
     return found
 
 
 def _is_finite(label: Any) -> bool:
-    return not isinstance(label, bool) and isinstance(label, int | float) and math.isfinite(label)
+    return isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
 
 
 def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path) -> list[str]:
@@ -147,12 +167,8 @@ def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empt
                 fits = (bool(ids) or may_be_empty) and all(0 <= token < known for token in tokens)
             if not fits:
                 rule = f"tokens below {known}" if name == "input_ids" else "as many numbers as tokens"
-                raise ConfigError(
-                    "eff soup",
-                    f"--data must have a list of {rule} as {name} in each row, got {values!r:.80} in row {number} of "
-                    f"{file}",
-                    "tokenise it for this model",
-                )
+                got = f"{values!r:.80} in row {number}"
+                raise refused(f"have a list of {rule} as {name} in each row", got, file, "tokenise it for this model")
 
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -176,22 +192,17 @@ class ImageExamples:
     """
 
     def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:
+        optional("PIL", "examples", "eff soup --task")
         self._file, self._mode = file, "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-        self._images, labels = _read(file)
-        if not len(self._images):
+        self._data, labels = _read(file)
+        if not len(self._data):
             raise empty(file)
         self.labels = goals(labels, config, regression, file)
         self._processor: Any = None
-        if not isinstance(self._images, _Pixels):
-            try:
-                self._processor = cast(Any, AutoImageProcessor).from_pretrained(folder, trust_remote_code=False)
-            except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
-                first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                raise CheckpointError(
-                    "eff soup",
-                    f"--task: {folder} must hold the image processor, got none that loads ({first_line:.200})",
-                    f"save it there, or give data with {_PIXELS}",
-                ) from error
+        if _PIXELS in self._data.column_names:
+            self._data = self._data.with_format("numpy")
+        else:
+            self._processor = load_from(AutoImageProcessor, folder, "image processor", f"data with {_PIXELS}")
         self.batch(0, 1)
 
     def __len__(self) -> int:
@@ -201,83 +212,59 @@ class ImageExamples:
         """Return a hash of the images and labels."""
         found = hashlib.sha256(repr((self.labels, self._processor and self._processor.to_dict())).encode())
         for number in range(len(self)):
-            array = np.ascontiguousarray(np.asarray(self._one(number)))
+            array = np.ascontiguousarray(self._images(number, number + 1)[0])
             found.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
         return found.hexdigest()
 
     def batch(self, begin: int, end: int) -> Tensor:
         """Return these images as the model takes them, ``(n, channels, height, width)``."""
-        images = [self._one(number) for number in range(begin, min(end, len(self)))]
+        images = self._images(begin, end)
         if self._processor is None:
-            return torch.stack([torch.as_tensor(image, dtype=torch.float32) for image in images])
+            return torch.from_numpy(np.stack(images))
         pixels: Tensor = self._processor(images=images, return_tensors="pt")[_PIXELS]
         return pixels
 
-    def _one(self, number: int) -> Any:
-        image = self._images[number]
-        if self._processor is None and isinstance(self._images, _Pixels):
-            return np.asarray(image, dtype=np.float32)
-        if isinstance(image, np.ndarray):
-            return Image.fromarray(image).convert(self._mode)
-        if isinstance(image, Image.Image):
-            return image.convert(self._mode)
-        path = Path(str(image))
+    def _images(self, begin: int, end: int) -> list[Any]:
+        if self._processor is None:
+            return [np.asarray(image, dtype=np.float32) for image in self._data[begin:end][_PIXELS]]
         try:
-            with Image.open(path if path.is_absolute() else self._file.parent / path) as opened:
-                return opened.convert(self._mode)
-        except (OSError, UnidentifiedImageError) as error:
-            raise unreadable(path, error) from error
-
-
-class _Pixels:
-    """Arrays that the model takes as they are."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, number: int) -> Any:
-        return self._values[number]
+            return [image.convert(self._mode) for image in self._data[begin:end]["image"]]
+        except OSError as error:
+            raise unreadable(self._file, error) from error
 
 
 def _read(file: Path) -> tuple[Any, list[Any]]:
+    """Return a data set with a column ``image`` or ``pixel_values``, and the labels."""
     if file.suffix == ".npz":
         return _read_arrays(file)
     if file.is_dir() and not any((file / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return _read_folder(file)
     data = open_table(file)
-    labels = data[label_column(data.column_names, file)]
-    return _column(data, file), list(labels)
-
-
-def _column(data: Any, file: Path) -> Sequence[Any] | _Pixels:
-    from datasets import Image as ImageFeature
-
+    labels = list(data[label_column(data.column_names, file)])
     if _PIXELS in data.column_names:
-        return _Pixels(data[_PIXELS])
-    images = [name for name, feature in data.features.items() if isinstance(feature, ImageFeature)]
-    images += [name for name in ("image", "img", "file_name", "path") if name in data.column_names]
-    if not images:
-        raise ConfigError(
-            "eff soup",
-            f"--data must have a column of images, of paths to them (image, img, file_name, path), or {_PIXELS}, got "
-            f"{data.column_names} in {file}",
-        )
-    found: Sequence[Any] = data[images[0]]
-    return found
+        return data.select_columns([_PIXELS]), labels
+    pictures = [name for name, feature in data.features.items() if type(feature).__name__ == "Image"]
+    named = [name for name in ("image", "img", "file_name", "path") if name in data.column_names]
+    if pictures:
+        return data.select_columns(pictures[:1]).rename_columns({pictures[0]: "image"}), labels
+    if named:
+        return _pictures([str(file.parent / str(path)) for path in data[named[0]]]), labels
+    rule = f"have a column of images, of paths to them (image, img, file_name, path), or {_PIXELS}"
+    raise refused(rule, data.column_names, file)
+
+
+def _pictures(images: Any) -> Any:
+    """Return a data set of paths or arrays, which opens them when they are read."""
+    datasets = optional("datasets", "examples", "eff soup --task")
+    return datasets.Dataset.from_dict({"image": images}, datasets.Features({"image": datasets.Image()}))
 
 
 def _read_folder(folder: Path) -> tuple[Any, list[Any]]:
     paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
-        raise ConfigError(
-            "eff soup",
-            f"--data must be a saved data set, or hold a folder of images for each class, got neither in {folder}",
-        )
+        raise refused("be a saved data set, or hold a folder of images for each class", "neither", folder)
     names = [path.parent.name for path in paths]
-    return [path.absolute() for path in paths], [int(name) if name.isdigit() else name for name in names]
+    return _pictures([str(path.absolute()) for path in paths]), [int(it) if it.isdigit() else it for it in names]
 
 
 def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
@@ -287,18 +274,16 @@ def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise unreadable(file, error) from error
     labels = held[label_column(sorted(held), file)]
-    if _PIXELS in held:
-        values = held[_PIXELS]
-        images: Any = _Pixels(values)
+    name = _PIXELS if _PIXELS in held else "images"
+    values = held.get(name, np.empty(0))
+    if name == _PIXELS:
         fits, rule = values.ndim == 4 and values.dtype.kind == "f", f"{_PIXELS} of floats, (n, channels, height, width)"
     else:
-        images = values = held.get("images", np.empty(0))
         fits = values.dtype == np.uint8 and (values.ndim == 3 or (values.ndim == 4 and values.shape[-1] in (3, 4)))
         rule = f"images of uint8, (n, height, width) or (n, height, width, 3), or {_PIXELS}"
     if not fits or labels.shape != values.shape[:1]:
-        raise ConfigError(
-            "eff soup",
-            f"--data must hold {rule}, and one label each, got {values.dtype} {values.shape} and labels "
-            f"{labels.shape} in {file}",
-        )
-    return images, labels.tolist()
+        got = f"{values.dtype} {values.shape} and labels {labels.shape}"
+        raise refused(f"hold {rule}, and one label each", got, file)
+    datasets = optional("datasets", "examples", "eff soup --task")
+    data = datasets.Dataset.from_dict({_PIXELS: values}) if name == _PIXELS else _pictures(list(values))
+    return data, labels.tolist()

@@ -17,7 +17,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff.evaluation.evaluator import FolderEvaluator, regression_score
+from hf_eff.evaluation.evaluator import FolderEvaluator
+from hf_eff.evaluation.metrics import regression_score
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
