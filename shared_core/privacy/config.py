@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import DEEPSPEED, LBFGS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 
@@ -154,12 +153,3 @@ class PrivacyConfig(TechniqueConfig):
                 "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training "
                 "data"
             )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of what gradients of single examples are made of, and of their sums between ranks."""
-        sizes = 4.0 * shape.params
-        passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
-        why = "inputs of layers and gradients of outputs, or gradients of each example; /N: their clipped sum"
-        during = min(passed, run.micro_batch * sizes) + sizes / run.parts
-        sent = run.accumulate * run.ring(sizes) if run.strategy == "fsdp2" else 2 * run.ring(sizes)
-        return [Cost("dp", during=during, sent=sent, why=why)]
