@@ -134,9 +134,10 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 {% if block is string %}
 <p>{{ block }}</p>
 {% elif block.headings %}
+{% set numeric = block.numeric() %}
 <table>
-{{ row("th", block.headings, block.numeric()) }}
-{%- for cells in block.texts() %}{{ row("td", cells, block.numeric()) }}{% endfor %}
+{{ row("th", block.headings, numeric) }}
+{%- for cells in block.texts() %}{{ row("td", cells, numeric) }}{% endfor %}
 </table>
 {% elif block.svg %}
 <figure>
