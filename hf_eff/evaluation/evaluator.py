@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from itertools import compress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from hf_eff._adapters.teacher import load_teacher
-from hf_eff.evaluation.data import (
-    IGNORED,
-    ImageExamples,
-    check_tokens,
-    empty,
-    first_line,
-    goals,
-    label_column,
-    load_from,
-    open_table,
-    text_columns,
-)
+from hf_eff.evaluation.images import ImageExamples
 from hf_eff.evaluation.metrics import class_score, regression_score
+from hf_eff.evaluation.tables import first_line
+from hf_eff.evaluation.texts import IGNORED, TextExamples
 from shared_core.checkpoint_formats import storage_key
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
@@ -44,8 +30,6 @@ _TASKS = {
     **dict.fromkeys(("mse", "mae", "pearson", "spearman"), (_REGRESSOR,)),
     "loss": (_LANGUAGE_MODEL, _CLASSIFIER, _REGRESSOR),
 }  # fmt: skip
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_DEFAULT_LENGTH = 512
 
 
 class FolderEvaluator:
@@ -95,26 +79,23 @@ class FolderEvaluator:
         if not data.exists():
             raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
         self._kind, is_image = self._kind_of_model()
-        self._images: ImageExamples | None = None
-        self._examples: list[dict[str, Any]] = []
-        if is_image:
-            if text or max_length is not None:
-                raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
-            self._images = ImageExamples(data, folder, self._config, regression=self._kind == _REGRESSOR)
+        self._examples: ImageExamples | TextExamples
+        regression = self._kind == _REGRESSOR
+        if not is_image:
+            causal = self._kind == _LANGUAGE_MODEL
+            self._examples = TextExamples(
+                data, folder, self._config, causal=causal, regression=regression, text=text, max_length=max_length
+            )
+        elif text or max_length is not None:
+            raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
         else:
-            self._examples = self._read(data, text, max_length)
-            if not self._examples:
-                raise empty(data)
-            # similar lengths together: less padding
-            self._examples.sort(key=lambda example: -len(example["input_ids"]))
+            self._examples = ImageExamples(data, folder, self._config, regression=regression)
         self._model: nn.Module | None = None
 
     @property
     def digest(self) -> str:
         """A hash of the examples: it changes with data, tokenizer or image processor, columns and length."""
-        if self._images is not None:
-            return self._images.digest()
-        return hashlib.sha256(json.dumps(self._examples, sort_keys=True).encode()).hexdigest()
+        return self._examples.digest()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_model": None}
@@ -178,90 +159,19 @@ class FolderEvaluator:
             )
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
-    # -- examples
-
-    def _read(self, file: Path, text: tuple[str, ...], max_length: int | None) -> list[dict[str, Any]]:
-        data, causal = open_table(file), self._kind == _LANGUAGE_MODEL
-        label = next((name for name in ("label", "labels") if name in data.column_names), None)
-        if not causal:
-            label = label_column(data.column_names, file)
-        if "input_ids" in data.column_names and not text:
-            encoded = data.select_columns([name for name in _INPUTS if name in data.column_names]).to_dict()
-            limit = max_length or self._longest(None, default=sys.maxsize)
-        else:
-            encoded, limit = self._tokenised(data, text_columns(data, text, label, file), max_length)
-        inputs = {name: rows for name, rows in encoded.items() if name in _INPUTS}
-        labels = list(data[label]) if label is not None else []
-        if causal and label == "labels" and any(isinstance(row, list) for row in labels):
-            inputs["labels"] = labels
-        check_tokens(inputs, getattr(self._config.get_text_config(), "vocab_size", None), causal, file)
-        rows = [dict(zip(inputs, row, strict=True)) for row in zip(*inputs.values(), strict=True)]
-        if causal:
-            return [window for row in rows for window in _windows(row, limit)]
-        wanted = goals(labels, self._config, self._kind == _REGRESSOR, file)
-        return [
-            {**{name: values[:limit] for name, values in row.items()}, "label": goal}
-            for row, goal in zip(rows, wanted, strict=True)
-        ]
-
-    def _tokenised(self, data: Any, columns: list[str], max_length: int | None) -> tuple[dict[str, Any], int]:
-        causal = self._kind == _LANGUAGE_MODEL
-        if causal and len(columns) > 1:
-            raise ConfigError("eff soup", f"--text must be one column for a language model, got {columns}", "name one")
-        tokenizer = load_from(AutoTokenizer, self._folder, "tokenizer", "data with input_ids")
-        limit = max_length or self._longest(tokenizer)
-        cut = {} if causal else {"truncation": True, "max_length": limit}
-        return dict(tokenizer(*(list(data[name]) for name in columns), **cut)), limit
-
-    def _longest(self, tokenizer: Any, default: int = _DEFAULT_LENGTH) -> int:
-        limits = [getattr(tokenizer, "model_max_length", None)]
-        limits += [getattr(self._config, name, None) for name in ("max_position_embeddings", "n_positions")]
-        # a tokenizer without a limit says 10**30
-        return min((limit for limit in limits if limit and limit < 10**9), default=default)
-
-    # -- metrics
-
-    def _batches(self) -> Iterator[tuple[dict[str, Tensor], list[dict[str, Any]]]]:
-        padding = getattr(self._config, "pad_token_id", None)
-        # decoders find the last token of a text by the padding after it: without padding, one text at a time
-        size = 1 if padding is None and self._kind != _LANGUAGE_MODEL else self._batch_size
-        for start in range(0, len(self._examples), size):
-            rows = [
-                {"attention_mask": [1] * len(row["input_ids"]), **row} for row in self._examples[start : start + size]
-            ]
-            yield (
-                {
-                    name: _padded(rows, name, (padding or 0) if name == "input_ids" else 0).to(self._device)
-                    for name in _INPUTS
-                    if name in rows[0]
-                },
-                rows,
-            )
-
     def _of_labels(self, model: nn.Module) -> float:
-        outputs, wanted = [], []
-        for inputs, labels in self._labelled():
-            outputs.append(model(**inputs).logits.float().cpu())
-            wanted += labels
-        logits, truth = torch.cat(outputs), torch.tensor(wanted, dtype=torch.float64)
-        if self._kind == _REGRESSOR:
-            return regression_score(self.task, logits[:, 0], truth) if logits.isfinite().all() else math.nan
-        return class_score(self.task, logits, truth)
-
-    def _labelled(self) -> Iterator[tuple[dict[str, Tensor], list[float]]]:
-        if self._images is None:
-            for inputs, rows in self._batches():
-                yield inputs, [row["label"] for row in rows]
-            return
-        for start in range(0, len(self._images), self._batch_size):
-            end = start + self._batch_size
-            yield {"pixel_values": self._images.batch(start, end).to(self._device)}, self._images.labels[start:end]
+        found = [
+            (model(**self._on_device(inputs)).logits.float().cpu(), labels)
+            for inputs, labels in self._examples.batches(self._batch_size)
+        ]
+        logits, truth = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return (regression_score if self._kind == _REGRESSOR else class_score)(self.task, logits, truth)
 
     def _of_tokens(self, model: nn.Module) -> float:
         total, count = 0.0, 0
-        for inputs, rows in self._batches():
-            logits = model(**inputs, use_cache=False).logits
-            labels = _padded(rows, "labels", IGNORED).to(logits.device)[:, 1:]
+        for inputs, tokens in self._examples.batches(self._batch_size):
+            logits = model(**self._on_device(inputs), use_cache=False).logits
+            labels = tokens.to(logits.device)[:, 1:]
             for row_logits, row_labels in zip(logits[:, :-1], labels, strict=True):  # one float32 row at a time
                 losses = F.cross_entropy(row_logits.float(), row_labels, ignore_index=IGNORED, reduction="none")
                 total += float(losses.double().sum())
@@ -273,15 +183,5 @@ class FolderEvaluator:
             return mean
         return math.exp(mean) if mean < 700 else math.inf  # the largest exponent of a float is 709
 
-
-def _windows(row: Mapping[str, list[int]], limit: int) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a text that are no longer than a limit; one token alone predicts nothing."""
-    mask = row.get("attention_mask", [1] * len(row["input_ids"]))  # what it leaves out is padding
-    ids, wanted = ([*compress(row[name], mask)] for name in ("input_ids", "labels" if "labels" in row else "input_ids"))
-    for i in range(0, len(ids) - 1, limit):
-        if len(ids[i : i + limit]) > 1:
-            yield {"input_ids": ids[i : i + limit], "labels": wanted[i : i + limit]}
-
-
-def _padded(rows: list[dict[str, Any]], name: str, value: int) -> Tensor:
-    return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
+    def _on_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self._device) for name, value in inputs.items()}
