@@ -81,7 +81,7 @@ def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
     def step(method: Callable[..., Any], *args: Any) -> Any:
         result = method(*args)
         session = loop.session
-        if session.step + session.skipped >= loop.total_steps:
+        if session.step + session.skipped >= loop.plan.total_steps:
             loop.finish()
             run.conclude(session, dict, save)
         return result

@@ -42,7 +42,7 @@ def fresh(tmp_path, monkeypatch):
     yield
     FRONT_END.install(Recipe({}))
     for loop in _LOOPS.values():
-        atexit.unregister(loop._at_exit)  # it would write a receipt where the tests were started
+        atexit.unregister(loop.at_exit)  # it would write a receipt where the tests were started
     _LOOPS.clear()
     AcceleratorState._reset_state(reset_partial_state=False)
 
@@ -360,7 +360,7 @@ def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arg
 
 def test_a_loop_that_ends_without_a_word_is_told_at_exit(make, tmp_path, capsys):
     loop = Loop(make, PRUNE).steps(2)
-    loop.optimizer.eff_loop._at_exit()
+    loop.optimizer.eff_loop.at_exit()
     assert "THE MODEL WAS NOT FINISHED: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace(
         "\n", " "
     )

@@ -1,0 +1,68 @@
+"""What a loop of the user's own can do for techniques: run batches that it was given, print a line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shared_core.distributed.collectives import is_main
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine.own_generators import OwnGenerators
+from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.technique import BareServices
+from shared_core.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from shared_core.front_ends.loop_driver import LoopDriver
+
+
+class LoopServices(BareServices):
+    """Services of a loop for a technique.
+
+    Args:
+        loop: The driver of the loop.
+    """
+
+    def __init__(self, loop: LoopDriver) -> None:
+        self._loop = loop
+
+    @property
+    def lacks_batches(self) -> str:
+        """What the user must do so that `calibrate` has training batches; empty if it has some."""
+        return self._loop.gives_batches if self._loop.batches is None else ""
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run the first batches without gradients; random numbers and the order of the data stay as they were."""
+        loop, model = self._loop, self._loop.inner
+        if loop.batches is None:
+            raise CompatibilityError(loop.name, "calibration must have training batches, got none", loop.gives_batches)
+        random, own, was_training = rng_state(), OwnGenerators(loop.batches), model.training
+        drawn = own.states()
+        model.train()
+        try:
+            with torch.no_grad(), loop.autocast():
+                for batch in itertools.islice(loop.batches, num_batches):
+                    batch = loop.to_device(batch)
+                    model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+        finally:
+            model.train(was_training)
+            own.restore(drawn)
+            set_rng_state(random)
+            reshard_(model)
+
+    def wrapped_model(self) -> nn.Module | None:
+        """Return what the library made of the model."""
+        wrapped: nn.Module | None = self._loop.wrapped
+        return wrapped
+
+    def _needs_trainer(self, what: str) -> CompatibilityError:
+        return CompatibilityError(self._loop.name, f"{what} needs a trainer", self._loop.trainer)
+
+    def say(self, text: str) -> None:
+        """Print one line on the main process."""
+        if is_main():
+            super().say(text)
