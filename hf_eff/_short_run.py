@@ -91,6 +91,6 @@ def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
 
         save_model(loop.inner, str(place))
 
-    Wrapped(loop, "step", step)
+    Wrapped(loop, "on_step", step)
     if hasattr(loop.inner, "save_pretrained"):
         Wrapped(loop.inner, "save_pretrained", lambda *args, **kwargs: None)

@@ -210,7 +210,7 @@ class AcceleratedLoop(LoopDriver):
             skip_first_batches=self._skip_batches,
             save_state=self._save_state,
             load_state=self._load_state,
-            log=self.log_figures,
+            log=self.on_log,
         )
         self.until_end(self._scale.watch().undo)
         self.until_end(accelerator.register_save_state_pre_hook(self._save_own).remove)
@@ -222,8 +222,8 @@ class AcceleratedLoop(LoopDriver):
             "end_training": self._end_training,
         }
         self._after_training = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
-        Wrapped(self.stepper, "step", lambda *given: self.step(*given))  # looked up: `eff try` wraps it
-        Wrapped(self.stepper, "zero_grad", self.drop)
+        Wrapped(self.stepper, "step", lambda *given: self.on_step(*given))  # looked up: `eff try` wraps it
+        Wrapped(self.stepper, "zero_grad", self.on_zero_grad)
         if hasattr(self.inner, "save_pretrained"):
             Wrapped(self.inner, "save_pretrained", self._save_pretrained, keep_signature=True)
         return prepared
@@ -263,7 +263,7 @@ class AcceleratedLoop(LoopDriver):
                 f"{type(self.inner).__name__} must be in training mode in backward, got eval",
                 "call model.train() before each epoch",
             )
-        return self.backward(method, loss, **kwargs)
+        return self.on_backward(method, loss, **kwargs)
 
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self.complete()

@@ -116,18 +116,12 @@ class FabricLoop(LoopDriver):
         self._precision.convert_module(inner)  # now: techniques must see the type that is trained
         self._scaler = self.scaler(fabric.device.type)
         self.attach(environment)
-        self._is_unscaled = self._has_stepped = False
+        self._stock_unscale = self._precision.unscale_gradients
         self._drawn: Any = None  # batches of a technique that draws them
 
     def unscale(self) -> None:
         """Divide the gradients by the scale of whoever has a scaler."""
-        self._precision.unscale_gradients(self.optimizer)
-
-    def applied(self) -> bool:
-        """Return whether the optimizer stepped: a scaler that finds an overflow leaves it out."""
-        has_stepped = self._has_stepped
-        self._is_unscaled = self._has_stepped = False
-        return has_stepped
+        (self._stock_unscale if self._scaler is None else self._scaler.unscale_)(self.optimizer)
 
     def end_reached(self) -> None:
         """Finish the model, and leave the receipt where files are saved or logged."""
@@ -143,10 +137,10 @@ class FabricLoop(LoopDriver):
         self.model, wrapper = prepared[:2]
         self.wrapped, self.wrappers = self.model._forward_module, [wrapper]
         self.watch_forward(self.model)
-        self.until_end(self.optimizer.register_step_post_hook(self._note_step).remove)
-        self.wrap(self.fabric, backward=self.backward, clip_gradients=self._clip, log_dict=self.log_figures)
+        self.watch_steps()
+        self.wrap(self.fabric, backward=self.on_backward, clip_gradients=self._clip, log_dict=self.on_log)
         self.wrap(self._precision, unscale_gradients=self._unscale)
-        self.wrap(wrapper, step=self.step, zero_grad=self.drop)
+        self.wrap(wrapper, step=self.on_step, zero_grad=self.on_zero_grad)
         if self.session.draws_batches:
             self.wrap(self.fabric, setup_dataloaders=self._set_up_loaders)
         if self._scaler is not None:
@@ -167,16 +161,11 @@ class FabricLoop(LoopDriver):
         drawn = method(made, **{**options, "use_distributed_sampler": False})
         return [drawn, *(method(one, **options) for one in loaders[1:])] if len(loaders) > 1 else drawn
 
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
-
     def _scaled(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         return method(self._scaler.scale(loss), *args, **kwargs)
 
     def _unscale(self, method: Callable[..., Any], optimizer: Any) -> None:
-        if not self._is_unscaled:  # a GradScaler refuses a second time
-            self._is_unscaled = True
-            (method if self._scaler is None else self._scaler.unscale_)(optimizer)
+        self.complete() if optimizer is self.optimizer else method(optimizer)  # a GradScaler refuses a second time
 
     def _step_scaled(self, method: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
         result = self._scaler.step(optimizer, **kwargs)

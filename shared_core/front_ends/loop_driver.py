@@ -17,6 +17,7 @@ from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine import rank_states
 from shared_core.engine.session import Session, fits
+from shared_core.engine.technique import Services
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.loop_services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -31,19 +32,21 @@ class LoopPlan:
     total_steps: int
     steps_per_epoch: StepsPerEpoch | None = None
     accumulate: int = 1
+    clips_gradients: bool = True
 
 
 class LoopDriver:
     """Drives one session through a script's loop; an adapter calls the events and answers for its library.
 
-    `backward` opens the window of a step, `complete` shows its gradients to the techniques, `step` or `drop` ends it.
+    `on_backward` opens the window of a step, `complete` shows its gradients to the techniques, `on_step` or
+    `on_zero_grad` ends it.
 
     Args:
         recipe: What to switch on.
         inner: The user's model.
         optimizer: That of its parameters, of torch.
         plan: How long the loop is.
-        services: What the library can do for techniques; by default what every loop can.
+        services: What can be done for techniques; by default what every loop can.
     """
 
     name: ClassVar[str]
@@ -63,7 +66,7 @@ class LoopDriver:
 
     def __init__(
         self, recipe: Mapping[str, Any], inner: nn.Module, optimizer: torch.optim.Optimizer, plan: LoopPlan,
-        services: LoopServices | None = None,
+        services: Services | None = None,
     ) -> None:  # fmt: skip
         self.inner, self.optimizer, self.plan = inner, optimizer, plan
         self.services = services or LoopServices(self)
@@ -75,7 +78,7 @@ class LoopDriver:
         self.start = Path.cwd()  # that of the receipt if nothing is saved
         self.micro_batches = 0  # since the last step
         self.is_complete = False  # whether the techniques have seen a step's gradients
-        self.is_filing = self.evaluates = False
+        self.is_filing = self.evaluates = self._has_stepped = False
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of a forward
         self.to_device: Callable[[Any], Any] = lambda batch: batch
         self.loaded_state: Mapping[str, Any] | None = None
@@ -99,8 +102,9 @@ class LoopDriver:
         """Divide the gradients by the loss scale, unless that was done."""
 
     def applied(self) -> bool:
-        """Return whether the step that was made changed the weights; the next one begins."""
-        return True
+        """Return whether the optimizer stepped: a scaler that finds an overflow leaves it out."""
+        has_stepped, self._has_stepped = self._has_stepped, False
+        return has_stepped
 
     def hold_schedule(self) -> None:
         """Keep the learning rate where it is: the step was discarded."""
@@ -146,8 +150,7 @@ class LoopDriver:
                 prepared = prepare()
             watched: T = self.watch(prepared)
         except BaseException:
-            self._hooks.close()
-            self.session.detach()
+            self.cut_short()
             raise
         atexit.register(self.at_exit)
         return watched
@@ -161,9 +164,17 @@ class LoopDriver:
 
     def watch_forward(self, model: nn.Module) -> None:
         """Have a model's forwards and its changes of mode come here until the end."""
-        self.until_end(model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True).remove)
-        self.until_end(model.register_forward_hook(self.leave, always_call=True).remove)
-        self.wrap(self.inner, train=self.mode)  # what the library wraps it in hands on what is set
+        self.until_end(model.register_forward_pre_hook(self.on_forward, with_kwargs=True, prepend=True).remove)
+        self.until_end(model.register_forward_hook(self.after_forward, always_call=True).remove)
+        self.wrap(self.inner, train=self.on_train)  # what the library wraps it in hands on what is set
+
+    def watch_steps(self) -> None:
+        """Have `applied` know when the optimizer steps."""
+
+        def stepped(*_: Any) -> None:
+            self._has_stepped = True
+
+        self.until_end(self.optimizer.register_step_post_hook(stepped).remove)
 
     def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
         """Have methods come here until the end."""
@@ -187,13 +198,16 @@ class LoopDriver:
         """Begin at the first micro-batch or file: whatever the script loads is loaded by then."""
         if self.session.has_begun:
             return
-        plan, wrappers = self.plan, self.wrappers
         self.session.begin(
-            [self.optimizer], total_steps=plan.total_steps, steps_per_epoch=plan.steps_per_epoch, wrappers=wrappers
+            [self.optimizer],
+            total_steps=self.plan.total_steps,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            clips_gradients=self.plan.clips_gradients,
+            wrappers=self.wrappers,
         )
         self._restore_window()
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Enter what surrounds a forward; a forward pre-hook."""
         trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
         if trains:
@@ -211,12 +225,12 @@ class LoopDriver:
             if number not in known:
                 hook(module, args, *((kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()))
 
-    def leave(self, *_: Any) -> None:
+    def after_forward(self, *_: Any) -> None:
         """Leave what surrounds the innermost forward; a forward hook."""
         if self._surroundings:
             self._surroundings.pop().__exit__(None, None, None)
 
-    def backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the script's ``backward`` with the loss that the techniques train on."""
         self.begin()
         if self.is_complete:
@@ -262,7 +276,7 @@ class LoopDriver:
             self.unscale()
             self.session.before_optimizer_step()
 
-    def step(self, method: Callable[..., Any], closure: Any = None) -> Any:
+    def on_step(self, method: Callable[..., Any], closure: Any = None) -> Any:
         """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
         if self.is_filing or not self.is_last_micro_batch:
             return method(closure)
@@ -284,7 +298,7 @@ class LoopDriver:
         self._count(self.applied())
         return result
 
-    def drop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def on_zero_grad(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Drop gradients; those of a step that was prepared for and not made count as skipped."""
         if self.micro_batches and self.is_last_micro_batch and not self.is_filing:
             if self.is_complete:
@@ -302,7 +316,7 @@ class LoopDriver:
         if self.is_done:
             self.end_reached()
 
-    def mode(self, method: Callable[..., Any], mode: bool = True) -> Any:
+    def on_train(self, method: Callable[..., Any], mode: bool = True) -> Any:
         """Call the model's ``train``; a validation begins and ends with it."""
         result = method(mode)
         if self.is_live and mode == self.evaluates:
@@ -310,7 +324,7 @@ class LoopDriver:
             (self.session.after_eval if mode else self.session.before_eval)()
         return result
 
-    def log_figures(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log the techniques' figures beside the script's."""
         return method({**values, **self.session.metrics()} if self.is_live else values, *args, **kwargs)
 
@@ -400,6 +414,11 @@ class LoopDriver:
         self.session.finish()
         self.evaluates = False
         self._hooks.close()
+
+    def cut_short(self) -> None:
+        """Leave the user's own model behind: the run failed."""
+        self._hooks.close()
+        self.session.detach()
 
     def leave_receipt(self, fallback: Path | None, *, gather: bool) -> None:
         """Count again in the trained model what the receipt says, and leave the receipt where files are saved.
