@@ -129,8 +129,12 @@ class SessionCallback(TrainerCallback):
         self._zero: ZeroOptimizer | None = None  # DeepSpeed's, which steps inside the backward
         self._engine_step: Wrapped | None = None
         self._resumed_from: Path | None = None
+        self._wrapped: list[Wrapped] = []
         self._new_session(recipe)
-        self._wire()
+        self._watch_accelerator()
+        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
+        # figures and other callbacks' last events see the finished model.
+        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
 
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
@@ -142,6 +146,7 @@ class SessionCallback(TrainerCallback):
         for callback in self.given.callbacks:
             callback.session = self.session
         self._attach()
+        self._wire()
 
     def join(self, recipe: Recipe) -> None:
         """Add techniques before training.
@@ -173,6 +178,7 @@ class SessionCallback(TrainerCallback):
 
     def _wire(self) -> None:
         trainer = self._trainer
+        self._unwire()
         around: dict[str, Callable[..., Any]] = {
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
@@ -196,32 +202,21 @@ class SessionCallback(TrainerCallback):
             "_load_best_model": self._load_best_model,
             "create_model_card": functools.partial(tell_in_card, self),
         }
-        pairs: list[tuple[str, Callable[..., Any]]] = [
-            (name, functools.partial(self._where_asked, adapter, outer))
-            for adapter in self._adapters
-            for name, outer in adapter.around().items()
-        ]
         # Later wrappers stand outside: the session's own around the adapters', so that an adapter sees a forward in
         # progress.
-        pairs += around.items()
-        self._wrapped = [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in pairs]
+        for methods in (*(adapter.around() for adapter in self._asked), around):
+            self._wrapped += [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in methods.items()]
         if self._older is not None:
             self._wrapped += self._older.watch()
-        self._watch_accelerator()
-        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
-        # figures and other callbacks' last events see the finished model.
-        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    def _unwire(self) -> None:
+        while self._wrapped:
+            self._wrapped.pop().undo()
 
     def _watch_accelerator(self) -> None:
         self._around_accelerator = [self._scale.watch()]
         if self._older is not None:
             self._around_accelerator.append(self._older.watch_accelerator())
-
-    def _where_asked(
-        self, adapter: Adapter, outer: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # Asked at each call: adapters whose technique joins later are wrapped already.
-        return outer(method, *args, **kwargs) if adapter.technique is not None else method(*args, **kwargs)
 
     # --- the whole of training
 
@@ -304,7 +299,8 @@ class SessionCallback(TrainerCallback):
         if left:
             self._new_session(left)
             return True
-        for wrapped in (*self._wrapped, *self._around_accelerator):
+        self._unwire()
+        for wrapped in self._around_accelerator:
             wrapped.undo()
         handler = self._trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self]

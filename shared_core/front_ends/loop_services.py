@@ -6,15 +6,13 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from shared_core.distributed.collectives import is_main
-from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError
+from shared_core.front_ends.looking import looking
 
 if TYPE_CHECKING:
     from shared_core.front_ends.loop_driver import LoopDriver
@@ -40,19 +38,15 @@ class LoopServices(BareServices):
         loop, model = self._loop, self._loop.inner
         if loop.batches is None:
             raise CompatibilityError(loop.name, "calibration must have training batches, got none", loop.gives_batches)
-        random, own, was_training = rng_state(), OwnGenerators(loop.batches), model.training
+        own = OwnGenerators(loop.batches)
         drawn = own.states()
-        model.train()
         try:
-            with torch.no_grad(), loop.autocast():
+            with looking(model), loop.autocast():
                 for batch in itertools.islice(loop.batches, num_batches):
                     batch = loop.to_device(batch)
                     model(**batch) if isinstance(batch, Mapping) else model(batch[0])
         finally:
-            model.train(was_training)
             own.restore(drawn)
-            set_rng_state(random)
-            reshard_(model)
 
     def wrapped_model(self) -> nn.Module | None:
         """Return what the library made of the model."""
