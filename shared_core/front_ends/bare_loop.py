@@ -57,6 +57,10 @@ class BareLoop(LoopDriver):
         """
         return self.on_step(method or self._step)
 
+    def zero_grad(self) -> None:
+        """Drop gradients; those that `complete` has shown, and no step was made with, count as a skipped step."""
+        self.on_zero_grad(self.optimizer.zero_grad)
+
     def unscale(self) -> None:
         """Divide the gradients by the scale of a technique that has a scaler."""
         if self._scaler is not None:

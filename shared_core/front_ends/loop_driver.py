@@ -211,7 +211,8 @@ class LoopDriver:
         """Enter what surrounds a forward; a forward pre-hook."""
         trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
         if trains:
-            self._begin_inside(module, args, kwargs)
+            if not self.session.has_begun:
+                self._begin_inside(module, args, kwargs)
             self._refuse_undrawn()
         surrounding = self.session.forward() if trains else contextlib.nullcontext()
         surrounding.__enter__()
