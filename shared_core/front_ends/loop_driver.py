@@ -352,7 +352,9 @@ class LoopDriver:
         """Surround a file, on every process: a checkpoint, for which the session begins, or the plain model."""
         if not baked:
             self.begin()
-        with self.filing(), self.session.saving(baked=baked):
+        # once finished, one process alone may save
+        surrounding = self.session.saving(baked=baked) if self.is_live else contextlib.nullcontext()
+        with self.filing(), surrounding:
             yield
 
     def state(self) -> dict[str, Any]:

@@ -136,6 +136,14 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
         loop.steps(1)
 
 
+def test_one_process_alone_may_save_the_finished_model(make, monkeypatch, tmp_path):
+    loop = Loop(make, PRUNE).steps()
+    model = loop.accelerator.unwrap_model(loop.model)
+    monkeypatch.delattr(Session, "saving")  # which every process must enter
+    model.save_pretrained(tmp_path / "end")
+    assert Receipt.read(tmp_path / "end")["finished"]
+
+
 def test_factors_are_counted_in_what_is_saved_and_get_a_name_that_from_pretrained_does_not_look_for(make, tmp_path):
     loop = Loop(make, {"low_rank": {"rank": 4, "min_size": 0}}).steps()
     model = loop.accelerator.unwrap_model(loop.model)
