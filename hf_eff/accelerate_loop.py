@@ -29,7 +29,7 @@ from hf_eff._run_environment import accelerator_environment, is_peft
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import loading
+from shared_core.engine.session_state import loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
@@ -159,7 +159,8 @@ class AcceleratedLoop(LoopDriver):
                 "prepare it together with model and optimizer",
             )
         self._scale = GradientScale(self)
-        if (scaler := self.scaler(accelerator.device.type)) is not None:  # before the optimizer is prepared
+        # before the optimizer is prepared
+        if (scaler := self.session.make_scaler(accelerator.device.type)) is not None:
             native = self.accelerator.native_amp or accelerator.mixed_precision == "fp16"
             self.restore_at_end(accelerator, scaler=scaler, native_amp=native)
         self._baked: Any = None
@@ -268,7 +269,7 @@ class AcceleratedLoop(LoopDriver):
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self.complete()
         result = method(parameters, *args, **kwargs)
-        for peer in self.peers:  # each by its own norm
+        for peer in self.session.peers:  # each by its own norm
             method(peer.parameters(), *args, **kwargs)
         return result
 

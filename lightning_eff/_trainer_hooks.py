@@ -24,10 +24,11 @@ from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
-from shared_core.engine.metrics import is_in_bar
+from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fit_to
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to
 from shared_core.errors import CompatibilityError, EffError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -310,7 +311,7 @@ class EffCallback(Callback):
         # SWA's last epoch updates BatchNorm only: no backward, no step.
         if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
             self._steps.before_step()
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a skipped step; log figures when the Trainer logs; now and then look whether steps come as planned."""
@@ -350,7 +351,7 @@ class EffCallback(Callback):
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # In `saving`: state of shards is gathered by all processes, also by those that write nothing.
-        with self._session.saving():
+        with self._session.swapped("checkpoint"):
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
         if self._recount is not None:

@@ -61,16 +61,16 @@ class WatchedSteps:
         # Manual optimisation steps when it likes: only automatic steps are expected once a window.
         window_ended = not self._trainer.fit_loop._should_accumulate()
         automatic = self._trainer.lightning_module.automatic_optimization
-        # A discarded step was told by `after_optimizer_step` already.
+        # A discarded step was told by `after_step` already.
         if automatic and window_ended and self._tried and not (self._applied or self._discarded):
-            self._session.skipped_optimizer_step()
+            self._session.after_step(applied=False)
         return window_ended
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # An epoch of Lightning's SWA steps without gradients, and torch for states that it saves.
         if self._trainer.fit_loop._skip_backward or self._session.is_saving:
             return
-        self._applied = self._session.after_optimizer_step()
+        self._applied = self._session.after_step()
         self._discarded = not self._applied
 
     def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import loading
+from shared_core.engine.session_state import loading
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
@@ -114,7 +114,7 @@ class FabricLoop(LoopDriver):
         environment = _environment(fabric, inner, optimizer)
         self._shards = "fsdp2" in environment
         self._precision.convert_module(inner)  # now: techniques must see the type that is trained
-        self._scaler = self.scaler(fabric.device.type)
+        self._scaler: Any = self.session.make_scaler(fabric.device.type)
         self.attach(environment)
         self._stock_unscale = self._precision.unscale_gradients
         self._drawn: Any = None  # batches of a technique that draws them
@@ -178,11 +178,11 @@ class FabricLoop(LoopDriver):
         # what overflows is no error to a scaler, which skips the step
         usual = {"norm_type": 2.0, "error_if_nonfinite": self._scaler is None}
         asked = {**usual, **dict(zip(names, args, strict=False)), **kwargs}
-        if not self.peers:
+        if not self.session.peers:
             return method(**asked)
         # Each by its own norm: Fabric clips all that the optimizer holds together.
         norms = []
-        for one in (self.inner, *self.peers):
+        for one in (self.inner, *self.session.peers):
             if asked.get("max_norm") is None:
                 nn.utils.clip_grad_value_(one.parameters(), asked["clip_val"])
             else:

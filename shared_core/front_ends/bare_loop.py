@@ -33,7 +33,7 @@ class BareLoop(LoopDriver):
 
     def prepare(self, resumed: Mapping[str, Any] | None, loader: DataLoader[Any] | None) -> None:
         """Begin, or go on from a saved state."""
-        self._scaler = self.scaler(next(self.inner.parameters()).device.type)
+        self._scaler: Any = self.session.make_scaler(next(self.inner.parameters()).device.type)
         self.watch_steps()
         if resumed is not None:
             self.session.prepare_optimizers([self.optimizer])

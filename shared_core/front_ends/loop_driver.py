@@ -16,8 +16,9 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine import rank_states
-from shared_core.engine.session import Session, fits
-from shared_core.engine.technique import Services
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits
+from shared_core.engine.technique import Purpose, Services
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.loop_services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -128,16 +129,6 @@ class LoopDriver:
         """Whether the planned steps were made."""
         return self.session.step + self.session.skipped >= self.plan.total_steps
 
-    @property
-    def peers(self) -> list[nn.Module]:
-        """The models that techniques train beside the script's, by its optimizer."""
-        return [peer for technique in self.session.techniques.values() for peer in technique.peers]
-
-    def scaler(self, device: str) -> Any:
-        """Return the scaler of a technique that has one, else None."""
-        made = [technique.make_scaler(device) for technique in self.session.techniques.values()]
-        return next((one for one in made if one is not None), None)
-
     def attach(self, environment: Iterable[str]) -> None:
         """Put the techniques on the model, and what they add into the optimizer."""
         self.session.attach_with(self.inner, [self.optimizer], environment)
@@ -159,8 +150,7 @@ class LoopDriver:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
         context: Any = self.session.context
         context.total_steps, context.steps_per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
-        for technique in self.session.techniques.values():
-            technique.timeline(context)
+        context.ask_plans()
 
     def watch_forward(self, model: nn.Module) -> None:
         """Have a model's forwards and its changes of mode come here until the end."""
@@ -275,7 +265,7 @@ class LoopDriver:
         if self.micro_batches and self.is_last_micro_batch and not self.is_complete:
             self.is_complete = True
             self.unscale()
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def on_step(self, method: Callable[..., Any], closure: Any = None) -> Any:
         """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
@@ -311,8 +301,8 @@ class LoopDriver:
     def _count(self, applied: bool) -> None:
         self.is_complete, self.micro_batches = False, 0
         if not applied:
-            self.session.skipped_optimizer_step()
-        elif not self.session.after_optimizer_step():
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
             self.hold_schedule()
         if self.is_done:
             self.end_reached()
@@ -353,8 +343,8 @@ class LoopDriver:
         if not baked:
             self.begin()
         # once finished, one process alone may save
-        surrounding = self.session.saving(baked=baked) if self.is_live else contextlib.nullcontext()
-        with self.filing(), surrounding:
+        purpose: Purpose = "export" if baked else "checkpoint"
+        with self.filing(), self.session.swapped(purpose) if self.is_live else contextlib.nullcontext():
             yield
 
     def state(self) -> dict[str, Any]:

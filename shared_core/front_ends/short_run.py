@@ -28,7 +28,7 @@ from shared_core.engine.receipt import figures, headline
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, EffError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
@@ -236,20 +236,12 @@ class MeasuredRun(Technique):
         self.run.saw(task_loss)
         return task_loss
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Count the step."""
         self.run.stepped()
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Count the step."""
-        self.run.stepped()
-
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """A validation is no part of a step."""
-        return self.run.aside()
-
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
-        """Saving is none."""
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
+        """Neither a validation nor saving is part of a step."""
         return self.run.aside()
 
 

@@ -86,10 +86,10 @@ def zeros(weights):
 @pytest.mark.parametrize("clips", [True, False])
 def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(make, monkeypatch, clips):
     seen = []
-    show = Session.before_optimizer_step
+    show = Session.before_step
     monkeypatch.setattr(
         Session,
-        "before_optimizer_step",
+        "before_step",
         lambda self: (seen.append(self.context.model.classifier.weight.grad.norm().item()), show(self)),
     )
     loop = Loop(make, {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 1024.0}}, rate=0.0)
@@ -139,7 +139,7 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
 def test_one_process_alone_may_save_the_finished_model(make, monkeypatch, tmp_path):
     loop = Loop(make, PRUNE).steps()
     model = loop.accelerator.unwrap_model(loop.model)
-    monkeypatch.delattr(Session, "saving")  # which every process must enter
+    monkeypatch.delattr(Session, "swapped")  # which every process must enter
     model.save_pretrained(tmp_path / "end")
     assert Receipt.read(tmp_path / "end")["finished"]
 

@@ -162,7 +162,7 @@ def test_a_step_that_is_made_already_is_not_discarded(monkeypatch, tmp_path):
     def discard(self, context):
         context.discard_step = True
 
-    monkeypatch.setattr(Fp8, "before_optimizer_step", discard)
+    monkeypatch.setattr(Fp8, "before_step", discard)
     with pytest.raises(TrainingError, match="must be discarded, but SGD of Layerwise made it inside backward"):
         run_bare(recipe_of("fp8"))
 
@@ -243,8 +243,8 @@ def loop_replaced(run, folder, monkeypatch):
 @pytest.mark.parametrize("front_end", RUNS)
 def test_another_optimizer_in_the_place_of_the_first_is_refused_at_its_first_step(front_end, monkeypatch, tmp_path):
     applied = []
-    after = Session.after_optimizer_step
-    monkeypatch.setattr(Session, "after_optimizer_step", lambda self: applied.append(after(self)) or applied[-1])
+    after = Session.after_step
+    monkeypatch.setattr(Session, "after_step", lambda self: applied.append(after(self)) or applied[-1])
     runs = {"hf": hf_replaced, "lightning": lightning_replaced, "bare": lambda folder: bare_replaced()}
     with pytest.raises(TrainingError, match="got one that none of them made, but another Adam"):
         if front_end in runs:

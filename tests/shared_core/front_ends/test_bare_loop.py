@@ -29,9 +29,9 @@ def gradients(loop, factor=1.0):
 def test_gradients_are_shown_before_they_are_clipped_and_once_a_step(monkeypatch):
     with begun(PRUNE) as loop:
         seen = []
-        show = loop.session.before_optimizer_step
+        show = loop.session.before_step
         monkeypatch.setattr(
-            loop.session, "before_optimizer_step", lambda: (seen.append(loop.inner[2].weight.grad.norm()), show())
+            loop.session, "before_step", lambda: (seen.append(loop.inner[2].weight.grad.norm()), show())
         )
         gradients(loop, 100.0)
         loop.complete()

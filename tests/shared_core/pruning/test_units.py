@@ -47,9 +47,9 @@ def run(recipe, stop=None, state=None):
             state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         session.loss(model(x, step % 2).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     report = session.receipt().values["techniques"]["prune"]
     session.finish()
@@ -248,7 +248,7 @@ def test_group_lasso_groups_as_the_granularity_does(options, groups):
     session.begin([optimizer], total_steps=4)
     with session.forward():
         session.loss(net(x).square().mean()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
 
