@@ -1,4 +1,4 @@
-"""The front door: sessions and recipes of `shared_core`, `hf` (that is `hf_eff`), `lightning` (`lightning_eff`)."""
+"""The front door: loops, sessions, recipes of `shared_core`, `hf` (that is `hf_eff`), `lightning` (`lightning_eff`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.metadata
 from typing import Any
 
 __version__ = importlib.metadata.version("efftrain")
-_CORE = ("EffError", "Recipe", "Session", "register")
+_CORE = ("EffError", "Recipe", "Session", "register", "training")
 _FRONT_ENDS = ("hf", "lightning")
 __all__ = ["__version__", *_CORE, *_FRONT_ENDS]
 

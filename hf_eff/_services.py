@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
@@ -15,10 +14,10 @@ from transformers import Trainer
 
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
-from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import SavedCheckpoint
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.front_ends.looking import looking
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
 
@@ -97,8 +96,7 @@ class TrainerServices:
     def calibrate(self, num_batches: int) -> None:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""
         trainer, model = self._trainer, self._model()
-        accelerator, was_training = trainer.accelerator, model.training
-        state = trainer.state
+        accelerator, state = trainer.accelerator, trainer.state
         if state.global_step < state.max_steps and is_used_up(trainer.train_dataset):
             self.note(
                 f"calibration takes up to {num_batches} batches from a data set that holds an iterator: if that starts "
@@ -106,16 +104,11 @@ class TrainerServices:
             )
         loaders = list(accelerator._dataloaders)
         references = list(accelerator.gradient_state.dataloader_references)
-        random = rng_state()
-        model.train()
         try:
-            with torch.no_grad():
+            with looking(model):
                 for batch in _first(trainer.get_train_dataloader(), num_batches):
                     self._run(model, trainer._prepare_inputs(batch))
         finally:
-            set_rng_state(random)
-            model.train(was_training)
-            reshard_(model)
             # a loader left before its end stays registered, and accelerate would take it for the training one
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references

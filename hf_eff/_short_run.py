@@ -81,7 +81,7 @@ def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
     def step(method: Callable[..., Any], *args: Any) -> Any:
         result = method(*args)
         session = loop.session
-        if session.step + session.skipped >= loop.total_steps:
+        if session.step + session.skipped >= loop.plan.total_steps:
             loop.finish()
             run.conclude(session, dict, save)
         return result
@@ -91,6 +91,6 @@ def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
 
         save_model(loop.inner, str(place))
 
-    Wrapped(loop, "step", step)
+    Wrapped(loop, "on_step", step)
     if hasattr(loop.inner, "save_pretrained"):
         Wrapped(loop.inner, "save_pretrained", lambda *args, **kwargs: None)

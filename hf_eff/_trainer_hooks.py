@@ -26,6 +26,7 @@ from hf_eff._checkpoints import (
 )
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
+from hf_eff._given_callbacks import GivenCallbacks
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._model_card import leave_section, tell_in_card
@@ -52,49 +53,6 @@ from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError, TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
-
-
-class GivenCallbacks:
-    """Watches that what was given stays while the trainer trains.
-
-    Args:
-        trainer: The trainer.
-        driver: The callback that drives the session.
-    """
-
-    def __init__(self, trainer: Trainer, driver: TrainerCallback) -> None:
-        self._trainer, self._driver = trainer, driver
-        self.callbacks: list[Any] = []
-
-    def gone(self) -> list[Any]:
-        """Return the callbacks that the user removed, the driver among them."""
-        # By identity: callbacks of users may define __eq__.
-        there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
-        return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
-
-    def check(self, step: int) -> None:
-        """Refuse that one is taken away in mid-training.
-
-        Raises:
-            TrainingError: If one was.
-        """
-        if gone := self.gone():
-            raise TrainingError(
-                "hf",
-                f"{type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}",
-                "remove it before training or after it",
-            )
-
-    def left_of(self, recipe: Recipe) -> Recipe:
-        """Return the techniques of a session without those of callbacks that were removed, which forget it."""
-        gone = self.gone()
-        out = {key for callback in gone if callback is not self._driver for key in callback.recipe}
-        # The driver itself removed: nothing drives the session, so nothing is left of it.
-        left = {key: config for key, config in recipe.items() if key not in out and self._driver not in gone}
-        for callback in gone if left else self.callbacks:
-            callback.session = None
-        self.callbacks = [callback for callback in self.callbacks if callback not in gone]
-        return Recipe(left, allow_partial=recipe.allow_partial)
 
 
 class SessionCallback(TrainerCallback):
@@ -130,8 +88,12 @@ class SessionCallback(TrainerCallback):
         self._zero: ZeroOptimizer | None = None  # DeepSpeed's, which steps inside the backward
         self._engine_step: Wrapped | None = None
         self._resumed_from: Path | None = None
+        self._wrapped: list[Wrapped] = []
         self._new_session(recipe)
-        self._wire()
+        self._watch_accelerator()
+        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
+        # figures and other callbacks' last events see the finished model.
+        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
 
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
@@ -143,6 +105,7 @@ class SessionCallback(TrainerCallback):
         for callback in self.given.callbacks:
             callback.session = self.session
         self._attach()
+        self._wire()
 
     def join(self, recipe: Recipe) -> None:
         """Add techniques before training.
@@ -174,6 +137,7 @@ class SessionCallback(TrainerCallback):
 
     def _wire(self) -> None:
         trainer = self._trainer
+        self._unwire()
         around: dict[str, Callable[..., Any]] = {
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
@@ -197,32 +161,21 @@ class SessionCallback(TrainerCallback):
             "_load_best_model": self._load_best_model,
             "create_model_card": functools.partial(tell_in_card, self),
         }
-        pairs: list[tuple[str, Callable[..., Any]]] = [
-            (name, functools.partial(self._where_asked, adapter, outer))
-            for adapter in self._adapters
-            for name, outer in adapter.around().items()
-        ]
         # Later wrappers stand outside: the session's own around the adapters', so that an adapter sees a forward in
         # progress.
-        pairs += around.items()
-        self._wrapped = [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in pairs]
+        for methods in (*(adapter.around() for adapter in self._asked), around):
+            self._wrapped += [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in methods.items()]
         if self._older is not None:
             self._wrapped += self._older.watch()
-        self._watch_accelerator()
-        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
-        # figures and other callbacks' last events see the finished model.
-        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    def _unwire(self) -> None:
+        while self._wrapped:
+            self._wrapped.pop().undo()
 
     def _watch_accelerator(self) -> None:
         self._around_accelerator = [self._scale.watch()]
         if self._older is not None:
             self._around_accelerator.append(self._older.watch_accelerator())
-
-    def _where_asked(
-        self, adapter: Adapter, outer: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        # Asked at each call: adapters whose technique joins later are wrapped already.
-        return outer(method, *args, **kwargs) if adapter.technique is not None else method(*args, **kwargs)
 
     # --- the whole of training
 
@@ -305,7 +258,8 @@ class SessionCallback(TrainerCallback):
         if left:
             self._new_session(left)
             return True
-        for wrapped in (*self._wrapped, *self._around_accelerator):
+        self._unwire()
+        for wrapped in self._around_accelerator:
             wrapped.undo()
         handler = self._trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self]

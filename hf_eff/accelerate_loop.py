@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import itertools
 import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,19 +25,16 @@ from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._model_card import leave_section
-from hf_eff._run_environment import accelerator_environment, inner_optimizer, is_peft
+from hf_eff._run_environment import accelerator_environment, is_peft
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.distributed.sharded_tensors import reshard_
-from shared_core.engine import rank_states
-from shared_core.engine.own_generators import OwnGenerators
+from shared_core.distributed.collectives import is_main
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
-from shared_core.engine.session_state import fits, loading
-from shared_core.engine.state_file import load_state, rng_state, save_state, set_rng_state
-from shared_core.engine.technique import BareServices
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
+from shared_core.engine.session_state import loading
+from shared_core.engine.state_file import load_state, save_state
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
-from shared_core.front_ends.script_loop import ScriptLoop
+from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
+from shared_core.front_ends.loop_services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
 
@@ -83,15 +78,7 @@ def prepare(
     if earlier is not None:
         earlier.release()
     loop = AcceleratedLoop(accelerator, objects, wanted, total_steps)
-    try:
-        loop.check_positions()
-        with loop.session.sharding():
-            prepared = accelerator.prepare(*objects, **options)
-        prepared = loop.with_batches(prepared)
-        loop.watch(prepared)
-    except BaseException:
-        loop.session.detach()
-        raise
+    prepared = loop.set_up(lambda: accelerator.prepare(*objects, **options))
     _LOOPS[accelerator] = loop
     return prepared
 
@@ -117,70 +104,21 @@ def planned_steps(accelerator: Accelerator, objects: tuple[Any, ...]) -> int | N
     return None
 
 
-class LoopServices(BareServices):
-    """Services of a loop of accelerate for a technique.
-
-    Args:
-        loop: The loop.
-    """
-
-    def __init__(self, loop: AcceleratedLoop) -> None:
-        self._loop = loop
+class AcceleratedServices(LoopServices):
+    """Services of a loop of Accelerate for a technique."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
         return load_teacher(name, student, trust_remote_code=trust_remote_code)
 
-    def calibrate(self, num_batches: int) -> None:
-        """Run batches of the first loader without gradients; random numbers and its order stay as they were."""
-        loader, model = self._loop.loader, self._loop.inner
-        if loader is None:
-            super().calibrate(num_batches)
-        random, own, was_training = rng_state(), OwnGenerators(loader), model.training
-        drawn = own.states()
-        model.train()
-        try:
-            with torch.no_grad(), self._loop.accelerator.autocast():
-                for batch in itertools.islice(cast(Any, loader), num_batches):
-                    batch = send_to_device(batch, self._loop.accelerator.device)
-                    model(**batch) if isinstance(batch, Mapping) else model(batch[0])
-        finally:
-            model.train(was_training)
-            own.restore(drawn)
-            set_rng_state(random)
-            reshard_(model)
-
-    def wrapped_model(self) -> nn.Module | None:
-        """Return what accelerate prepared."""
-        model: nn.Module | None = self._loop.model
-        return model
-
-    def _needs_trainer(self, what: str) -> CompatibilityError:
-        return CompatibilityError("accelerate", f"{what} needs a trainer", "use hf_eff with transformers' Trainer")
-
     def say(self, text: str) -> None:
         """Show a line above the progress bar, on the main process."""
-        if self._loop.accelerator.is_main_process:
+        if is_main():
             tqdm.write(printable(text))
 
 
-class SessionOptimizer(AcceleratedOptimizer):
-    """accelerate's optimizer, whose steps a loop looks at: its class is put in place of accelerate's."""
-
-    eff_loop: AcceleratedLoop
-
-    def step(self, closure: Any = None) -> None:
-        """Step, with the techniques' hooks before and after it."""
-        self.eff_loop.step(functools.partial(AcceleratedOptimizer.step, self), closure)
-
-    def zero_grad(self, set_to_none: Any = None) -> None:
-        """Drop gradients; those of a step that was prepared and not made count as skipped."""
-        self.eff_loop.drop_gradients()
-        AcceleratedOptimizer.zero_grad(self, set_to_none)
-
-
-class AcceleratedLoop(ScriptLoop):
-    """Drives one session through one script's loop.
+class AcceleratedLoop(LoopDriver):
+    """A loop of Accelerate.
 
     Args:
         accelerator: The script's; its methods are replaced on the instance.
@@ -189,60 +127,113 @@ class AcceleratedLoop(ScriptLoop):
         total_steps: Optimizer steps of the run, None if a scheduler tells them.
     """
 
+    name = "accelerate"
+    owner = "accelerator"
+    accumulates = "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)"
+    gives_batches = "prepare the training DataLoader together with model and optimizer"
+    trainer = "use hf_eff with transformers' Trainer"
+    ends_by = " without accelerator.end_training(), unwrap_model or save_model behind the last one"
+
     def __init__(
         self, accelerator: Accelerator, objects: tuple[Any, ...], recipe: Recipe, total_steps: int | None
     ) -> None:
         self.accelerator: Any = accelerator
-        self.optimizer: Any = None
-        self.model: Any = None
-        found, torch_optimizer = _trained(objects)
+        found, optimizer = _trained(objects)
         _check_kind(accelerator)
-        total_steps = planned_steps(accelerator, objects) if total_steps is None else total_steps
-        if total_steps is None or total_steps < 1:
-            raise ConfigError(
-                "accelerate",
-                "total_steps must be the number of optimizer steps of the run, got "
-                + (
-                    "none, and no scheduler among the prepared objects tells it"
-                    if total_steps is None
-                    else str(total_steps)
-                ),
-                "pass total_steps= to hf_eff.prepare, --eff_total_steps to eff run, or prepare the scheduler of "
-                "get_scheduler(num_training_steps=...) in the same call",
-            )
         loaders = [one for one in objects if isinstance(one, DataLoader)]
-        self.loader: Any = loaders[0] if loaders else None
+        steps = _checked_steps(planned_steps(accelerator, objects) if total_steps is None else total_steps)
+        plan = LoopPlan(total_steps=steps, steps_per_epoch=_steps_per_epoch(accelerator, loaders))
         inner = accelerator.unwrap_model(found, keep_torch_compile=False)
-        super().__init__(inner, total_steps, _steps_per_epoch(accelerator, loaders))
-        self.session = Session(recipe, front_end="accelerate", services=LoopServices(self))
-        environment = {"own_loop", *accelerator_environment(accelerator, self.inner, type(torch_optimizer))}
+        super().__init__(recipe, inner, optimizer, plan, AcceleratedServices(self))
+        self.batches: Any = loaders[0] if loaders else None
+        self.autocast = accelerator.autocast
+        self.to_device = functools.partial(send_to_device, device=accelerator.device)
+        self.start = Path(self.accelerator.project_dir or self.start)
+        environment = accelerator_environment(accelerator, inner, type(optimizer))
         _check_places(accelerator, environment)
-        self.session.attach_with(self.inner, [torch_optimizer], environment)
-        if self.session.draws_batches and self.loader is None:
+        self.attach({"own_loop", *environment})
+        if self.session.draws_batches and self.batches is None:
             raise ConfigError(
                 "accelerate",
                 "prepare must get the training DataLoader too with a technique that draws batches, got none",
                 "prepare it together with model and optimizer",
             )
         self._scale = GradientScale(self)
-        self._own_scaler = accelerator.scaler, accelerator.native_amp
-        self._place_scaler()
-        self._is_discarded = self._is_checkpointing = False  # of the last step; of files
-        self._loaded: Mapping[str, Any] = {}
+        # before the optimizer is prepared
+        if (scaler := self.session.make_scaler(accelerator.device.type)) is not None:
+            native = self.accelerator.native_amp or accelerator.mixed_precision == "fp16"
+            self.restore_at_end(accelerator, scaler=scaler, native_amp=native)
         self._baked: Any = None
-        self._folder: Path | None = None
 
-    def _place_scaler(self) -> None:
-        """Give accelerate the scaler of a technique that has one, before it prepares the optimizer."""
-        if (scaler := self.session.make_scaler(self.accelerator.device.type)) is not None:
-            self.accelerator.scaler = scaler
-            self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step, which the script may change."""
+        return int(self.accelerator.gradient_accumulation_steps)
 
-    def with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what accelerate prepared, the first loader with batches of a technique that draws them.
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """True if Accelerate steps now."""
+        return bool(self.accelerator.sync_gradients)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, if there is one; the last step's outcome is forgotten."""
+        self.stepper._is_overflow = False  # Accelerate sets it where it has a scaler alone
+        self._scale.unscale()
+        self._scale.before_step()
+
+    def applied(self) -> bool:
+        """Return whether Accelerate's scaler let the step through."""
+        is_hidden = self._scale.hid_a_skip()
+        return not (is_hidden or self.stepper.step_was_skipped)
+
+    def hold_schedule(self) -> None:
+        """Have Accelerate's scheduler take the step for one that overflowed."""
+        self.stepper._is_overflow = True
+
+    def end_reached(self) -> None:
+        """Join buffers here, as one process alone may ask for the finished model."""
+        self.session.join_buffers()
+
+    # --- what is hooked
+
+    def watch(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Put hooks on what Accelerate prepared, and on the accelerator."""
+        prepared, accelerator = self._with_batches(prepared), self.accelerator
+        self.wrapped = next(one for one in prepared if isinstance(one, nn.Module) and self._is_ours(one))
+        self.stepper: Any = next(one for one in prepared if isinstance(one, AcceleratedOptimizer))
+        self.stepper.eff_loop = self
+        self.watch_forward(self.wrapped)
+        self.wrap(
+            accelerator,
+            backward=self._backward,
+            clip_grad_norm_=self._clip,
+            clip_grad_value_=self._clip,
+            skip_first_batches=self._skip_batches,
+            save_state=self._save_state,
+            load_state=self._load_state,
+            log=self.on_log,
+        )
+        self.until_end(self._scale.watch().undo)
+        self.until_end(accelerator.register_save_state_pre_hook(self._save_own).remove)
+        self.until_end(accelerator.register_load_state_pre_hook(self._read_own).remove)
+        around: dict[str, Callable[..., Any]] = {
+            "unwrap_model": self._unwrap_model,
+            "get_state_dict": self._get_state_dict,
+            "save_model": self._save_model,
+            "end_training": self._end_training,
+        }
+        self._after_training = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
+        Wrapped(self.stepper, "step", lambda *given: self.on_step(*given))  # looked up: `eff try` wraps it
+        Wrapped(self.stepper, "zero_grad", self.on_zero_grad)
+        if hasattr(self.inner, "save_pretrained"):
+            Wrapped(self.inner, "save_pretrained", self._save_pretrained, keep_signature=True)
+        return prepared
+
+    def _with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what Accelerate prepared, the first loader with batches of a technique that draws them.
 
         Raises:
-            CompatibilityError: If accelerate would hand out one process's batches to all.
+            CompatibilityError: If Accelerate would hand out one process's batches to all.
         """
         if not self.session.draws_batches:
             return prepared
@@ -257,249 +248,85 @@ class AcceleratedLoop(ScriptLoop):
                 "leave dispatch_batches and use_stateful_dataloader out",
             )
         together = accelerator.num_processes if accelerator.split_batches else 1
-        size = self.loader.batch_size
-        size, accumulate = size and size // together, accelerator.gradient_accumulation_steps
-        made = self.session.draw(stock, accumulate, size, device=stock.device)
-        accelerator._dataloaders[accelerator._dataloaders.index(stock)] = self.loader = made
+        size = self.batches.batch_size
+        made = self.session.draw(stock, self.accumulate, size and size // together, device=stock.device)
+        accelerator._dataloaders[accelerator._dataloaders.index(stock)] = self.batches = made
         return (*prepared[:place], made, *prepared[place + 1 :])
 
-    def watch(self, prepared: tuple[Any, ...]) -> None:
-        """Put the hooks on what accelerate prepared, and on the accelerator."""
-        accelerator = self.accelerator
-        self.model = next(one for one in prepared if isinstance(one, nn.Module) and self._unwrapped(one) is self.inner)
-        self.optimizer = next(one for one in prepared if isinstance(one, AcceleratedOptimizer))
-        self.optimizer.__class__ = SessionOptimizer
-        self.optimizer.eff_loop = self
-        in_training: dict[str, Callable[..., Any]] = {
-            "backward": self._backward,
-            "clip_grad_norm_": self._clip,
-            "clip_grad_value_": self._clip,
-            "skip_first_batches": self._skip_batches,
-            "save_state": self._save_state,
-            "load_state": self._load_state,
-            "log": self.log_figures,
-        }
-        around: dict[str, Callable[..., Any]] = {
-            "unwrap_model": self._unwrap_model,
-            "get_state_dict": self._get_state_dict,
-            "save_model": self._save_model,
-            "end_training": self._end_training,
-        }
-        self._wrapped = [Wrapped(accelerator, name, outer) for name, outer in around.items()]
-        self._wrapped_in_training = [Wrapped(accelerator, name, outer) for name, outer in in_training.items()]
-        self._wrapped_in_training += [self._scale.watch(), Wrapped(self.model, "train", self.set_mode)]
-        self._in_training: list[Any] = [
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            self.model.register_forward_hook(self.leave, always_call=True),
-            accelerator.register_save_state_pre_hook(self._save_own),
-            accelerator.register_load_state_pre_hook(self._read_own),
-        ]
-        if hasattr(self.inner, "save_pretrained"):
-            Wrapped(self.inner, "save_pretrained", self._save_pretrained, keep_signature=True)
-        atexit.register(self._at_exit)
-
-    def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return cast(nn.Module, Accelerator.unwrap_model(self.accelerator, model, keep_torch_compile=False))
-
     def _is_ours(self, model: Any) -> bool:
-        return isinstance(model, nn.Module) and self._unwrapped(model) is self.inner
-
-    # --- a step
-
-    def _begin(self) -> None:
-        """Begin at the first micro-batch: whatever the script loads is loaded by then."""
-        if self.session.has_begun:
-            return
-        self.session.begin(
-            [inner_optimizer(self.optimizer)], total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch
-        )
-        self.restore_window()
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
-        if trains and not self.session.has_begun:
-            known = {*module._forward_pre_hooks}
-            self._begin()
-            # torch has listed this call's hooks already: those that techniques begin with would miss the first batch
-            for number, hook in [*module._forward_pre_hooks.items()]:
-                if number not in known:
-                    named = (kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()
-                    hook(module, args, *named)
-        planned = self.accelerator.gradient_accumulation_steps
-        if trains and self.session.draws_batches and self.micro_batches >= planned:
-            raise TrainingError(
-                "accelerate",
-                f"a step must be of one drawn batch in {planned} parts, got a forward behind {self.micro_batches}",
-                "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)",
-            )
-        self.surround(trains)
+        stock: Any = Accelerator.unwrap_model
+        return isinstance(model, nn.Module) and stock(self.accelerator, model, keep_torch_compile=False) is self.inner
 
     def _backward(self, method: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
-        session = self.session
-        if not self.model.training:
+        if not self.wrapped.training:
             raise TrainingError(
                 "accelerate",
                 f"{type(self.inner).__name__} must be in training mode in backward, got eval",
                 "call model.train() before each epoch",
             )
-        self._begin()
-        if self.is_complete:
-            raise TrainingError(
-                "accelerate",
-                "gradients must be clipped once a step, after its last backward, got a backward behind the clipping",
-                "accumulate with accelerator.accumulate(model), or clip where the optimizer steps",
-            )
-        self.micro_batches += 1
-        self._check_accumulation()
-        # The forward ran under autocast, and other models of a loss belong there too.
-        with self.accelerator.autocast():
-            loss = session.loss(loss)
-        return method(loss, **kwargs)
-
-    def _check_accumulation(self) -> None:
-        planned = self.accelerator.gradient_accumulation_steps
-        weighs = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
-        if weighs and self.micro_batches > planned:
-            raise TrainingError(
-                "accelerate",
-                f"a step must have at most {planned} backward with {', '.join(weighs)}, got {self.micro_batches}: "
-                "what is added to the loss would not be divided by their number as the script divides its own",
-                "accumulate with Accelerator(gradient_accumulation_steps=N) and accelerator.accumulate(model)",
-            )
-
-    def _complete(self) -> None:
-        """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
-        if self.is_live and self.accelerator.sync_gradients and not self.is_complete:
-            self.is_complete = True
-            self._scale.unscale()
-            self.session.before_step()
+        return self.on_backward(method, loss, **kwargs)
 
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        self._complete()
+        self.complete()
         result = method(parameters, *args, **kwargs)
-        for peer in self.peers:  # each by its own norm
+        for peer in self.session.peers:  # each by its own norm
             method(peer.parameters(), *args, **kwargs)
         return result
 
-    def step(self, method: Callable[..., Any], closure: Any) -> None:
-        """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
-        if self._is_checkpointing or not self.accelerator.sync_gradients:
-            method(closure)
-            return
-        if self.session.is_finished:
-            raise TrainingError(
-                "accelerate",
-                f"training must end with its {self.total_steps} steps, got a step after the model was finished",
-                "pass the true total_steps, and call unwrap_model, save_model and end_training behind the last step",
-            )
-        if closure is not None or not self.micro_batches:
-            raise TrainingError(
-                "accelerate",
-                "optimizer.step must follow accelerator.backward(loss), got "
-                + ("a closure" if closure is not None else "a step without one"),
-                "call accelerator.backward in place of loss.backward",
-            )
-        self._complete()
-        if self._is_discarded:
-            self.optimizer._is_overflow = self._is_discarded = False  # accelerate sets it where it has a scaler alone
-        self._scale.before_step()
-        method()
-        self.is_complete, self.micro_batches = False, 0
-        is_hidden = self._scale.hid_a_skip()
-        if is_hidden or self.optimizer.step_was_skipped:
-            self.session.after_step(applied=False)
-        elif not self.session.after_step():
-            self.optimizer._is_overflow = self._is_discarded = True  # the scheduler must not move
-        if self._is_done:
-            self.session.join_buffers()  # here, as one process alone may ask for the finished model
-
-    def drop_gradients(self) -> None:
-        """The script drops gradients: a step that was prepared for and not made is a skipped one."""
-        if self.accelerator.sync_gradients and not self._is_checkpointing:
-            if self.is_complete and self.is_live:
-                self._scale.hid_a_skip()
-                self.session.after_step(applied=False)
-            self.is_complete, self.micro_batches = False, 0
-
-    # --- the state beside accelerate's own
-
     def _skip_batches(self, method: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """Have drawn batches begin with those of the epoch that a resumed script skips."""
-        if self.session.draws_batches and dataloader is self.loader:
+        if self.session.draws_batches and dataloader is self.batches:
             dataloader.batch_sampler.replayed = num_batches
         return method(dataloader, num_batches)
 
+    # --- checkpoints
+
     def _save_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.session.is_attached:
-            return method(*args, **kwargs)
-        self._begin()
-        with self._checkpointing(), self.training_weights(), self.session.swapped("checkpoint"):
+        with self.saving(), self._without_scaler():
             return method(*args, **kwargs)
 
+    def _load_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.filing(), loading(self.session), self._without_scaler():
+            result = method(*args, **kwargs)
+        self.loaded()
+        return result
+
     @contextlib.contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """Surround accelerate's own files; with shards torch makes the optimizer's state by a step that is none."""
-        self._is_checkpointing = True
-        scaler, self.optimizer.scaler = self.optimizer.scaler, None  # which fails before the first loss
+    def _without_scaler(self) -> Iterator[None]:
+        """Surround files: with shards torch makes the optimizer's state by a step, at which a scaler fails."""
+        scaler, self.stepper.scaler = self.stepper.scaler, None
         try:
             yield
         finally:
-            self._is_checkpointing, self.optimizer.scaler = False, scaler
+            self.stepper.scaler = scaler
 
     def _save_own(self, models: Any, weights: Any, folder: str) -> None:
-        if not self.is_live:
-            return
-        state = rank_states.gathered(self.session, self.model, window=self.open_window())
-        if self.accelerator.is_main_process:
+        state = self.state()
+        if is_main():
             save_state(folder, state)
-        self._folder = self._folder or Path(folder).parent
+        self.folder = self.folder or Path(folder).parent
 
     def _read_own(self, models: Any, folder: str) -> None:
-        self._loaded = {}
-        if not self.session.is_attached:
-            return
-        self._loaded = load_state(Path(folder))
-        if not fits(self.session, self._loaded):
-            raise CheckpointError(
-                "accelerate",
-                f"{folder} must hold layers as the recipe makes them, got others, and the optimizer exists already",
-                "start from the weights and the recipe that it was saved with",
-            )
-        if not self.session.has_begun:
-            self.session.prepare_optimizers([inner_optimizer(self.optimizer)])
-
-    def _load_state(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._checkpointing(), self.training_weights(), loading(self.session):
-            result = method(*args, **kwargs)
-        if self._loaded:
-            own = rank_states.load(self.session, self._loaded)
-            self.window = own.get("window", {})
-            if self.session.has_begun:
-                self.session.begin_again()
-                self.restore_window()
-        return result
+        self.loaded_state = None
+        self.read(load_state(Path(folder)), folder)
 
     # --- the model as the user gets it
 
     def _finish_if_done(self) -> None:
         """Finish where the planned steps were made: what is saved now is the end of training."""
-        if self.session.is_attached and self._is_done:
+        if self.is_done and not self.is_filing:
             self.finish()
 
-    @property
-    def _is_done(self) -> bool:
-        return self.session.step + self.session.skipped >= self.total_steps
-
     def _unwrap_model(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_checkpointing and self._is_ours(model):
+        if self._is_ours(model):
             self._finish_if_done()
         return method(model, *args, **kwargs)
 
     def _get_state_dict(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_checkpointing or not self._is_ours(model):
+        if self.is_filing or not self._is_ours(model):
             return method(model, *args, **kwargs)
         self._finish_if_done()
-        with self._saving_baked():
+        with self.saving(baked=True):
             state = method(model, *args, **kwargs)
             if state and self.is_live:
                 prefix = "" if next(iter(self.inner.state_dict())) in state else "module."
@@ -507,11 +334,6 @@ class AcceleratedLoop(ScriptLoop):
                 state = {f"{prefix}{name}": value for name, value in baked.items()}
         self._baked = state
         return state
-
-    @contextlib.contextmanager
-    def _saving_baked(self) -> Iterator[None]:
-        with self.training_weights(), self.session.swapped("export") if self.is_live else contextlib.nullcontext():
-            yield
 
     def _save_model(
         self, method: Callable[..., Any], model: Any, save_directory: Any, *args: Any, **kwargs: Any
@@ -523,7 +345,7 @@ class AcceleratedLoop(ScriptLoop):
 
     def _save_pretrained(self, method: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._finish_if_done()
-        with self._saving_baked():
+        with self.saving(baked=True):
             if self.is_live and not is_peft(self.inner):
                 given = kwargs.get("state_dict")
                 if given is None or given is not self._baked:
@@ -534,68 +356,39 @@ class AcceleratedLoop(ScriptLoop):
         return result
 
     def _saved(self, folder: Any) -> None:
-        self._folder = Path(folder)
-        if not self.accelerator.is_main_process or not self.session.has_begun:
+        self.folder = Path(folder)
+        if not is_main() or not self.session.has_begun:
             return
-        with factors_renamed(self._folder, self.inner):
-            write_deployment(self._folder, self.session.deployment())
+        with factors_renamed(self.folder, self.inner):
+            write_deployment(self.folder, self.session.deployment())
             if self.session.is_finished:
                 if not is_peft(self.inner):
-                    self.session.verify(weights_of(self._folder, self.inner), str(folder))
-                self.session.receipt().write(self._folder)
-                leave_section(self._folder, self.session.receipt())
-
-    # --- the end
-
-    def finish(self) -> None:
-        """Finish the model: it is the user's plain one from now on."""
-        if self.session.is_finished:
-            return
-        if self._loaded:
-            self._begin()  # a run that was resumed behind its last step
-        self.session.finish()
-        self.evaluates = False
-        for wrapped in self._wrapped_in_training:
-            wrapped.undo()
-        for handle in self._in_training:
-            handle.remove()
-        self.accelerator.scaler, self.accelerator.native_amp = self._own_scaler
+                    self.session.verify(weights_of(self.folder, self.inner), str(folder))
+                self.session.receipt().write(self.folder)
+                leave_section(self.folder, self.session.receipt())
 
     def release(self) -> None:
-        """Finish the model, leave the receipt, and give the accelerator its own methods back."""
+        """Finish the model, leave the receipt, and restore the accelerator's own methods."""
         self.finish()
-        for wrapped in self._wrapped:
+        for wrapped in self._after_training:
             wrapped.undo()
-        atexit.unregister(self._at_exit)
-        self._leave_receipt(gather=True)
+        self.leave_receipt(self.start, gather=True)
 
     def _end_training(self, method: Callable[..., Any]) -> Any:
         self.release()
         return method()
 
-    def _leave_receipt(self, *, gather: bool) -> None:
-        try:
-            if self.session.is_finished:
-                # Every process: sharded weights are gathered.
-                self.session.verify(None, "the trained model", gather=gather)
-        finally:
-            if self.accelerator.is_main_process:
-                receipt = self.session.receipt()
-                receipt.write(self._folder or self.accelerator.project_dir or Path.cwd())
-                self.session._services.say(receipt.told())
 
-    def _at_exit(self) -> None:
-        if not self.session.has_begun:
-            self.session.finish()  # says that training never began
-            return
-        if not self.session.is_finished:
-            self.session.note(
-                f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.total_steps} steps "
-                "without accelerator.end_training(), unwrap_model or save_model behind the last one; a state_dict that "
-                "it saved itself holds the weights of training"
-            )
-        with contextlib.suppress(EffError):  # told, and in the receipt
-            self._leave_receipt(gather=False)
+def _checked_steps(total_steps: int | None) -> int:
+    if total_steps is not None and total_steps >= 1:
+        return total_steps
+    got = "none, and no scheduler among the prepared objects tells it" if total_steps is None else str(total_steps)
+    raise ConfigError(
+        "accelerate",
+        f"total_steps must be the number of optimizer steps of the run, got {got}",
+        "pass total_steps= to hf_eff.prepare, --eff_total_steps to eff run, or prepare the scheduler of "
+        "get_scheduler(num_training_steps=...) in the same call",
+    )
 
 
 def _trained(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._attach import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import registration
 from shared_core.errors import TrainingError
 from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.typed_options import typed_options
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
@@ -79,24 +79,6 @@ class EffCallback(TrainerCallback):
     on_epoch_begin = on_step_begin = on_step_end = on_train_end = on_train_begin
 
 
-class TechniqueCallback(EffCallback):
-    """One technique, with its options as keyword arguments: those of the config that a derived class names."""
-
-    key: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Name the config in the docstring."""
-        super().__init_subclass__(**kwargs)
-        if cls.__doc__ and "key" in vars(cls):
-            cls.__doc__ += f"\n    Args:\n        options: Those of `{registration(cls.key).config_name}`.\n    "
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__({self.key: options})
-
-    def __repr__(self) -> str:
-        return self.recipe[self.key].call_text(type(self).__name__)
-
-
 def _trainer_under_construction(callback: EffCallback) -> Trainer:
     # The event has no trainer in its arguments, but it runs inside Trainer.__init__: its frame holds it.
     frame = sys._getframe(1)
@@ -110,171 +92,99 @@ def _trainer_under_construction(callback: EffCallback) -> Trainer:
     )
 
 
-class ActivationCheckpointing(TechniqueCallback):
-    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
-
-    Example:
-        ``Trainer(..., callbacks=[ActivationCheckpointing(policy="block")])``
-    """
-
-    key: ClassVar[str] = "checkpointing"
-
-
-class Distillation(TechniqueCallback):
-    """Trains towards a teacher, given as a folder, a Hub name or a model.
-
-    Example:
-        ``Trainer(..., callbacks=[Distillation(teacher="runs/teacher", temperature=2.0)])``
-    """
-
-    key: ClassVar[str] = "distill"
-
-
-class Fp8(TechniqueCallback):
-    """Trains with linear layers that multiply FP8 values, forward and backward.
-
-    Example:
-        ``Trainer(..., callbacks=[Fp8(recipe="rowwise")])``
-    """
-
-    key: ClassVar[str] = "fp8"
-
-
-class GradientCompression(TechniqueCallback):
-    """Has the processes of DDP send each other gradients in 16 bits or as products of low rank.
-
-    Example:
-        ``Trainer(..., callbacks=[GradientCompression(hook="bf16")])``
-    """
-
-    key: ClassVar[str] = "comm"
-
-
-class Lora(TechniqueCallback):
-    """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end.
-
-    Example:
-        ``Trainer(..., callbacks=[Lora(rank=16)])``
-    """
-
-    key: ClassVar[str] = "lora"
-
-
-class LossScaling(TechniqueCallback):
-    """Scales the loss in place of the trainer's own scaler.
-
-    Example:
-        ``Trainer(..., callbacks=[LossScaling(kind="dynamic")])``
-    """
-
-    key: ClassVar[str] = "loss_scale"
-
-
-class LowRank(TechniqueCallback):
-    """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end.
-
-    Example:
-        ``Trainer(..., callbacks=[LowRank(rank="energy:0.9")])``
-    """
-
-    key: ClassVar[str] = "low_rank"
-
-
-class MatmulPrecision(TechniqueCallback):
-    """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not.
-
-    Example:
-        ``Trainer(..., callbacks=[MatmulPrecision(precision="high")])``
-    """
-
-    key: ClassVar[str] = "matmul"
-
-
-class PrimaryWeights(TechniqueCallback):
-    """Updates a model that was loaded in 16 bit in float32.
-
-    Example:
-        ``Trainer(..., callbacks=[PrimaryWeights(kind="fp32_copy")])``
-    """
-
-    key: ClassVar[str] = "primary_weights"
-
-
-class DifferentialPrivacy(TechniqueCallback):
-    """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt.
-
-    Example:
-        ``Trainer(..., callbacks=[DifferentialPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)])``
-    """
-
-    key: ClassVar[str] = "dp"
-
-
-class Pruning(TechniqueCallback):
-    """Prunes weights on a schedule, and keeps them zero.
+class TechniqueCallback(EffCallback):
+    """One technique, with its options as keyword arguments.
 
     Example:
         ``Trainer(..., callbacks=[Pruning(sparsity=0.8, begin=0.1, end=0.6)])``
     """
 
-    key: ClassVar[str] = "prune"
+    key: ClassVar[str] = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__({self.key: options})
 
 
+@typed_options("checkpointing")
+class ActivationCheckpointing(TechniqueCallback):
+    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit."""
+
+
+@typed_options("distill")
+class Distillation(TechniqueCallback):
+    """Trains towards a teacher, given as a folder, a Hub name or a model."""
+
+
+@typed_options("fp8")
+class Fp8(TechniqueCallback):
+    """Trains with linear layers that multiply FP8 values, forward and backward."""
+
+
+@typed_options("comm")
+class GradientCompression(TechniqueCallback):
+    """Has the processes of DDP send each other gradients in 16 bits or as products of low rank."""
+
+
+@typed_options("lora")
+class Lora(TechniqueCallback):
+    """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end."""
+
+
+@typed_options("loss_scale")
+class LossScaling(TechniqueCallback):
+    """Scales the loss in place of the trainer's own scaler."""
+
+
+@typed_options("low_rank")
+class LowRank(TechniqueCallback):
+    """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end."""
+
+
+@typed_options("matmul")
+class MatmulPrecision(TechniqueCallback):
+    """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not."""
+
+
+@typed_options("primary_weights")
+class PrimaryWeights(TechniqueCallback):
+    """Updates a model that was loaded in 16 bit in float32."""
+
+
+@typed_options("dp")
+class DifferentialPrivacy(TechniqueCallback):
+    """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt."""
+
+
+@typed_options("prune")
+class Pruning(TechniqueCallback):
+    """Prunes weights on a schedule, and keeps them zero."""
+
+
+@typed_options("qat")
 class QuantizationAwareTraining(TechniqueCallback):
-    """Trains with fake-quantised weights and activations.
-
-    Example:
-        ``Trainer(..., callbacks=[QuantizationAwareTraining(scheme="int8", begin=0.6)])``
-    """
-
-    key: ClassVar[str] = "qat"
+    """Trains with fake-quantised weights and activations."""
 
 
+@typed_options("activations")
 class ActivationCompression(TechniqueCallback):
-    """Stores what forward saves for backward smaller, or on the host.
-
-    Example:
-        ``Trainer(..., callbacks=[ActivationCompression(pack="exact")])``
-    """
-
-    key: ClassVar[str] = "activations"
+    """Stores what forward saves for backward smaller, or on the host."""
 
 
+@typed_options("soup")
 class ModelSoup(TechniqueCallback):
-    """Averages this run's checkpoints when training ends.
-
-    Example:
-        ``Trainer(..., callbacks=[ModelSoup(kind="greedy", metric="eval_accuracy")])``
-    """
-
-    key: ClassVar[str] = "soup"
+    """Averages this run's checkpoints when training ends."""
 
 
+@typed_options("lottery")
 class LotteryTicket(TechniqueCallback):
-    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search.
-
-    Example:
-        ``Trainer(..., callbacks=[LotteryTicket(out="runs/sparse", ticket="lottery/round-04/ticket.safetensors")])``
-    """
-
-    key: ClassVar[str] = "lottery"
+    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
 
 
+@typed_options("average")
 class WeightAverage(TechniqueCallback):
-    """Averages the weights while training; validation, the best model and the final one are the average.
-
-    Example:
-        ``Trainer(..., callbacks=[WeightAverage(kind="ema", decay=0.999)])``
-    """
-
-    key: ClassVar[str] = "average"
+    """Averages the weights while training; validation, the best model and the final one are the average."""
 
 
+@typed_options("cluster")
 class WeightClustering(TechniqueCallback):
-    """Clusters the weights of each layer and trains the values that they share.
-
-    Example:
-        ``Trainer(..., callbacks=[WeightClustering(bits=5, begin=0.75)])``
-    """
-
-    key: ClassVar[str] = "cluster"
+    """Clusters the weights of each layer and trains the values that they share."""

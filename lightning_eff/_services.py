@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,10 +19,10 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
-from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.front_ends.looking import looking
 
 
 class LightningServices:
@@ -139,26 +138,19 @@ class LightningServices:
         loader = trainer.fit_loop._combined_loader
         # A second iterator, so that one in use stays where it is.
         fresh = type(loader)(loader.iterables, loader._mode)
-        training, random = model.training, rng_state()
         # Of the class: the instance's method is wrapped, and would add the techniques' terms.
         step = type(model).training_step.__get__(model)
         takes_index = len(inspect.signature(step).parameters) > 1
         if isinstance(model, FSDPModule):
             step = functools.partial(through_root, model, step)
-        try:
-            model.train()
-            with no_logging(model), torch.no_grad():
-                for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
-                    batch = trainer.precision_plugin.convert_input(batch)
-                    # As the trainer feeds a batch: hooks of the module, device, precision.
-                    batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
-                    batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-                    with trainer.precision_plugin.train_step_context():
-                        step(batch, index) if takes_index else step(batch)
-        finally:
-            reshard_(model)
-            model.train(training)
-            set_rng_state(random)
+        with looking(model), no_logging(model):
+            for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
+                batch = trainer.precision_plugin.convert_input(batch)
+                # As the trainer feeds a batch: hooks of the module, device, precision.
+                batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
+                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+                with trainer.precision_plugin.train_step_context():
+                    step(batch, index) if takes_index else step(batch)
 
     def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
         """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""

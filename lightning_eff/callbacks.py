@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lightning_eff._trainer_hooks import EffCallback
-from lightning_eff._typed_options import typed_options
+from shared_core.front_ends.typed_options import typed_options
 
 
 class TechniqueCallback(EffCallback):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_eff._run_environment import of_either_name, plugins, public
-from lightning_eff._typed_options import typed_options
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config
+from shared_core.front_ends.typed_options import typed_options
 from shared_core.loss_scaling import LossScaleConfig, LossScaler
 
 

@@ -7,3 +7,4 @@ from .engine.session import Session as Session
 from .engine.technique import Context as Context
 from .engine.technique import Technique as Technique
 from .errors import EffError as EffError
+from .front_ends.bare_loop import training as training

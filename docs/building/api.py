@@ -75,8 +75,8 @@ def _technique_of(home: str) -> str | None:
     if not module.startswith(("hf_eff.", "lightning_eff.")):
         return None
     text = next((ast.unparse(node) for node in _statements(module) if getattr(node, "name", "") == name), "")
-    found = re.search(r"key: ClassVar\[str\] = '(\w+)'|@typed_options\('(\w+)'", text)
-    return next(filter(None, found.groups())) if found else None
+    found = re.search(r"@typed_options\('(\w+)'", text)
+    return found[1] if found else None
 
 
 def _file(module: str) -> Path:

@@ -37,7 +37,7 @@ class Adapter(adapters.Adapter):
         self.session = session
 
     def around(self) -> dict[str, Callable[..., Any]]:
-        """Return what surrounds methods of the trainer while the technique is on; each gets the method first."""
+        """Return what surrounds methods of the trainer, of a run with the technique; each gets the method first."""
         return {}
 
     def check(self) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Concatenate
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
@@ -108,8 +107,6 @@ class Session:
         self._run = object()
         self._eval_depth, self._seconds = 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
-        self.loader: DataLoader[Any] | None = None
-        """The DataLoader to read in `training`; None if `training` was given none."""
         self.coverage: dict[str, coverage.Reach] = {}
         """By key what a technique of layers reaches of the weights that multiply activations."""
         self.is_changed = False
@@ -374,65 +371,6 @@ class Session:
     def sharding(self) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds sharding the model behind `attach_with`: the optimizers hold its parts from then on."""
         return contextlib.nullcontext() if self._parameters is None else self._parameters.sharding()
-
-    @contextlib.contextmanager
-    def training(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        total_steps: int,
-        steps_per_epoch: StepsPerEpoch | None = None,
-        clips_gradients: bool = True,
-        resumed: Mapping[str, Any] | None = None,
-        loader: DataLoader[Any] | None = None,
-        accumulate: int = 1,
-    ) -> Iterator[Session]:
-        """Surround a plain loop: the model is finished where it ends, and the user's again where it fails.
-
-        Args:
-            model: The user's unwrapped model, with the weights that training starts or goes on from.
-            optimizer: Of its parameters; parameters that techniques add or replace join its groups until the end.
-            total_steps: Optimizer steps of the whole run.
-            steps_per_epoch: As in `begin`.
-            clips_gradients: As in `begin`.
-            resumed: What `state_dict` returned in the run that goes on; load the optimizer's own state inside.
-            loader: The data, for techniques that draw batches themselves (``dp``): train on ``session.loader`` then.
-            accumulate: Micro-batches of an optimizer step, for the same.
-
-        Example:
-            >>> model = nn.Linear(8, 4)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> recipe = {"prune": {"sparsity": 0.5, "end": 1}}
-            >>> with Session(recipe).training(model, optimizer, total_steps=2) as session:
-            ...     for _ in range(2):
-            ...         with session.forward():
-            ...             loss = session.loss(model(torch.ones(2, 8)).square().mean())
-            ...         loss.backward()
-            ...         session.before_step()
-            ...         optimizer.step()
-            ...         _ = session.after_step()
-            ...         optimizer.zero_grad()
-            >>> int((model.weight == 0).sum())
-            16
-        """
-        self.attach_with(model, [optimizer])
-        try:
-            if resumed is not None:
-                self.prepare_optimizers([optimizer])
-                self.load_state_dict(resumed)
-            self.loader = loader if loader is None else self.draw(loader, accumulate)
-            self.begin(
-                [optimizer],
-                total_steps=total_steps,
-                steps_per_epoch=steps_per_epoch,
-                clips_gradients=clips_gradients,
-            )
-            yield self
-            self.finish()
-        except BaseException:
-            self.detach()
-            raise
 
     @property
     def draws_batches(self) -> bool:

@@ -167,7 +167,7 @@ class DifferentialPrivacy(Technique):
                 "dp",
                 "training batches must be drawn by Poisson sampling, got none",
                 "pass the DataLoader to hf_eff.prepare, to fabric.setup_dataloaders behind lightning_eff.setup or to "
-                "Session.training(loader=...), and train on what comes back",
+                "training(loader=...), and train on what comes back",
             )
         return value
 

@@ -42,7 +42,7 @@ def fresh(tmp_path, monkeypatch):
     yield
     FRONT_END.install(Recipe({}))
     for loop in _LOOPS.values():
-        atexit.unregister(loop._at_exit)  # it would write a receipt where the tests were started
+        atexit.unregister(loop.at_exit)  # it would write a receipt where the tests were started
     _LOOPS.clear()
     AcceleratorState._reset_state(reset_partial_state=False)
 
@@ -134,6 +134,14 @@ def test_what_is_saved_in_training_and_at_its_end_is_a_plain_model(make, tmp_pat
     assert {type(module) for module in loop.model.modules()} == {type(module) for module in make.classifier().modules()}
     with pytest.raises(TrainingError, match="training must end with its 4 steps, got a step after the model was"):
         loop.steps(1)
+
+
+def test_one_process_alone_may_save_the_finished_model(make, monkeypatch, tmp_path):
+    loop = Loop(make, PRUNE).steps()
+    model = loop.accelerator.unwrap_model(loop.model)
+    monkeypatch.delattr(Session, "swapped")  # which every process must enter
+    model.save_pretrained(tmp_path / "end")
+    assert Receipt.read(tmp_path / "end")["finished"]
 
 
 def test_factors_are_counted_in_what_is_saved_and_get_a_name_that_from_pretrained_does_not_look_for(make, tmp_path):
@@ -360,7 +368,7 @@ def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arg
 
 def test_a_loop_that_ends_without_a_word_is_told_at_exit(make, tmp_path, capsys):
     loop = Loop(make, PRUNE).steps(2)
-    loop.optimizer.eff_loop._at_exit()
+    loop.optimizer.eff_loop.at_exit()
     assert "THE MODEL WAS NOT FINISHED: the script ended after 2 of 4 steps" in capsys.readouterr().out.replace(
         "\n", " "
     )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from efftrain import Session
+from efftrain import training
 
 STEPS = 5
 EXAMPLES = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -59,16 +59,14 @@ def train(model, recipe, compiled=lambda model: model):
     F.cross_entropy(network(EXAMPLES), CLASSES).backward()
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Session({**recipe, **teacher}).training(model, optimizer, total_steps=STEPS) as session:
+    with training({**recipe, **teacher}, model, optimizer, total_steps=STEPS) as loop:
         for _ in range(STEPS):
-            with session.forward():
-                loss = session.loss(F.cross_entropy(network(EXAMPLES), CLASSES))
-            loss.backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
+            with loop.forward():
+                loss = F.cross_entropy(network(EXAMPLES), CLASSES)
+            loop.backward(loss)
+            loop.step()
             optimizer.zero_grad()
-    return session.receipt()
+    return loop.session.receipt()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from efftrain import Session
+from efftrain import training
 from shared_core.pruning import prune
 from shared_core.tools.shrink import shrink
 
@@ -60,16 +60,14 @@ def loss_of(model, batch, *, with_aux=False):
 def train(model, options, *, joins=STEPS):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     recipe = {"prune": {"sparsity": 0.5, "begin": 1, "end": 4, "every": 1, **options}}
-    with Session(recipe).training(model, optimizer, total_steps=STEPS) as session:
+    with training(recipe, model, optimizer, total_steps=STEPS) as loop:
         for step in range(STEPS):
-            with session.forward():
-                loss = session.loss(loss_of(model, (EXAMPLES, CLASSES), with_aux=step >= joins))
-            loss.backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
+            with loop.forward():
+                loss = loss_of(model, (EXAMPLES, CLASSES), with_aux=step >= joins)
+            loop.backward(loss)
+            loop.step()
             optimizer.zero_grad()
-    return session.receipt()
+    return loop.session.receipt()
 
 
 def zeros(module):

@@ -11,7 +11,7 @@ from pytorch_lightning import Callback
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from shared_core import Session
+from shared_core import Session, training
 from shared_core.errors import TrainingError
 from shared_core.fp8.technique import Fp8
 
@@ -180,30 +180,26 @@ def test_optimizers_that_step_late_or_not_at_first_are_not_taken_for_others(monk
         parameter.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.norm()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 4, 1.0))
-    with Session(recipe_of("prune-taylor")).training(net, optimizer, total_steps=8) as session:
+    with training(recipe_of("prune-taylor"), net, optimizer, total_steps=8) as loop:
         for batch in itertools.islice(itertools.cycle(promise_drivers.batches(1)), 8):
-            with session.forward():
-                loss = session.loss(net(**batch)["loss"])
-            loss.backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
+            with loop.forward():
+                loss = net(**batch)["loss"]
+            loop.backward(loss)
+            loop.step()
             optimizer.zero_grad()
             warm_up.step()
     shrinking.remove()
-    assert session.receipt()["unreached"] == {}
+    assert loop.session.receipt()["unreached"] == {}
     assert len(seen) == 8 * len(list(net.parameters()))
 
 
 def bare_replaced():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Session(recipe_of("prune")).training(net, optimizer, total_steps=8) as session:
+    with training(recipe_of("prune"), net, optimizer, total_steps=8) as loop:
         optimizer = torch.optim.Adam(net.parameters())
-        session.loss(net(**promise_drivers.batches(1)[0])["loss"]).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        loop.backward(net(**promise_drivers.batches(1)[0])["loss"])
+        loop.step(optimizer.step)
 
 
 def hf_replaced(folder):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from shared_core import Session
+from shared_core import training
 
 VOCABULARY = 24
 
@@ -74,15 +74,13 @@ class Kept(torch.optim.SGD):
 def bare(model, recipe, window, folder):
     optimizer = Kept(model)
     model.train()
-    with Session(recipe).training(model, optimizer, total_steps=1) as session:
+    with training(recipe, model, optimizer, total_steps=1, accumulate=len(window)) as loop:
         for batch in window:
-            with session.forward():
-                loss = session.loss(model(**batch).loss)
-            (loss / len(window)).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        figures = session.metrics()
+            with loop.forward():
+                loss = model(**batch).loss
+            loop.backward(loss / len(window))
+        loop.step()
+        figures = loop.session.metrics()
     return optimizer.gradients, figures
 
 

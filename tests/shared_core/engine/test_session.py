@@ -478,12 +478,15 @@ def test_calibration_runs_the_model_under_the_scripts_default_device():
 def test_weights_that_are_not_finite_at_the_end_are_told(value):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Session({"prune": {"sparsity": 0.5}}).training(model, optimizer, total_steps=1) as session:
-        session.loss(model(torch.ones(2, 4)).sum()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        with torch.no_grad():
-            model.bias[1] = value
+    session = Session({"prune": {"sparsity": 0.5}})
+    session.attach(model)
+    session.begin([optimizer], total_steps=1)
+    session.loss(model(torch.ones(2, 4)).sum()).backward()
+    session.before_step()
+    optimizer.step()
+    session.after_step()
+    with torch.no_grad():
+        model.bias[1] = value
+    session.finish()
     told = [note for note in session.receipt().values["notes"] if "NOT FINITE, such as bias:" in note]
     assert len(told) == (value != 0.0)

@@ -1,4 +1,4 @@
-"""`Session.training`: a plain loop whose optimizer exists before the techniques do."""
+"""`training`: a plain loop whose optimizer exists before the techniques do."""
 
 import contextlib
 import copy
@@ -6,12 +6,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from plain_loop import plain_step
 from promise_drivers import difference, run_bare
 from promise_table import TECHNIQUES, recipe_of
 from torch import nn
 
-from shared_core import Session
+from shared_core import Session, training
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -34,9 +33,11 @@ def held(optimizer):
     return [group["params"] for group in optimizer.param_groups]
 
 
-def steps(session, model, optimizer, count):
+def steps(loop, model, count):
     for _ in range(count):
-        plain_step(session, optimizer, model(torch.ones(2, 16)).square().mean())
+        loop.backward(model(torch.ones(2, 16)).square().mean())
+        loop.step()
+        loop.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("key", [*(key for key in TECHNIQUES if key != "soup"), "lora-qat-lsq"])
@@ -49,14 +50,14 @@ def test_the_block_finishes_the_model_and_gives_the_optimizer_the_users_paramete
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    with Session(ADDING).training(model, optimizer, total_steps=3) as session:
+    with training(ADDING, model, optimizer, total_steps=3) as loop:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         assert {*map(id, trained)} == {id(one) for group in held(optimizer) for one in group}
         matrices = dict(model.named_parameters())
         assert any(one is matrices["0.lora_A.default.weight"] for one in held(optimizer)[0])
-        steps(session, model, optimizer, 3)
+        steps(loop, model, 3)
         scheduler.step()
-    assert session.is_finished
+    assert loop.session.is_finished
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
     assert [[id(one) for one in group] for group in held(optimizer)] == [
         [id(one) for one in model[index].parameters()] for index in (0, 2)
@@ -68,27 +69,26 @@ def test_the_block_finishes_the_model_and_gives_the_optimizer_the_users_paramete
 def test_an_error_leaves_the_model_as_the_users(recipe):
     model = net()
     optimizer, keys = sgd(model), list(model.state_dict())
-    with pytest.raises(ZeroDivisionError), Session(recipe).training(model, optimizer, total_steps=4) as session:
-        steps(session, model, optimizer, 1)
+    with pytest.raises(ZeroDivisionError), training(recipe, model, optimizer, total_steps=4) as loop:
+        steps(loop, model, 1)
         raise ZeroDivisionError
-    assert not session.is_attached
+    assert not loop.session.is_attached
     assert list(model.state_dict()) == keys
     assert [len(group) for group in held(optimizer)] == [2, 2]
-    with Session(PRUNE).training(model, sgd(model), total_steps=4) as again:  # the model is free
-        steps(again, model, again.context.optimizers[0], 4)
-    assert again.receipt()["unreached"] == {}
+    with training(PRUNE, model, sgd(model), total_steps=4) as again:  # the model is free
+        steps(again, model, 4)
+    assert again.session.receipt()["unreached"] == {}
     assert (model[0].weight == 0).sum() > 100
 
 
 def test_a_resumed_block_equals_the_whole():
     def run(model, optimizer, count, **more):
-        with Session({**PRUNE, "average": {"kind": "ema"}}).training(
-            model, optimizer, total_steps=4, **more
-        ) as session:
+        recipe = {**PRUNE, "average": {"kind": "ema"}}
+        with training(recipe, model, optimizer, total_steps=4, **more) as loop:
             if "resumed" in more:
                 optimizer.load_state_dict(saved[2])
-            steps(session, model, optimizer, count)
-            return copy.deepcopy([model.state_dict(), session.state_dict(), optimizer.state_dict()])
+            steps(loop, model, count)
+            return copy.deepcopy([model.state_dict(), loop.session.state_dict(), optimizer.state_dict()])
 
     whole = net()
     run(whole, sgd(whole), 4)
@@ -108,7 +108,7 @@ def test_an_optimizer_that_is_not_torchs_is_refused_by_its_class():
     model = net()
     with (
         pytest.raises(TrainingError, match=r"optimizer must be a torch\.optim\.Optimizer, .*got .*Own"),
-        Session(PRUNE).training(model, Own(model.parameters()), total_steps=4),
+        training(PRUNE, model, Own(model.parameters()), total_steps=4),
     ):
         pass
     session = Session(PRUNE)
@@ -123,7 +123,7 @@ def test_an_optimizer_of_another_model_or_with_state_is_refused():
     model = net()
     with (
         pytest.raises(TrainingError, match="optimizer must hold parameters of the Sequential that trains, got none"),
-        Session(PRUNE).training(model, sgd(net()), total_steps=4),
+        training(PRUNE, model, sgd(net()), total_steps=4),
     ):
         pass
     optimizer = sgd(model)
@@ -131,12 +131,12 @@ def test_an_optimizer_of_another_model_or_with_state_is_refused():
     optimizer.step()
     with (
         pytest.raises(TrainingError, match="optimizer must not have stepped before techniques add or replace"),
-        Session({"low_rank": {"rank": 2, "min_size": 0}}).training(model, optimizer, total_steps=4),
+        training({"low_rank": {"rank": 2, "min_size": 0}}, model, optimizer, total_steps=4),
     ):
         pass
     assert list(model.state_dict()) == list(net().state_dict())
     half = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(CompatibilityError), Session({"soup": {"kind": "uniform"}}).training(model, half, total_steps=1):
+    with pytest.raises(CompatibilityError), training({"soup": {"kind": "uniform"}}, model, half, total_steps=1):
         pass
 
 
@@ -155,8 +155,8 @@ def test_what_needs_batches_at_the_end_is_refused_at_the_start_without(recipe, r
                 model(torch.ones(2, 16))
 
     def train(services):
-        with Session(recipe, services=services).training(model, optimizer, total_steps=2) as session:
-            steps(session, model, optimizer, 2)
+        with training(recipe, model, optimizer, total_steps=2, services=services) as loop:
+            steps(loop, model, 2)
 
     with pytest.raises(CompatibilityError, match=refused) if refused else contextlib.nullcontext():
         train(BareServices())
@@ -189,7 +189,7 @@ def test_an_optimizer_of_another_library_is_refused_before_anything_is_changed(w
     layers = list(model)
     with (
         pytest.raises(TrainingError, match=says),
-        Session(ADDING).training(model, wrong(model.parameters()), total_steps=4),
+        training(ADDING, model, wrong(model.parameters()), total_steps=4),
     ):
         pass
     assert [*model] == layers
@@ -214,13 +214,13 @@ def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
 
     model, muon, _ = muon_and_adam()
     if "low_rank" in recipe:  # the convolution is in no optimizer, so it counts as frozen
-        with Session(recipe).training(model, muon, total_steps=2) as session:
+        with training(recipe, model, muon, total_steps=2) as loop:
             assert type(model[0]) is nn.Conv2d
-            assert "no optimizer holds the parameters of 0" in session.notes[0]
+            assert "no optimizer holds the parameters of 0" in loop.session.notes[0]
     else:
         with (
             pytest.raises(TrainingError, match=r"an optimizer must take 2\..* got Muon, which takes matrices alone"),
-            Session(recipe).training(model, muon, total_steps=2),
+            training(recipe, model, muon, total_steps=2),
         ):
             pass
         assert [type(layer) for layer in model] == [nn.Conv2d, nn.Flatten, nn.Linear, nn.Linear]
@@ -252,18 +252,21 @@ def test_an_optimizer_that_steps_inside_backward_cannot_take_what_is_added_after
         parameter.register_post_accumulate_grad_hook(lambda one: inner[one].step())
     with (
         pytest.raises(TrainingError, match="got SGD, which steps inside backward"),
-        Session({"lora": {"rank": 2, "base": "none", "include": ["0"]}}).training(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2
-        ) as session,
+        training(
+            {"lora": {"rank": 2, "base": "none", "include": ["0"]}},
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            total_steps=2,
+        ) as loop,
     ):
-        steps(session, model, session.context.optimizers[0], 2)
+        steps(loop, model, 2)
 
 
 def test_data_parallel_is_refused_and_ddp_where_its_parameters_change(tmp_path):
     model = nn.DataParallel(net())
     with (
         pytest.raises(CompatibilityError, match=r"prune cannot be combined with torch\.nn\.DataParallel"),
-        Session(PRUNE).training(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2),
+        training(PRUNE, model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2),
     ):
         pass
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
@@ -274,8 +277,8 @@ def test_data_parallel_is_refused_and_ddp_where_its_parameters_change(tmp_path):
                 Session(recipe).attach(model)
         assert [type(layer) for layer in model.module] == [nn.Linear, nn.ReLU, nn.Linear]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Session(PRUNE).training(model, optimizer, total_steps=2) as session:
-            steps(session, model, optimizer, 2)
+        with training(PRUNE, model, optimizer, total_steps=2) as loop:
+            steps(loop, model, 2)
         weights = [model.module[index].weight for index in (0, 2)]
         assert sum(int((weight == 0).sum()) for weight in weights) == sum(weight.numel() for weight in weights) // 2
     finally:

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from plain_loop import plain_step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from shared_core import Session
+from shared_core import Session, training
 from shared_core.errors import CompatibilityError
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert
@@ -122,13 +121,15 @@ def test_a_layer_multiplies_by_what_it_stores_or_is_told_apart(layer, reason, de
 
 
 def trained(model, recipe, *inputs, steps=4):
-    session, optimizer = Session(recipe), torch.optim.SGD(model.parameters(), lr=0.01)
-    with session.training(model, optimizer, total_steps=steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with training(recipe, model, optimizer, total_steps=steps) as loop:
         for _ in range(steps):
-            with session.forward():
+            with loop.forward():
                 loss = model(*inputs).square().mean()
-            plain_step(session, optimizer, loss)
-    return session
+            loop.backward(loss)
+            loop.step()
+            optimizer.zero_grad()
+    return loop.session
 
 
 def standardised():

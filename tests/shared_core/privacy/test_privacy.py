@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from two_ranks import leave, saved_by_two_ranks
 
-from shared_core import Recipe, Session
+from shared_core import Recipe, Session, training
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.compatibility import check, remarks
@@ -584,19 +584,17 @@ def test_without_a_seed_no_two_runs_draw_alike():
     assert first.technique._secret.key != second.technique._secret.key
 
 
-def test_a_plain_loop_trains_on_the_loader_of_its_session():
+def test_a_plain_loop_trains_on_the_loader_that_it_gets():
     data, model = TensorDataset(torch.randn(40, 3)), nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"total_steps": 5, "loader": DataLoader(data, batch_size=4), "accumulate": 2}
-    with Session({"dp": {"noise_multiplier": 1.0, "delta": 1e-3}}).training(model, optimizer, **given) as session:
-        for number, (batch,) in enumerate(session.loader, 1):
-            (session.loss(model(batch).square().sum(1).mean()) / 2).backward()
+    with training({"dp": {"noise_multiplier": 1.0, "delta": 1e-3}}, model, optimizer, **given) as loop:
+        for number, (batch,) in enumerate(loop.loader, 1):
+            loop.backward(model(batch).square().sum(1).mean() / 2)
             if number % 2 == 0:
-                session.before_step()
-                optimizer.step()
-                session.after_step()
+                loop.step()
                 optimizer.zero_grad()
-    report = session.receipt().values["techniques"]["dp"]
+    report = loop.session.receipt().values["techniques"]["dp"]
     assert (report["steps"], report["expected_batch"], report["examples"]) == (5, 8, 40)
     assert Session({}).draw("a loader") == "a loader"
 

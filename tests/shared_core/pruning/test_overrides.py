@@ -171,11 +171,10 @@ def test_a_run_that_is_refused_before_it_begins_says_why():
     net = build()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     session = Session(Recipe.from_dict({"prune": {"begin": "1ep", **OWN}}))
-    with (
-        pytest.raises(ConfigError, match="the length of an epoch is unknown"),
-        session.training(net, optimizer, total_steps=12),
-    ):
-        pass
+    session.attach_with(net, [optimizer])
+    with pytest.raises(ConfigError, match="the length of an epoch is unknown"):
+        session.begin([optimizer], total_steps=12)
+    session.detach()
     assert session.receipt()["techniques"]["prune"]["pruned"] == 0
 
 

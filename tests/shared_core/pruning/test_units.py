@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from shared_core import training
 from shared_core.channel_graph.groups import find_groups
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -140,15 +141,13 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recipe = {"prune": {"sparsity": 0.5, "granularity": "neuron", "begin": 1, "end": 3, "every": 1}}
-    with Session(recipe).training(model, optimizer, total_steps=4) as session:
+    with training(recipe, model, optimizer, total_steps=4) as loop:
         for _ in range(4):
-            session.loss(model(torch.randn(3, 4)).square().mean()).backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
+            loop.backward(model(torch.randn(3, 4)).square().mean())
+            loop.step()
             optimizer.zero_grad()
-            assert not session.may_be_best()
-    receipt = session.receipt()
+            assert not loop.session.may_be_best()
+    receipt = loop.session.receipt()
     assert receipt["unreached"]["prune"].startswith("sparsity 0 of 0.5: the units were not found")
     assert any(note.startswith("PRUNE DID NOT REACH WHAT WAS ASKED FOR") for note in receipt["notes"])
 
@@ -185,12 +184,10 @@ def test_units_are_found_where_another_method_is_called_through_forward(whole):
     model = Stepped(whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recipe = {"prune": {"sparsity": 0.5, "granularity": "neuron", "begin": 1, "end": 3, "every": 1}}
-    with Session(recipe).training(model, optimizer, total_steps=4) as session:
+    with training(recipe, model, optimizer, total_steps=4) as loop:
         for _ in range(4):
-            session.loss(through_forward(model, "step", torch.randn(3, 4), 1)).backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
+            loop.backward(through_forward(model, "step", torch.randn(3, 4), 1))
+            loop.step()
             optimizer.zero_grad()
     assert int((model.net[0].weight == 0).all(1).sum()) == 4
 

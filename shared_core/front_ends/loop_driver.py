@@ -1,0 +1,447 @@
+"""A training loop of the user's own: what loops of Accelerate, Fabric and plain torch do alike around their session."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.config.training_time import StepsPerEpoch
+from shared_core.distributed.collectives import is_main, local_part
+from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
+from shared_core.engine import rank_states
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits
+from shared_core.engine.technique import Purpose, Services
+from shared_core.errors import CheckpointError, EffError, TrainingError
+from shared_core.front_ends.loop_services import LoopServices
+from shared_core.front_ends.wrapped_method import Wrapped
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """Length of a loop: optimizer steps of the run and of an epoch (None: unknown), micro-batches of a step."""
+
+    total_steps: int
+    steps_per_epoch: StepsPerEpoch | None = None
+    accumulate: int = 1
+    clips_gradients: bool = True
+
+
+class LoopDriver:
+    """Drives one session through a script's loop; an adapter calls the events and answers for its library.
+
+    `on_backward` opens the window of a step, `complete` shows its gradients to the techniques, `on_step` or
+    `on_zero_grad` ends it.
+
+    Args:
+        recipe: What to switch on.
+        inner: The user's model.
+        optimizer: That of its parameters, of torch.
+        plan: How long the loop is.
+        services: What can be done for techniques; by default what every loop can.
+    """
+
+    name: ClassVar[str]
+    """Of the front end, also in errors."""
+    owner: ClassVar[str]
+    """On what the script calls ``backward``."""
+    accumulates: ClassVar[str]
+    """How the script says that a step has several micro-batches."""
+    gives_batches: ClassVar[str]
+    """How the script gives batches to techniques that look at some."""
+    trainer: ClassVar[str]
+    """What to use for what needs a trainer."""
+    ends_by: ClassVar[str] = ""
+    """What the script has not called at the end of a run that was not finished."""
+    divides_loss: ClassVar[bool] = False
+    """True if the script itself divides the loss by the number of micro-batches."""
+
+    def __init__(
+        self, recipe: Mapping[str, Any], inner: nn.Module, optimizer: torch.optim.Optimizer, plan: LoopPlan,
+        services: Services | None = None,
+    ) -> None:  # fmt: skip
+        self.inner, self.optimizer, self.plan = inner, optimizer, plan
+        self.services = services or LoopServices(self)
+        self.session = Session(recipe, front_end=self.name, services=self.services)
+        self.wrapped: Any = None  # what the library makes of the model
+        self.wrappers: list[Any] = []  # around the optimizer
+        self.batches: Iterable[Any] | None = None
+        self.folder: Path | None = None  # of the receipt
+        self.start = Path.cwd()  # that of the receipt if nothing is saved
+        self.micro_batches = 0  # since the last step
+        self.is_complete = False  # whether the techniques have seen a step's gradients
+        self.is_filing = self.evaluates = self._has_stepped = False
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of a forward
+        self.to_device: Callable[[Any], Any] = lambda batch: batch
+        self.loaded_state: Mapping[str, Any] | None = None
+        self._window: Mapping[str, Any] = {}
+        self._surroundings: list[contextlib.AbstractContextManager[Any]] = []
+        self._hooks = contextlib.ExitStack()
+
+    # --- what an adapter answers
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return self.plan.accumulate
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """True unless the library says that gradients are only accumulated now."""
+        return True
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, unless that was done."""
+
+    def applied(self) -> bool:
+        """Return whether the optimizer stepped: a scaler that finds an overflow leaves it out."""
+        has_stepped, self._has_stepped = self._has_stepped, False
+        return has_stepped
+
+    def hold_schedule(self) -> None:
+        """Keep the learning rate where it is: the step was discarded."""
+
+    def watch(self, prepared: Any) -> Any:
+        """Put hooks on what the library prepared; return what the script gets."""
+        return prepared
+
+    def end_reached(self) -> None:
+        """The planned steps were made."""
+
+    # --- before training
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the session has begun and is not finished."""
+        return self.session.is_attached and self.session.has_begun
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the planned steps were made."""
+        return self.session.step + self.session.skipped >= self.plan.total_steps
+
+    def attach(self, environment: Iterable[str]) -> None:
+        """Put the techniques on the model, and what they add into the optimizer."""
+        self.session.attach_with(self.inner, [self.optimizer], environment)
+
+    def set_up(self, prepare: Callable[[], T]) -> T:
+        """Return what the library prepares, watched; an error leaves the user's own model behind."""
+        try:
+            self._check_positions()
+            with self.session.sharding():
+                prepared = prepare()
+            watched: T = self.watch(prepared)
+        except BaseException:
+            self.cut_short()
+            raise
+        atexit.register(self.at_exit)
+        return watched
+
+    def _check_positions(self) -> None:
+        """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
+        context: Any = self.session.context
+        context.total_steps, context.steps_per_epoch = self.plan.total_steps, self.plan.steps_per_epoch
+        context.ask_plans()
+
+    def watch_forward(self, model: nn.Module) -> None:
+        """Have a model's forwards and its changes of mode come here until the end."""
+        self.until_end(model.register_forward_pre_hook(self.on_forward, with_kwargs=True, prepend=True).remove)
+        self.until_end(model.register_forward_hook(self.after_forward, always_call=True).remove)
+        self.wrap(self.inner, train=self.on_train)  # what the library wraps it in hands on what is set
+
+    def watch_steps(self) -> None:
+        """Have `applied` know when the optimizer steps."""
+
+        def stepped(*_: Any) -> None:
+            self._has_stepped = True
+
+        self.until_end(self.optimizer.register_step_post_hook(stepped).remove)
+
+    def wrap(self, owner: Any, **around: Callable[..., Any]) -> None:
+        """Have methods come here until the end."""
+        for name, outer in around.items():
+            self.until_end(Wrapped(owner, name, outer).undo)
+
+    def restore_at_end(self, owner: Any, **values: Any) -> None:
+        """Set attributes until the end."""
+        for name, value in values.items():
+            self.until_end(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+    @property
+    def until_end(self) -> Callable[..., Any]:
+        """Keep a call, with its arguments, for the end."""
+        return self._hooks.callback
+
+    # --- a step
+
+    def begin(self) -> None:
+        """Begin at the first micro-batch or file: whatever the script loads is loaded by then."""
+        if self.session.has_begun:
+            return
+        self.session.begin(
+            [self.optimizer],
+            total_steps=self.plan.total_steps,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            clips_gradients=self.plan.clips_gradients,
+            wrappers=self.wrappers,
+        )
+        self._restore_window()
+
+    def on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Enter what surrounds a forward; a forward pre-hook."""
+        trains = module.training and torch.is_grad_enabled() and not self.session.is_finished
+        if trains:
+            if not self.session.has_begun:
+                self._begin_inside(module, args, kwargs)
+            self._refuse_undrawn()
+        surrounding = self.session.forward() if trains else contextlib.nullcontext()
+        surrounding.__enter__()
+        self._surroundings.append(surrounding)
+
+    def _begin_inside(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        known = {*module._forward_pre_hooks}
+        self.begin()
+        # torch has listed this call's hooks already: those that techniques begin with would miss the first batch
+        for number, hook in [*module._forward_pre_hooks.items()]:
+            if number not in known:
+                hook(module, args, *((kwargs,) if number in module._forward_pre_hooks_with_kwargs else ()))
+
+    def after_forward(self, *_: Any) -> None:
+        """Leave what surrounds the innermost forward; a forward hook."""
+        if self._surroundings:
+            self._surroundings.pop().__exit__(None, None, None)
+
+    def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the script's ``backward`` with the loss that the techniques train on."""
+        self.begin()
+        if self.is_complete:
+            raise TrainingError(
+                self.name,
+                "gradients must be clipped once a step, after its last backward, got a backward behind the clipping",
+                f"clip where the optimizer steps; {self.accumulates}",
+            )
+        self.micro_batches += 1
+        weighing = self._refuse_more_than_planned()
+        # The script may have divided by the number of micro-batches; a technique adds to the loss of one.
+        parts = self.accumulate if self.divides_loss and weighing else 1
+        with self.autocast():  # the forward ran in it, and other models of a loss belong there too
+            loss = self.session.loss(loss) if parts == 1 else self.session.loss(loss * parts) / parts
+        return method(loss, *args, **kwargs)
+
+    def _refuse_more_than_planned(self) -> bool:
+        """Return whether a technique weighs the losses of a step, which then must be as many as planned."""
+        weighing = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
+        if weighing and self.micro_batches > self.accumulate:
+            raise TrainingError(
+                self.name,
+                f"a step must have at most {self.accumulate} backward with {', '.join(weighing)}, got "
+                f"{self.micro_batches}: what is added to the loss would not be divided by their number as the script "
+                "divides its own",
+                self.accumulates,
+            )
+        return bool(weighing)
+
+    def _refuse_undrawn(self) -> None:
+        if self.session.draws_batches and self.micro_batches >= self.accumulate:
+            raise TrainingError(
+                self.name,
+                f"a step must be of one drawn batch in {self.accumulate} parts, got a forward behind "
+                f"{self.micro_batches}",
+                self.accumulates,
+            )
+
+    def complete(self) -> None:
+        """Gradients are there, and not clipped: unscale them and show them to the techniques, once a step."""
+        if self.micro_batches and self.is_last_micro_batch and not self.is_complete:
+            self.is_complete = True
+            self.unscale()
+            self.session.before_step()
+
+    def on_step(self, method: Callable[..., Any], closure: Any = None) -> Any:
+        """Step the optimizer where gradients are complete, and tell the session whether the step was applied."""
+        if self.is_filing or not self.is_last_micro_batch:
+            return method(closure)
+        if self.session.is_finished:
+            raise TrainingError(
+                self.name,
+                f"training must end with its {self.plan.total_steps} steps, got a step after the model was finished",
+                "pass the true total_steps, and ask for the finished model behind the last step",
+            )
+        if closure is not None or not self.micro_batches:
+            raise TrainingError(
+                self.name,
+                f"optimizer.step must follow {self.owner}.backward(loss), got "
+                + ("a closure" if closure is not None else "a step without one"),
+                f"call {self.owner}.backward in place of loss.backward",
+            )
+        self.complete()
+        result = method()
+        self._count(self.applied())
+        return result
+
+    def on_zero_grad(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Drop gradients; those of a step that was prepared for and not made count as skipped."""
+        if self.micro_batches and self.is_last_micro_batch and not self.is_filing:
+            if self.is_complete:
+                self.applied()
+                self._count(False)
+            self.micro_batches = 0
+        return method(*args, **kwargs)
+
+    def _count(self, applied: bool) -> None:
+        self.is_complete, self.micro_batches = False, 0
+        if not applied:
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
+            self.hold_schedule()
+        if self.is_done:
+            self.end_reached()
+
+    def on_train(self, method: Callable[..., Any], mode: bool = True) -> Any:
+        """Call the model's ``train``; a validation begins and ends with it."""
+        result = method(mode)
+        if self.is_live and mode == self.evaluates:
+            self.evaluates = not mode
+            (self.session.after_eval if mode else self.session.before_eval)()
+        return result
+
+    def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Log the techniques' figures beside the script's."""
+        return method({**values, **self.session.metrics()} if self.is_live else values, *args, **kwargs)
+
+    # --- files
+
+    @contextlib.contextmanager
+    def filing(self) -> Iterator[None]:
+        """Surround a file, which holds the weights of training; a validation that goes on may have put in others."""
+        if self.is_filing:
+            yield
+            return
+        self.is_filing = True
+        if self.evaluates:
+            self.session.after_eval()
+        try:
+            yield
+        finally:
+            self.is_filing = False
+            if self.evaluates:
+                self.session.before_eval()
+
+    @contextlib.contextmanager
+    def saving(self, *, baked: bool = False) -> Iterator[None]:
+        """Surround a file, on every process: a checkpoint, for which the session begins, or the plain model."""
+        if not baked:
+            self.begin()
+        # once finished, one process alone may save
+        purpose: Purpose = "export" if baked else "checkpoint"
+        with self.filing(), self.session.swapped(purpose) if self.is_live else contextlib.nullcontext():
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the library's own, on every process."""
+        return rank_states.gathered(self.session, self.wrapped, window=self._open_window())
+
+    def read(self, state: Mapping[str, Any], source: Any) -> None:
+        """Look at a saved state before the weights beside it are loaded.
+
+        Raises:
+            CheckpointError: If the model has not the structure that it was saved with.
+        """
+        if not fits(self.session, state):
+            raise CheckpointError(
+                self.name,
+                f"{source} must hold layers as the recipe makes them, got others, and the optimizer exists already",
+                "start from the weights and the recipe that it was saved with",
+            )
+        if not self.session.has_begun:
+            self.session.prepare_optimizers([self.optimizer])
+        self.loaded_state = state
+
+    def loaded(self) -> None:
+        """Go on from the state that was read, once weights and optimizer are loaded."""
+        if self.loaded_state is None:
+            return
+        self._window = rank_states.load(self.session, self.loaded_state).get("window", {})
+        if self.session.has_begun:
+            self.session.begin_again()
+            self._restore_window()
+
+    def _open_window(self) -> dict[str, Any]:
+        """Return what an unfinished accumulation window holds on this process."""
+        place_gradients_(self.inner)
+        named = dict(self.inner.named_parameters()) if self.micro_batches else {}
+        held = {name: local_part(one.grad) for name, one in named.items() if one.grad is not None}
+        parts = [name for name, one in named.items() if is_sharded(one) and one.requires_grad]
+        if parts and held.keys().isdisjoint(parts):  # FSDP2 keeps them to itself until they are reduced
+            self.session.note("gradients of an unfinished window that processes have not summed yet are not saved")
+        return {"count": self.micro_batches, "gradients": held, "windows": self.session.window_state()}
+
+    def _restore_window(self) -> None:
+        window, self._window = self._window, {}
+        self.micro_batches = int(window.get("count", 0))
+        if not self.micro_batches:
+            return
+        parameters = dict(self.inner.named_parameters())
+        for name, gradient in window["gradients"].items():
+            put_gradient(parameters[name], gradient)
+        self.session.load_window_state(window["windows"])
+
+    # --- the end
+
+    def finish(self) -> None:
+        """Finish the model: it is the user's plain one from now on."""
+        if self.session.is_finished:
+            return
+        if self.loaded_state:
+            self.begin()  # a run that was resumed behind its last step
+        self.session.finish()
+        self.evaluates = False
+        self._hooks.close()
+
+    def cut_short(self) -> None:
+        """Leave the user's own model behind: the run failed."""
+        self._hooks.close()
+        self.session.detach()
+
+    def leave_receipt(self, fallback: Path | None, *, gather: bool) -> None:
+        """Count again in the trained model what the receipt says, and leave the receipt where files are saved.
+
+        Args:
+            fallback: Where to leave it if nothing was saved; None: nowhere.
+            gather: Whether every process calls, so that sharded weights can be gathered.
+        """
+        folder = self.folder or fallback
+        try:
+            if self.session.is_finished:
+                self.session.verify(None, "the trained model", gather=gather)
+        finally:
+            if is_main():
+                receipt = self.session.receipt()
+                if folder is not None:
+                    receipt.write(folder)
+                self.services.say(receipt.told())
+            if folder is not None:
+                atexit.unregister(self.at_exit)
+
+    def at_exit(self) -> None:
+        """Say what the script has not done, and leave a receipt."""
+        if not self.session.has_begun:
+            self.session.finish()  # says that training never began
+            return
+        if not self.session.is_finished:
+            self.session.note(
+                f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.plan.total_steps} "
+                f"steps{self.ends_by}; what it saved itself holds the weights of training"
+            )
+        with contextlib.suppress(EffError):  # told, and in the receipt
+            self.leave_receipt(self.start, gather=False)

@@ -1,0 +1,62 @@
+"""What a loop of the user's own can do for techniques: run batches that it was given, print a line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shared_core.distributed.collectives import is_main
+from shared_core.engine.own_generators import OwnGenerators
+from shared_core.engine.technique import BareServices
+from shared_core.errors import CompatibilityError
+from shared_core.front_ends.looking import looking
+
+if TYPE_CHECKING:
+    from shared_core.front_ends.loop_driver import LoopDriver
+
+
+class LoopServices(BareServices):
+    """Services of a loop for a technique.
+
+    Args:
+        loop: The driver of the loop.
+    """
+
+    def __init__(self, loop: LoopDriver) -> None:
+        self._loop = loop
+
+    @property
+    def lacks_batches(self) -> str:
+        """What the user must do so that `calibrate` has training batches; empty if it has some."""
+        return self._loop.gives_batches if self._loop.batches is None else ""
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run the first batches without gradients; random numbers and the order of the data stay as they were."""
+        loop, model = self._loop, self._loop.inner
+        if loop.batches is None:
+            raise CompatibilityError(loop.name, "calibration must have training batches, got none", loop.gives_batches)
+        own = OwnGenerators(loop.batches)
+        drawn = own.states()
+        try:
+            with looking(model), loop.autocast():
+                for batch in itertools.islice(loop.batches, num_batches):
+                    batch = loop.to_device(batch)
+                    model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+        finally:
+            own.restore(drawn)
+
+    def wrapped_model(self) -> nn.Module | None:
+        """Return what the library made of the model."""
+        wrapped: nn.Module | None = self._loop.wrapped
+        return wrapped
+
+    def _needs_trainer(self, what: str) -> CompatibilityError:
+        return CompatibilityError(self._loop.name, f"{what} needs a trainer", self._loop.trainer)
+
+    def say(self, text: str) -> None:
+        """Print one line on the main process."""
+        if is_main():
+            super().say(text)

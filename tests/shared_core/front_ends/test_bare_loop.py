@@ -1,0 +1,90 @@
+"""A plain loop: what its steps mean for the techniques; `test_training_block.py` has what surrounds it."""
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core import training
+from shared_core.errors import CompatibilityError, TrainingError
+
+PRUNE = {"prune": {"sparsity": 0.5, "end": 2}}
+EXAMPLES = torch.ones(2, 16)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def begun(recipe, **options):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return training(recipe, model, optimizer, **{"total_steps": 4, **options})
+
+
+def gradients(loop, factor=1.0):
+    loop.backward(loop.inner(EXAMPLES).square().mean() * factor)
+
+
+def test_gradients_are_shown_before_they_are_clipped_and_once_a_step(monkeypatch):
+    with begun(PRUNE) as loop:
+        seen = []
+        show = loop.session.before_step
+        monkeypatch.setattr(
+            loop.session, "before_step", lambda: (seen.append(loop.inner[2].weight.grad.norm()), show())
+        )
+        gradients(loop, 100.0)
+        loop.complete()
+        nn.utils.clip_grad_norm_(loop.inner.parameters(), 0.01)
+        loop.step()
+        loop.zero_grad()
+        assert len(seen) == 1
+        assert seen[0] > 0.1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_that_a_scaler_skips_or_whose_gradients_are_dropped_counts_as_skipped(own):
+    options = {"enabled": True, "init_scale": 8.0}
+    scaler = torch.amp.GradScaler("cpu", **options)
+    recipe = PRUNE if own else {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}}
+    with begun(recipe) as loop:
+        for factor in (1.0, float("inf"), 1.0):
+            if own:
+                scaler.scale(torch.ones(()))
+                gradients(loop, factor * scaler.get_scale())
+                scaler.unscale_(loop.optimizer)
+                loop.step(lambda: scaler.step(loop.optimizer))
+                scaler.update()
+            else:
+                gradients(loop, factor)
+                loop.step()
+            loop.zero_grad()
+        gradients(loop)
+        loop.complete()
+        loop.zero_grad()
+        assert (loop.session.step, loop.session.skipped) == (2, 2)
+
+
+def test_what_would_train_otherwise_than_told_is_stopped():
+    with pytest.raises(TrainingError, match=r"must follow loop\.backward"), begun(PRUNE) as loop:
+        loop.step()
+    with (
+        pytest.raises(TrainingError, match="at most 1 backward with distill, got 2"),
+        begun({"distill": {"teacher": net()}}) as loop,
+    ):
+        with loop.forward():
+            gradients(loop)
+        with loop.forward():
+            gradients(loop)
+
+
+def test_batches_for_ranges_are_given_or_asked_for():
+    recipe = {"qat": {"scheme": "int8", "begin": 1}, "average": {"kind": "ema"}}
+    with pytest.raises(CompatibilityError, match=r"qat: .*; pass calibration= to training"), begun(recipe):
+        pass
+    with begun(recipe, calibration=[[EXAMPLES]]) as loop:
+        for _ in range(4):
+            gradients(loop)
+            loop.step()
+            loop.zero_grad()
+    assert loop.session.receipt()["finished"]
