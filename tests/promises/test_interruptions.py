@@ -81,7 +81,7 @@ def ours_on(owner):
 
 
 def each_at_some_place():
-    """Each recipe at one place, other recipes at others; the rest in `make test-long`."""
+    """Each recipe at one place, other recipes at others; the rest in `make test-all`."""
     for (i, keys), house, place in itertools.product(enumerate(RECIPES), ("hf", "lightning"), range(len(PLACES))):
         marks = [pytest.mark.slow] if place else []
         where = PLACES[(i + place + (house == "hf")) % len(PLACES)]

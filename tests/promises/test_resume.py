@@ -19,7 +19,7 @@ ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
 
 
 def in_turn(shift):
-    """Each row with three of the stops, others for each row and front end; with the other two in `make test-long`."""
+    """Each row with three of the stops, others for each row and front end; with the other two in `make test-all`."""
     for i, keys in enumerate(ROWS):
         name = "+".join(keys) if len(keys) < 3 else "all"
         turned = [STOPS[(i + shift + k) % len(STOPS)] for k in range(len(STOPS))]
