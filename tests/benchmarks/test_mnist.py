@@ -104,6 +104,7 @@ def test_the_iterative_search_is_judged_by_the_papers_figures(tmp_path):
     assert (over.met, exact.met) == (True, True)
 
 
+@pytest.mark.slow
 def test_every_layer_of_the_compressed_file_has_its_row(folder):
     rows = compression.measure(mnist(folder), True, Runs())
     layers = [row.ours.split(", ") for row in rows if row.what.startswith("layer")]
@@ -138,6 +139,7 @@ def test_each_width_is_judged_by_how_it_changes_the_number_of_errors():
     assert [row.met for row in rows] == 2 * [None, True, True, True, False]
 
 
+@pytest.mark.slow
 def test_what_lsq_trains_has_so_many_bits_in_weights_and_inputs(folder, monkeypatch):
     trained = []
     monkeypatch.setattr(quantization, "WIDTHS", {2: 32.4})

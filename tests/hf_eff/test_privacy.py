@@ -79,6 +79,7 @@ def test_epsilon_is_logged_and_a_receipt_names_accountant_delta_and_sampling(tmp
     assert all(f'"{word}"' in text for word in ("rdp", "poisson", "delta", "sample_rate"))
 
 
+@pytest.mark.slow
 def test_the_best_model_of_a_run_has_spent_what_the_run_spent(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_strategy": "steps"}
     options = {"save_every": 2, "eval_steps": 2, "greater_is_better": True, **best}  # the worst, so an early one

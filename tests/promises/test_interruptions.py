@@ -88,7 +88,6 @@ def each_at_some_place():
         yield pytest.param(keys, house, where, id=f"{'+'.join(keys[:2])}-{house}-{where}", marks=marks)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "house", "place"), list(each_at_some_place()))
 def test_after_an_exception_of_the_user_everything_is_stock_and_trains_again(keys, house, place, tmp_path, monkeypatch):
     fuse, forward = Fuse(), DigitsNet.forward

@@ -1,24 +1,22 @@
-"""Which tests `make test` runs: of each family a few cases, always the same ones, and nothing slow.
+"""Which tests `make test` runs: one case of each family, six of one in tests/promises, nothing slow.
 
-A family is the cases of one test function. Refusals run in full, and so do the promises and the tests of the repository
-itself. `make test-all` runs the others. A test that is named, ``pytest FILE::TEST``, runs in any case.
+A family is the cases of one test function; which of them run depends on its name and their number alone. Refusals and
+what is asked of every page of the documents run in full. `make test-all` runs the others. A test that is named,
+``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 """
 
 import inspect
 import random
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 
-FEW = 2
-"""Cases of a family that has no mark `sampled(count)`."""
 DEVICES = "not gpu and not gpu_lane"
 QUICK = f"{DEVICES} and not slow and not further"
-REST = f"{DEVICES} and (slow or further)"
-TESTS = Path(__file__).parents[1]
-IN_FULL = (TESTS, TESTS / "promises")
+IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
+IN_PROMISES = 6
+OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_site.py")
 left_out = 0
 
 
@@ -31,35 +29,32 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     families = defaultdict(list)
     for item in items:
-        if selected(item, QUICK):
-            families[item.nodeid.partition("[")[0], count_of(item)].append(item)
-    for (family, count), cases in families.items():
-        for case in further(family, cases, count):
+        if selected(item, IN_QUICK) and not in_full(item):
+            families[item.nodeid.partition("[")[0]].append(item)
+    for family, cases in families.items():
+        for case in further(family, cases):
             case.add_marker("further")
     if config.option.markexpr == QUICK:
-        tell(config, sum(selected(item, REST) for item in items))
+        tell(config, sum(selected(item, IN_REST) for item in items))
 
 
-def selected(item, expression):
+def selected(item, lane):
     marks = {mark.name for mark in item.iter_markers()}
-    return Expression.compile(expression).evaluate(lambda name, **_: name in marks)
+    return lane.evaluate(lambda name, **_: name in marks)
 
 
-def count_of(item):
-    """Return how many cases run of those that are marked alike, None: all."""
-    if mark := item.get_closest_marker("sampled"):
-        return mark.args[0]
-    return None if item.path.parent in IN_FULL or refuses(item) else FEW
+def in_full(item):
+    return item.path.name in OF_PAGES or refuses(item)
 
 
 def refuses(item):
-    test = getattr(item, "function", None)
+    test = getattr(item, "function", None)  # a doctest has none
     return test is not None and "raises" in inspect.unwrap(test).__code__.co_names
 
 
-def further(family, cases, count):
-    """Return the cases beyond `count`; which, depends on the test's name and on how many there are."""
-    kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count or len(cases), len(cases)))
+def further(family, cases):
+    count = IN_PROMISES if "/promises/" in family else 1
+    kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
     return [case for case in cases if case not in kept]
 
 

@@ -138,6 +138,7 @@ def assert_goes_on(run, tmp_path, stops, make_data, make_collator=masking, **set
 DATA = {"masks": lambda: rows(24), "augmented": lambda: Augmented(24)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind, accumulate):
@@ -146,20 +147,24 @@ def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind,
     assert_goes_on(run, tmp_path, (1, 2, 3, 5, 6, 7), DATA[kind], **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [22, 18], ids=["a short last batch", "a short last window"])
 def test_an_epoch_that_does_not_come_out_even(run, tmp_path, count):
     assert_goes_on(run, tmp_path, (1, 2, 3, 5), lambda: Augmented(count), gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_a_collator_with_a_generator_of_its_own_goes_on(run, tmp_path):
     assert_goes_on(run, tmp_path, (1, 4, 6, 8), DATA["augmented"], lambda: masking(seed=5))
 
 
+@pytest.mark.slow
 def test_an_order_that_is_drawn_from_the_same_generator(run, tmp_path):
     settings = {"accelerator_config": {"use_seedable_sampler": False}}
     assert_goes_on(run, tmp_path, (1, 5, 6, 7), DATA["augmented"], **settings)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on(run, tmp_path):
     assert_goes_on(run, tmp_path, (1, 2, 4), lambda: Stream(48))
 
@@ -171,6 +176,7 @@ WORKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 def test_workers_go_on(run, tmp_path, workers):
     settings = {**WORKERS[workers], "max_steps": 10}
@@ -219,6 +225,7 @@ def test_watching_changes_nothing(run, workers):
     assert entries(watched) == entries(plain)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_again_and_again(run, tmp_path):
     whole = run("whole", data=Augmented(24))
     folder = "whole"

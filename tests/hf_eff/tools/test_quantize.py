@@ -56,7 +56,6 @@ def loaded(auto=transformers.AutoModelForSequenceClassification):
     return apply_ranges(model, read_deployment("out")["qat"]["ranges"]).eval()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("options", "config"), [
     (STATIC, {"scheme": "int8"}),
     (["--scheme", "int8_weight"], {"scheme": "int8_weight"}),

@@ -214,7 +214,6 @@ def stochastic_ops():
     }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tensor", "channel", "group", "affine", "token"])
 def test_stochastic_rounding_has_the_right_mean_and_only_the_two_neighbours(name):
     op = stochastic_ops()[name]

@@ -263,6 +263,7 @@ def test_compiled_training_equals_eager_without_recompiling_each_step():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lsq", "lsq_plus"])
 def test_learned_ranges_compile_without_graph_breaks(name):
     from torch._dynamo.testing import CompileCounterWithBackend
