@@ -1,7 +1,7 @@
 """Which tests `make test` runs: one case of each family, six of one in tests/promises, nothing slow.
 
-A family is the cases of one test function; which of them run depends on its name and their number alone. Refusals and
-what is asked of every page of the documents run in full. `make test-all` runs the others. A test that is named,
+A family is the cases of one test function; which of them run depends on its name and their number alone. Other refusals
+than the promises', and what is asked of every page of the documents, run in full. `make test-all` runs the others. A test that is named,
 ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 """
 
@@ -44,7 +44,11 @@ def selected(item, lane):
 
 
 def in_full(item):
-    return item.path.name in OF_PAGES or refuses(item)
+    return item.path.name in OF_PAGES or (not of_promises(item.nodeid) and refuses(item))
+
+
+def of_promises(nodeid):
+    return "/promises/" in nodeid
 
 
 def refuses(item):
@@ -53,7 +57,7 @@ def refuses(item):
 
 
 def further(family, cases):
-    count = IN_PROMISES if "/promises/" in family else 1
+    count = IN_PROMISES if of_promises(family) else 1
     kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
     return [case for case in cases if case not in kept]
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.activation_checkpointing import apply_segments
+from shared_core.activation_checkpointing import apply_segments, profiler
 from shared_core.activation_checkpointing import memory_budget as lazy_budget
-from shared_core.activation_checkpointing import profiler
 from shared_core.activation_checkpointing.config import Budget, parse_budget
 from shared_core.activation_checkpointing.memory_budget import LazyBudget, plan_segments
 from shared_core.activation_checkpointing.profiler import measure_peak
