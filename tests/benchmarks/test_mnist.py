@@ -78,6 +78,7 @@ def test_errors_are_counted():
     assert errors(model, (torch.eye(10), torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 9, 8]))) == 2
 
 
+@pytest.mark.slow
 def test_tickets_start_from_their_initial_bits_and_runs_are_kept(folder, tmp_path, monkeypatch):
     file = tmp_path / "runs.jsonl"
     rows = one_shot_ticket.measure(mnist(folder), True, Runs(file))
@@ -228,6 +229,7 @@ def test_the_bias_of_a_class_is_the_one_with_the_fewest_errors():
     assert distillation.best_bias(logits, torch.tensor([1, 1, 1]), 1) >= 1.0
 
 
+@pytest.mark.slow
 def test_students_learn_from_what_the_teacher_told(folder, tmp_path, monkeypatch):
     data = mnist(folder)
     monkeypatch.setattr(distillation, "BATCH", 30)

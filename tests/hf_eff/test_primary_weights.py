@@ -116,6 +116,7 @@ def test_a_float32_model_is_refused_before_training(make, tmp_path):
         attach(trainer, {"primary_weights": {"kind": "fp32_copy"}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 def test_stochastic_rounding_widens_one_parameter_at_a_time(make, tmp_path, optim, monkeypatch):
     monkeypatch.setattr(slices, "_ON_CPU", 1)

@@ -62,6 +62,7 @@ def test_each_sentence_counts_by_the_mean_over_its_own_tokens(tmp_path):
         torch.testing.assert_close(parameter.double(), expected - 0.5 * sum_ / 6, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_gradients_that_autocast_rounds_are_known(make, tmp_path):
     private = DifferentialPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)
     trainer = make.trainer(tmp_path, model=make.language_model(), data=make.texts(), callbacks=[private], bf16=True)

@@ -1,8 +1,8 @@
-"""Which tests `make test` runs: one case of each family, six of one in tests/promises, nothing slow.
+"""Which tests `make test` runs: one case of each family, four of one in tests/promises, nothing slow.
 
-A family is the cases of one test function; which of them run depends on its name and their number alone. Other refusals
-than the promises', and what is asked of every page of the documents, run in full. `make test-all` runs the others. A test that is named,
-``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
+A family is the cases of one test function; which of them run depends on its name and their number alone. What is asked
+of every page of the documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others.
+A test that is named, ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from _pytest.mark.expression import Expression
 DEVICES = "not gpu and not gpu_lane"
 QUICK = f"{DEVICES} and not slow and not further"
 IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
-IN_PROMISES = 6
+IN_PROMISES = 4
 OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_site.py")
 left_out = 0
 

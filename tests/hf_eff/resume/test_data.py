@@ -183,6 +183,7 @@ def test_workers_go_on(run, tmp_path, workers):
     assert_goes_on(run, tmp_path, (3, 6, 8), lambda: Augmented(22), lambda: masking(seed=5), **settings)
 
 
+@pytest.mark.slow
 def test_workers_read_only_what_is_left_of_the_round(run, tmp_path):
     class Counted(Augmented):
         def __init__(self, count):
@@ -202,6 +203,7 @@ def test_workers_read_only_what_is_left_of_the_round(run, tmp_path):
     assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
 
 
+@pytest.mark.slow
 def test_workers_of_evaluations_that_live_on(run, tmp_path):
     settings = {**WORKERS["live on"], "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
     whole = run("whole", data=rows(12), **settings)
@@ -209,6 +211,7 @@ def test_workers_of_evaluations_that_live_on(run, tmp_path):
     assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lives_on", [False, True], ids=["anew", "live on"])
 def test_workers_that_read_a_stream(run, tmp_path, lives_on):
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": lives_on, "max_steps": 5}
@@ -236,6 +239,7 @@ def test_a_run_that_is_stopped_again_and_again(run, tmp_path):
     assert entries(whole) == entries(resumed)
 
 
+@pytest.mark.slow
 def test_the_same_trainer_reads_the_same_loader_afterwards(run, tmp_path):
     whole = run("whole", data=Augmented(24))
     resumed = run("again", tmp_path / "whole" / "checkpoint-2", Augmented(24))

@@ -32,6 +32,7 @@ def make_batch(rows, length=6):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_classifier_by_keywords(rows, make, tmp_path):
     model = quantized(make.classifier(hidden_dropout_prob=0.0), make_batch(4))

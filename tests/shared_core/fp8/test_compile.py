@@ -93,6 +93,7 @@ def test_layers_of_one_shape_share_a_graph_and_keep_their_counts():
     assert all(layer.fp8.emulated == {"forward": 2, "grad_input": 2, "grad_weight": 2} for layer in list(model)[1:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_types_empty_and_batched_inputs(compiled):
     layer = convert_to_fp8(nn.Linear(32, 16), Fp8Config(recipe="rowwise", include=["first"]))

@@ -84,6 +84,7 @@ def check(run):
     assert since > STEPS / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     [*itertools.product(("2:4", "channels"), ("sgd", "adamw-8bit")), ("cubic", "adamw-fused")],

@@ -203,6 +203,7 @@ def test_the_same_run_gives_the_same_page(run, tmp_path):
     assert (tmp_path / "first.md").read_bytes() == (tmp_path / "second.md").read_bytes()
 
 
+@pytest.mark.slow
 def test_names_of_layers_are_escaped_and_many_layers_are_cut(run, tmp_path, monkeypatch):
     import report_task
 

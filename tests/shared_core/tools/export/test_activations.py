@@ -95,6 +95,7 @@ def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build,
     assert kinds(optimised).count("Conv") == (1 if build is Skips else 0)
 
 
+@pytest.mark.slow
 def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
     model, path = net(pooled), tmp_path / "model.onnx"
     report = export_onnx(model, images(), path, calibration=calibration())
