@@ -77,4 +77,5 @@ def pytest_testnodedown(node):
 
 def pytest_unconfigure(config):
     if left_out and not hasattr(config, "workeroutput"):
-        print(f"{left_out:,} further cases were left out: make test-all")  # noqa: T201
+        further = "1 further case was" if left_out == 1 else f"{left_out:,} further cases were"
+        print(f"{further} left out: make test-all")  # noqa: T201
