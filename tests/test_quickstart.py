@@ -242,6 +242,7 @@ def test_one_student_from_flags_with_a_saved_model(story, own_data, tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_one_run_stays_out_of_the_way_of_the_story(own_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quickstart.main([*own_data, *SHORT, "--max_steps=2", "--prune_sparsity=0.5", "--prune_every=1"])
@@ -295,6 +296,7 @@ def test_an_output_folder_that_is_a_file_is_refused(own_data, tmp_path):
         quickstart.main([*own_data, f"--output_dir={tmp_path / 'taken'}"])
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, quickstart.__file__, "--prune_sparsitty", "0.8"],
