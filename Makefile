@@ -8,8 +8,8 @@ TORCH ?= torch
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make quickstart-seeds  the same for five seeds, write docs/quickstart.md (15 minutes)"
-	@echo "make test         install what tests need, run them (no network, no GPU)"
-	@echo "make test-long    the further tests: what is slow and rare, and the other cases of what make test tries a few of"
+	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, five minutes)"
+	@echo "make test-all     all that make test leaves out: the other cases, and what is slow"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
@@ -47,8 +47,8 @@ quickstart-seeds: $(VENV)/.examples # goes on when cut off: a seed whose runs/se
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-test-long: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu and not gpu_lane"
+test-all: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu and not gpu_lane and (slow or further)"
 
 test-processors: $(VENV)/.dev # ISA=sse4, avx2 or mixed takes one of the three; some 2 minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/processors.py $(ISA)
@@ -109,5 +109,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart quickstart-seeds test test-long test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts docs
+.PHONY: help quickstart quickstart-seeds test test-all test-processors gpu-check test-gpu gpu-table package test-matrix test-serving test-deepspeed check fmt bench bench-gpu cost replicas evidence scripts docs
 .DEFAULT_GOAL := help

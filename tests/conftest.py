@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import tempfile
-from collections import defaultdict
 
 import hypothesis
 import numpy as np
@@ -22,8 +21,10 @@ if os.environ.get("EFF_TEST_DEVICE", "cpu") != "cpu":  # read by tests/support/p
 if "ATEN_CPU_CAPABILITY" in os.environ:  # torch (2.13) keeps compiled graphs without it in their keys
     kept = f"torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), kept))
+pytest_plugins = ["lanes"]
 MANY_MODULES = 200
 _modules = 0
+gc.disable()  # until all tests are collected, which keeps everything: a quarter of the time that takes
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
@@ -36,22 +37,9 @@ def pytest_configure(config):
         raise pytest.UsageError("tests marked gpu or gpu_lane must not be interpreted: set TRITON_INTERPRET=0")
 
 
-@pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks
-def pytest_collection_modifyitems(items):
-    families = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            families[item.nodeid.partition("[")[0]].append(item)
-    for family, cases in families.items():
-        (count,) = cases[0].get_closest_marker("sampled").args
-        kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
-        for case in cases:
-            if case not in kept:
-                case.add_marker("slow")
-
-
 def pytest_collection_finish(session):
     _freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

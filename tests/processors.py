@@ -40,7 +40,7 @@ def main(names: list[str]) -> int:
         print(f"\n{name}: {' '.join(f'{key}={value}' for key, value in variables.items())}", flush=True)  # noqa: T201
         command = [sys.executable, "-P", "-m", "pytest", "-q", *(str(ROOT / "tests" / test) for test in TESTS)]
         # inductor compiles for the processor that it finds
-        command += ["-k", "not inductor", "-p", "no:cacheprovider"]
+        command += ["-m", "not slow and not gpu", "-k", "not inductor", "-p", "no:cacheprovider"]
         failed += subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode != 0
     return failed
 

@@ -185,6 +185,7 @@ def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, 
     assert list(tmp_path.rglob("eff_receipt.json"))
 
 
+@pytest.mark.slow
 def test_the_file_of_functions_serves_the_commands_below_it(tmp_path, monkeypatch, capsys):
     page = ROOT / "docs" / "start.md"
     (text,) = (block for block in blocks(page, "python") if block.startswith("# my_task.py"))

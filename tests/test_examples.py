@@ -35,7 +35,6 @@ def run(script, *arguments, monkeypatch, folder):
     runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SCRIPTS])
 def test_example(name, tmp_path, monkeypatch, capfd):
     if name in TWO_PROCESSES:

@@ -48,6 +48,7 @@ def test_the_front_door_leads_to_the_packages_themselves():
         efftrain.Sesion  # noqa: B018
 
 
+@pytest.mark.slow
 def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():
     # what every script with a trainer of ours imports beside that trainer's own library
     modules = ("session", "compatibility", "registry")
@@ -144,6 +145,7 @@ def test_each_name_of_lightning_has_everything(name):
     assert not ours - set(vars(importlib.import_module(f"lightning_eff.{name}")))
 
 
+@pytest.mark.slow
 def test_an_install_of_byte_code_alone_trains(tmp_path):
     # as python -m compileall -b makes it; triton, where it is installed, needs a kernel's source
     for package in (eff_kernels, shared_core, hf_eff, lightning_eff, efftrain):

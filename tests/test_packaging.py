@@ -39,6 +39,7 @@ def about(wheel, file):
     return wheel.read(name).decode()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_packages_and_nothing_else(built):
     files, wheel, _ = built
     wanted = {
@@ -68,6 +69,7 @@ def test_the_page_of_an_index_has_no_links_into_the_repository(built):
     assert re.findall(r"^#+ .*", page, flags=re.M) == re.findall(r"^#+ .*", readme, flags=re.M)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_it_is_unpacked(built, tmp_path):
     wheel = built[1]
     wheel.extractall(tmp_path)

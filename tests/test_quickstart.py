@@ -112,6 +112,7 @@ def story(own_data, tmp_path_factory):
         return root, quickstart.main([*own_data, *SHORT, "--labelled=12", f"--output_dir={root}"])
 
 
+@pytest.mark.slow
 def test_the_story_adds_one_technique_a_row(story):
     root, rows = story
     assert [row["name"] for row in rows] == ROWS
@@ -128,6 +129,7 @@ def test_the_story_adds_one_technique_a_row(story):
     assert held[-1] < held[0]
 
 
+@pytest.mark.slow
 def test_the_story_measures_the_files_that_its_commands_wrote(story):
     _, rows = story
     figures = {row["name"]: row for row in rows}
@@ -140,6 +142,7 @@ def test_the_story_measures_the_files_that_its_commands_wrote(story):
     assert figures["int8"]["file_bytes"] < 0.5 * figures["pruned"]["file_bytes"]
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_a_row_is_that_of_its_folder_s_model(story, own_data):
     _, rows = story
     script, _ = quickstart.parse([*own_data, *SHORT])
@@ -151,6 +154,7 @@ def test_the_accuracy_of_a_row_is_that_of_its_folder_s_model(story, own_data):
     assert float((model(**batch).logits.argmax(-1) == labels).double().mean()) == pytest.approx(row["accuracy"])
 
 
+@pytest.mark.slow
 def test_the_soup_is_the_mean_of_the_sweep(story):
     root, _ = story
     members = [load_file(file) for file in sorted(root.glob("sweep-*/model.safetensors"))]
@@ -160,6 +164,7 @@ def test_the_soup_is_the_mean_of_the_sweep(story):
         torch.testing.assert_close(weight.double(), mean, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_three_of_four_neurons_are_gone(story):
     root, _ = story
     neurons = [
@@ -169,6 +174,7 @@ def test_three_of_four_neurons_are_gone(story):
     assert neurons == [quickstart.SIZES["student"]["intermediate_size"], neurons[0] // 4]
 
 
+@pytest.mark.slow
 def test_the_page_tells_effects_in_standard_errors(story, monkeypatch):
     root, rows = story
     first = json.loads((root / "results.json").read_text())
@@ -214,6 +220,7 @@ def test_labels_that_are_not_kept_teach_only_without(own_data):
     assert quickstart.training_texts(script, training, texts)["bare"] != told["bare"]
 
 
+@pytest.mark.slow
 def test_one_student_from_flags_with_a_saved_model(story, own_data, tmp_path):
     root, _ = story
     rows = quickstart.main(
@@ -235,6 +242,7 @@ def test_one_student_from_flags_with_a_saved_model(story, own_data, tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_one_run_stays_out_of_the_way_of_the_story(own_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quickstart.main([*own_data, *SHORT, "--max_steps=2", "--prune_sparsity=0.5", "--prune_every=1"])
@@ -288,6 +296,7 @@ def test_an_output_folder_that_is_a_file_is_refused(own_data, tmp_path):
         quickstart.main([*own_data, f"--output_dir={tmp_path / 'taken'}"])
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, quickstart.__file__, "--prune_sparsitty", "0.8"],

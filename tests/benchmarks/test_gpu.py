@@ -51,6 +51,7 @@ def test_a_row_holds_time_peers_share_and_memory():
     assert row.memory == "0 MiB, added 0"
 
 
+@pytest.mark.slow
 def test_a_comparison_ends_when_its_time_is_spent_but_never_before_three_rounds(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(measure.time, "process_time", lambda: float(next(clock)))

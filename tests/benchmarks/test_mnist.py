@@ -78,6 +78,7 @@ def test_errors_are_counted():
     assert errors(model, (torch.eye(10), torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 9, 8]))) == 2
 
 
+@pytest.mark.slow
 def test_tickets_start_from_their_initial_bits_and_runs_are_kept(folder, tmp_path, monkeypatch):
     file = tmp_path / "runs.jsonl"
     rows = one_shot_ticket.measure(mnist(folder), True, Runs(file))
@@ -104,6 +105,7 @@ def test_the_iterative_search_is_judged_by_the_papers_figures(tmp_path):
     assert (over.met, exact.met) == (True, True)
 
 
+@pytest.mark.slow
 def test_every_layer_of_the_compressed_file_has_its_row(folder):
     rows = compression.measure(mnist(folder), True, Runs())
     layers = [row.ours.split(", ") for row in rows if row.what.startswith("layer")]
@@ -138,6 +140,7 @@ def test_each_width_is_judged_by_how_it_changes_the_number_of_errors():
     assert [row.met for row in rows] == 2 * [None, True, True, True, False]
 
 
+@pytest.mark.slow
 def test_what_lsq_trains_has_so_many_bits_in_weights_and_inputs(folder, monkeypatch):
     trained = []
     monkeypatch.setattr(quantization, "WIDTHS", {2: 32.4})
@@ -226,6 +229,7 @@ def test_the_bias_of_a_class_is_the_one_with_the_fewest_errors():
     assert distillation.best_bias(logits, torch.tensor([1, 1, 1]), 1) >= 1.0
 
 
+@pytest.mark.slow
 def test_students_learn_from_what_the_teacher_told(folder, tmp_path, monkeypatch):
     data = mnist(folder)
     monkeypatch.setattr(distillation, "BATCH", 30)

@@ -13,6 +13,7 @@ def verdict(rows, start):
     return row.met
 
 
+@pytest.mark.slow
 def test_loss_scaling_replica_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(loss_scaling, "FLUSH_EVERY", 2)
     file = tmp_path / "runs.jsonl"
@@ -31,6 +32,7 @@ def test_loss_scaling_replica_runs(monkeypatch, tmp_path):
     assert loss_scaling.measure(True, Runs(file)) == rows
 
 
+@pytest.mark.slow
 def test_fp8_replica_has_a_row_for_every_recipe(monkeypatch):
     monkeypatch.setattr(fp8, "BATCH", 2)
     monkeypatch.setattr(fp8, "VALIDATION", 2)
@@ -76,6 +78,7 @@ def test_the_scopes_of_structures_are_measured_on_shrunk_nets(monkeypatch, varia
     assert (least == 50) == (variant == "local")
 
 
+@pytest.mark.slow
 def test_lottery_tickets_run_with_exact_counts_and_rewinding(monkeypatch):
     monkeypatch.setattr(lottery_ticket, "AUGMENTATIONS", 1)
     rows = lottery_ticket.measure(True, Runs())
@@ -127,6 +130,7 @@ def test_early_stopping_is_judged_by_the_mean_iterations(step, met):
     assert lottery_ticket.early_rows("a name", training, found, 6, False)[1].met is None
 
 
+@pytest.mark.slow
 def test_every_run_of_the_plan_is_taught_as_it_says(monkeypatch, tmp_path):
     monkeypatch.setattr(distillation, "AUGMENTATIONS", 1)
     recipes = []
@@ -170,6 +174,7 @@ def test_the_missing_digit_is_judged_by_the_mean_after_the_fix(after, met):
     assert "+2.0" in judged.ours
 
 
+@pytest.mark.slow
 def test_every_recipe_runs_and_leaves_the_zeros_it_promises(monkeypatch, tmp_path):
     monkeypatch.setattr(pruning, "AUGMENTATIONS", 1)
     file = tmp_path / "runs.jsonl"
@@ -217,6 +222,7 @@ def test_verdicts_follow_the_means():
     assert "80.00 (-15.00 ± 0.14)" in row.ours
 
 
+@pytest.mark.slow
 def test_soups_run_and_go_on_from_what_they_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(soup, "COPIES", 1)
     rows = soup.measure(True, Runs(tmp_path / "runs.jsonl"))

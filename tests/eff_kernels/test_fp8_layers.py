@@ -42,6 +42,7 @@ def test_layers_train_alike(recipe, monkeypatch):
         assert a.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "layout"), [((1, 128), outer_major), ((128, 128), inner_major)])
 def test_scales_of_blocks_lie_as_products_read_them(block, layout, monkeypatch):
     x = torch.randn(300, 650)

@@ -114,6 +114,7 @@ def test_rows_too_long_for_registers(quantize_in_triton, monkeypatch):
     check(quantize_in_triton, values(3, 4100, torch.float32), E4M3, (1, 0), "power_of_two", layouts=(False,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [2, 1024])
 def test_two_matrices_share_their_sweeps(programs, monkeypatch):
     from eff_kernels import fp8
@@ -138,6 +139,7 @@ def test_two_matrices_share_their_sweeps(programs, monkeypatch):
         same(ours[1].transposed, theirs[1].transposed)
 
 
+@pytest.mark.slow
 def test_tiles_of_large_matrices_and_their_transposes(quantize_in_triton, monkeypatch):
     from eff_kernels._triton import fp8 as fp8_triton
 
@@ -173,6 +175,7 @@ def check_fake_quantize(device, switch, shapes=SHAPES):
             assert torch.equal(gradient, torch.ones_like(values))
 
 
+@pytest.mark.slow
 def test_fake_quantisation(monkeypatch):
     from eff_kernels.quantization import group
 

@@ -78,6 +78,7 @@ def test_masks_of_the_largest_in_the_interpreter(rank):
     assert set((~kept).nonzero().view(-1).tolist()) == set((len(kept) - 1 - order[:rank]).tolist())
 
 
+@pytest.mark.slow
 def test_a_score_that_is_nan_is_told():
     from eff_kernels._triton.pruning import mark_largest_triton_
 

@@ -63,6 +63,7 @@ def for_each(strategy, count, tried):
     options(given(strategy)(one))()
 
 
+@pytest.mark.slow
 @often(120, 5_000)
 def test_recipes(count):
     def tried(values):
@@ -138,6 +139,7 @@ def some_of(key):
     return OPTIONS[False][key] | OPTIONS[True][key]
 
 
+@pytest.mark.slow
 @often(40)
 def test_commands(count, tmp_path, monkeypatch, capsys):
     from shared_core import cli

@@ -16,7 +16,6 @@ def files(folder):
     return {file.relative_to(folder) for file in folder.rglob("*")}
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("points", POINTS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "plot" else ()) for name in WRITERS])
 def test_a_killed_writer_leaves_old_or_new(name, points, tmp_path, monkeypatch):

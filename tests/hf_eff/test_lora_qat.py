@@ -36,6 +36,7 @@ def states_are_equal(first, second):
     return first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qat", [QAT, {**QAT, "range": "lsq"}])
 def test_a_peft_model_resumes_exactly(make, tmp_path, qat):
     def build(folder):

@@ -174,6 +174,7 @@ for _name in (
     setattr(Told, _name, lambda self, *args, _name=_name, **kwargs: self.on_event(_name, *args, **kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [{}, PRUNE, {"qat": {"scheme": "int8"}}, {"average": {"kind": "ema"}}, {"low_rank": {"rank": 4, "min_size": 1}}],

@@ -29,7 +29,6 @@ def build(make, folder, dtype, recipe, **settings):
     return trainer, attach(trainer, recipe)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 @pytest.mark.parametrize(
     ("dtype", "kind", "more", "settings"),
@@ -74,6 +73,7 @@ def test_resume_is_exact(make, tmp_path, optim, dtype, kind, more, settings):
         assert whole.skipped > 0
 
 
+@pytest.mark.slow
 def test_a_small_learning_rate_needs_the_copy(make, tmp_path):
     """AdamW moves a weight by 1e-5 a step: half an ulp of bf16 is 6e-5 where weights are 0.02."""
     moved = {}
@@ -116,6 +116,7 @@ def test_a_float32_model_is_refused_before_training(make, tmp_path):
         attach(trainer, {"primary_weights": {"kind": "fp32_copy"}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 def test_stochastic_rounding_widens_one_parameter_at_a_time(make, tmp_path, optim, monkeypatch):
     monkeypatch.setattr(slices, "_ON_CPU", 1)

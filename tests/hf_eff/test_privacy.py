@@ -62,6 +62,7 @@ def test_each_sentence_counts_by_the_mean_over_its_own_tokens(tmp_path):
         torch.testing.assert_close(parameter.double(), expected - 0.5 * sum_ / 6, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_gradients_that_autocast_rounds_are_known(make, tmp_path):
     private = DifferentialPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)
     trainer = make.trainer(tmp_path, model=make.language_model(), data=make.texts(), callbacks=[private], bf16=True)
@@ -79,6 +80,7 @@ def test_epsilon_is_logged_and_a_receipt_names_accountant_delta_and_sampling(tmp
     assert all(f'"{word}"' in text for word in ("rdp", "poisson", "delta", "sample_rate"))
 
 
+@pytest.mark.slow
 def test_the_best_model_of_a_run_has_spent_what_the_run_spent(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_strategy": "steps"}
     options = {"save_every": 2, "eval_steps": 2, "greater_is_better": True, **best}  # the worst, so an early one

@@ -177,7 +177,7 @@ def test_calibration_runs_batches_as_the_subclass_does(make, tmp_path, recipe):
     assert callback.session.receipt()["steps"]["applied"] == 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("imported_first", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_an_unedited_script_gets_the_recipe(tmp_path, imported_first):
     (tmp_path / "script.py").write_text(SCRIPT)

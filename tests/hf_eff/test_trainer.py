@@ -172,7 +172,6 @@ def test_a_model_from_model_init_is_the_one_that_is_pruned(make, tmp_path):
     assert share > 0.2
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -31,7 +31,6 @@ def build(name, make, folder, **settings):
     return sft(make, folder, **settings) if name == "SFT" else trainer_of(name, make, folder, **settings)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["SFT", *BUILDERS])
 def test_techniques_attach_unchanged(make, tmp_path, name, recipe):

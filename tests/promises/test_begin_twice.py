@@ -92,13 +92,11 @@ OPTIONS = {
     "prune+cluster": Row("prune", {**GROWING, "end": 2}, beside={"cluster": {"bits": 3, "begin": 3, "min_size": 64}}),
 }
 ROWS = TECHNIQUES | VARIANTS | OPTIONS
-ALWAYS = (
+NAMES = (
+    "everything",
     "prune-granularity-neuron",
     "prune-granularity-filter",
-    "prune-criterion-fisher",
-    "prune-late-filter-taylor",
     "checkpointing-policy-budget:least",
-    "ticket-late",
     "distill-mutual",
 )
 FACTS = {
@@ -108,11 +106,6 @@ FACTS = {
     *("tallies", "products", "validations"),
 }
 """What a receipt counts over the whole run, loaded states or not, and what was measured."""
-
-
-def some(names, count):
-    """`ALWAYS` at every run of the tests, and `count` of the others."""
-    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.sampled(count)) for name in names]
 
 
 def without_facts(told):
@@ -144,7 +137,7 @@ def trained(name, folder, *, best=None, stop=None):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", some([name for name in ROWS if not name.startswith("ticket")], 5))
+@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith("ticket")])
 def test_the_best_model_is_the_run_that_stopped_there(name, tmp_path):
     # each technique of these recipes has reached what it is asked for by step 6
     for best, stop in ((6, 6), (NUM_STEPS, None)):
@@ -207,7 +200,7 @@ IN_A_LOOP = [name for name, row in ROWS.items() if row.key not in ("soup", "dp")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", some(IN_A_LOOP, 8))
+@pytest.mark.parametrize("name", IN_A_LOOP)
 def test_a_loop_that_goes_back_ends_as_one_that_did_not(name):
     whole = looped(name)
     for back in ((7, 2), (4, 1), (8, 5)):
@@ -276,7 +269,7 @@ def steps(model, optimizer, loader, backward, back, save, load, path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("run", [in_accelerate, in_fabric])
-@pytest.mark.parametrize("name", ["everything", *ALWAYS[:2], "checkpointing-policy-budget:least", "distill-mutual"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_that_loads_an_earlier_checkpoint_ends_as_one_that_did_not(run, name, tmp_path):
     keys = [key for key in TOGETHER if key not in ("soup", "dp")]
     found = []

@@ -111,7 +111,7 @@ def recipe(key):
 
 
 def some(cases, default):
-    """All techniques with all cases in `make test-long`; here those of `default`, and each technique once more."""
+    """All techniques with all cases in `make test-all`; here those of `default`, and each technique once more."""
     for number, key in enumerate(TECHNIQUES):
         for place, case in enumerate(cases):
             now = (key, case) in default or place == number % len(cases)

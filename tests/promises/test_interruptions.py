@@ -81,14 +81,13 @@ def ours_on(owner):
 
 
 def each_at_some_place():
-    """Each recipe at one place, other recipes at others; the rest in `make test-long`."""
+    """Each recipe at one place, other recipes at others; the rest in `make test-all`."""
     for (i, keys), house, place in itertools.product(enumerate(RECIPES), ("hf", "lightning"), range(len(PLACES))):
         marks = [pytest.mark.slow] if place else []
         where = PLACES[(i + place + (house == "hf")) % len(PLACES)]
         yield pytest.param(keys, house, where, id=f"{'+'.join(keys[:2])}-{house}-{where}", marks=marks)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "house", "place"), list(each_at_some_place()))
 def test_after_an_exception_of_the_user_everything_is_stock_and_trains_again(keys, house, place, tmp_path, monkeypatch):
     fuse, forward = Fuse(), DigitsNet.forward

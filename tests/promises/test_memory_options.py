@@ -75,7 +75,6 @@ def test_in_the_trainer_which_counts_labels(case, tmp_path):
     compare(case, "hf", tmp_path)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", BESIDE_DISTILLATION)
 @pytest.mark.parametrize("front_end", ["lightning", "accelerate", "fabric"])
 def test_in_other_front_ends(front_end, case, tmp_path):

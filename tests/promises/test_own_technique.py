@@ -69,6 +69,7 @@ def test_what_it_declares_is_heard():
         compatibility.check(["noise"], ["data_parallel"])
 
 
+@pytest.mark.slow
 def test_an_entry_point_brings_flag_yaml_and_explain(tmp_path):
     info = tmp_path / "site" / "gradient_noise-0.1.0.dist-info"
     info.mkdir(parents=True)

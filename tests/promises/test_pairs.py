@@ -17,7 +17,6 @@ HOUSES = {"hf": (run_hf, hf_eff), "lightning": (run_lightning, lightning_eff)}
 UNORDERED = list(itertools.combinations(EVERYTHING, 2))
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("house", HOUSES)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):
@@ -33,7 +32,6 @@ def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_pat
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("house", HOUSES)
 @pytest.mark.parametrize("pair", UNORDERED, ids="+".join)
 def test_the_order_of_two_callbacks_is_of_no_account(pair, house, tmp_path):

@@ -39,7 +39,6 @@ CASES = [
 STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -67,7 +66,6 @@ TO_THE_END = {
 }
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", [*TO_THE_END, *TRAINED, *VARIANTS])
 def test_steps_after_the_planned_ones_are_as_if_they_had_been_planned(name):
     def run(planned):
@@ -100,7 +98,6 @@ DRAWING = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", DRAWING)
 def test_a_seed_draws_the_same_in_a_loop_and_in_a_module_around_the_model(name, tmp_path):
     # Lightning's module puts a prefix before every name
@@ -119,7 +116,6 @@ def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_p
     assert difference(installed.weights, bare.weights) is None
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("key", "front_end"),
     [pytest.param(*case, marks=() if case[0] in TRAINED else pytest.mark.matrix) for case in CASES],
@@ -177,7 +173,6 @@ def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_
     assert not torch.equal(alone, trained[0])  # the weights alone do not quantise activations
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("key", "front_end"), CASES)
 def test_the_model_comes_back_as_stock_classes_with_its_keys(key, front_end, tmp_path):
     model = RUNS[front_end](recipe_of(key), tmp_path).model
@@ -210,7 +205,6 @@ def test_matching_nothing_is_an_error_before_training(key, front_end, tmp_path):
         FRONT_ENDS[front_end](recipe, tmp_path)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("key", [key for key in EVERYTHING if "accumulation" not in TECHNIQUES[key].exempt])
 def test_micro_batches_equal_one_batch(key, tmp_path):
     # BatchNorm is exempt by its nature: its statistics are those of a micro-batch. SGD, because AdamW divides by the
@@ -233,7 +227,6 @@ def test_micro_batches_equal_one_batch(key, tmp_path):
             torch.testing.assert_close(four.weights[tensor], weight, atol=tolerance, rtol=0)
 
 
-@pytest.mark.sampled(30)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_runs_saves_and_finishes(pair, front_end, tmp_path):

@@ -83,7 +83,6 @@ COUNTED = {
 }
 
 
-@pytest.mark.sampled(9)
 @cells
 def test_three_drivers_train_the_same_weights_and_their_receipts_say_what_happened(train, tmp_path):
     ends = {} if "soup" in RECIPES[train.recipe] else {"bare": train("bare", clips=not train.clips)}
@@ -140,7 +139,6 @@ def check_stacks(key, told, stacked):
             torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("key", EXPERTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacked_experts_keep_the_promises(kind, key, tmp_path, monkeypatch):
@@ -184,7 +182,6 @@ def check_plain(front_end, path, factorised):
         net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in content.items()}, strict=True)
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 @cells
 def test_stopped_at_an_epochs_last_batch_and_within_one_is_never_stopped(train, front_end, tmp_path):
@@ -200,7 +197,6 @@ def test_stopped_at_an_epochs_last_batch_and_within_one_is_never_stopped(train, 
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.sampled(6)
 # a soup's ingredients are whole steps of one folder
 @pytest.mark.parametrize("train", [c for c in CELLS if "soup" not in RECIPES[c[1]]], ids="-".join, indirect=True)
 def test_stopped_within_an_accumulation_window_is_never_stopped(train, tmp_path):

@@ -19,7 +19,7 @@ ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
 
 
 def in_turn(shift):
-    """Each row with three of the stops, others for each row and front end; with the other two in `make test-long`."""
+    """Each row with three of the stops, others for each row and front end; with the other two in `make test-all`."""
     for i, keys in enumerate(ROWS):
         name = "+".join(keys) if len(keys) < 3 else "all"
         turned = [STOPS[(i + shift + k) % len(STOPS)] for k in range(len(STOPS))]
@@ -27,7 +27,6 @@ def in_turn(shift):
         yield pytest.param(keys, sorted(turned[3:]), id=f"{name}-more", marks=pytest.mark.slow)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "stops"), in_turn(0))
 def test_hf_resumes_bit_for_bit(keys, stops, tmp_path):
     options = {"dropout": 0.3, "shuffle": True, "save_every": 1, "seed": 3}
@@ -40,7 +39,6 @@ def test_hf_resumes_bit_for_bit(keys, stops, tmp_path):
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "stops"), in_turn(2))
 def test_lightning_resumes_bit_for_bit(keys, stops, tmp_path):
     options = {"dropout": 0.3, "shuffle": True, "save_every": 1}
@@ -75,7 +73,6 @@ def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
 LOOPS = {"accelerate": (run_accelerate, {"soup"}), "fabric": (run_fabric, {"soup"})}
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("loop", "keys"),
     [
@@ -133,7 +130,6 @@ TRAINERS = {
 }
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("name", "front_end"),
     [

@@ -60,7 +60,6 @@ def helped(monkeypatch):
     return made
 
 
-@pytest.mark.sampled(24)
 @pytest.mark.parametrize("front_end", RUNS)
 @pytest.mark.parametrize("key", KEYS)
 def test_what_no_optimizer_holds_stays_bit_for_bit_and_is_named(key, front_end, helped, tmp_path):

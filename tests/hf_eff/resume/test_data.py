@@ -138,6 +138,7 @@ def assert_goes_on(run, tmp_path, stops, make_data, make_collator=masking, **set
 DATA = {"masks": lambda: rows(24), "augmented": lambda: Augmented(24)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind, accumulate):
@@ -146,20 +147,24 @@ def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind,
     assert_goes_on(run, tmp_path, (1, 2, 3, 5, 6, 7), DATA[kind], **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [22, 18], ids=["a short last batch", "a short last window"])
 def test_an_epoch_that_does_not_come_out_even(run, tmp_path, count):
     assert_goes_on(run, tmp_path, (1, 2, 3, 5), lambda: Augmented(count), gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_a_collator_with_a_generator_of_its_own_goes_on(run, tmp_path):
     assert_goes_on(run, tmp_path, (1, 4, 6, 8), DATA["augmented"], lambda: masking(seed=5))
 
 
+@pytest.mark.slow
 def test_an_order_that_is_drawn_from_the_same_generator(run, tmp_path):
     settings = {"accelerator_config": {"use_seedable_sampler": False}}
     assert_goes_on(run, tmp_path, (1, 5, 6, 7), DATA["augmented"], **settings)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on(run, tmp_path):
     assert_goes_on(run, tmp_path, (1, 2, 4), lambda: Stream(48))
 
@@ -171,12 +176,14 @@ WORKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 def test_workers_go_on(run, tmp_path, workers):
     settings = {**WORKERS[workers], "max_steps": 10}
     assert_goes_on(run, tmp_path, (3, 6, 8), lambda: Augmented(22), lambda: masking(seed=5), **settings)
 
 
+@pytest.mark.slow
 def test_workers_read_only_what_is_left_of_the_round(run, tmp_path):
     class Counted(Augmented):
         def __init__(self, count):
@@ -196,6 +203,7 @@ def test_workers_read_only_what_is_left_of_the_round(run, tmp_path):
     assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
 
 
+@pytest.mark.slow
 def test_workers_of_evaluations_that_live_on(run, tmp_path):
     settings = {**WORKERS["live on"], "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
     whole = run("whole", data=rows(12), **settings)
@@ -203,6 +211,7 @@ def test_workers_of_evaluations_that_live_on(run, tmp_path):
     assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lives_on", [False, True], ids=["anew", "live on"])
 def test_workers_that_read_a_stream(run, tmp_path, lives_on):
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": lives_on, "max_steps": 5}
@@ -219,6 +228,7 @@ def test_watching_changes_nothing(run, workers):
     assert entries(watched) == entries(plain)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_again_and_again(run, tmp_path):
     whole = run("whole", data=Augmented(24))
     folder = "whole"
@@ -229,6 +239,7 @@ def test_a_run_that_is_stopped_again_and_again(run, tmp_path):
     assert entries(whole) == entries(resumed)
 
 
+@pytest.mark.slow
 def test_the_same_trainer_reads_the_same_loader_afterwards(run, tmp_path):
     whole = run("whole", data=Augmented(24))
     resumed = run("again", tmp_path / "whole" / "checkpoint-2", Augmented(24))

@@ -77,6 +77,7 @@ def test_an_evaluate_that_returns_nothing_is_told(make, tmp_path, validates):
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.slow
 def test_equal_weights_get_equal_metrics_though_ranges_are_estimated_with_dropout(make, tmp_path):
     trainer = make.trainer(tmp_path, **SAVING)  # its attention has dropout
     session = attach(trainer, {"soup": {"kind": "greedy"}, "qat": {"scheme": "int8"}})

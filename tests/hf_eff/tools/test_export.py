@@ -32,7 +32,7 @@ def make_batch(rows, length=6):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_classifier_by_keywords(rows, make, tmp_path):
     model = quantized(make.classifier(hidden_dropout_prob=0.0), make_batch(4))
@@ -58,7 +58,6 @@ def test_a_language_model_by_keywords(make, tmp_path):
     assert report.largest_difference <= 1e-5
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 def test_an_open_length(scheme, make, tmp_path):
     model = quantized(make.classifier(), make_batch(4), scheme=scheme)

@@ -56,7 +56,7 @@ def loaded(auto=transformers.AutoModelForSequenceClassification):
     return apply_ranges(model, read_deployment("out")["qat"]["ranges"]).eval()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "config"), [
     (STATIC, {"scheme": "int8"}),
     (["--scheme", "int8_weight"], {"scheme": "int8_weight"}),
@@ -79,6 +79,7 @@ def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_
     assert f"{len(told['ranges'])} layers quantised" in exported.output
 
 
+@pytest.mark.slow
 def test_tables_of_positions_and_token_types_stay_in_float_unless_included(run, make):
     told = run("bert", *STATIC)
     tables = {f"bert.embeddings.{name}_embeddings" for name in ("position", "token_type")}
@@ -132,6 +133,7 @@ def test_batch_norms_of_a_folder_stay_batch_norms(run, tmp_path):
     assert image_quality(loaded(transformers.AutoModelForImageClassification)) == told["quality"]["quantized"]
 
 
+@pytest.mark.slow
 def test_a_soup_of_quantised_folders_is_quantised_anew(run, make, tmp_path):
     for seed in (1, 2):
         make.classifier(seed, num_hidden_layers=1).save_pretrained(f"dense-{seed}")

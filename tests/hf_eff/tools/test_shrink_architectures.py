@@ -182,7 +182,6 @@ def zero_a_quarter(model, inputs):
     return kinds
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SHRINK)
 def test_it_shrinks_and_loads(name, tmp_path):
     config, make_inputs, expected = SHRINK[name]

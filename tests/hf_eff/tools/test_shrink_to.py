@@ -53,6 +53,7 @@ def clear(model, name, units, roles):
             model.state_dict()[part.tensor].index_fill_(part.axis, places, 0)
 
 
+@pytest.mark.slow
 def test_the_units_that_do_nothing_go_and_the_logits_stay():
     for tied in (False, True):
         model = decoder(tie_word_embeddings=tied, rms_norm_eps=1e-2).double()

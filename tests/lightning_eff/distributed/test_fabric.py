@@ -7,12 +7,13 @@ import torch
 from fabric_sharded import RECIPES, Net, train
 from two_ranks import ranks_of, run_scripts
 
+pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
 SCRIPT = train.__code__.co_filename
 ROUNDED = {"qat": 1e-4, "fp8": 1e-5, "comm": 0.01}
 """By how much weights differ where processes round what they see or send."""
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fabric")
     run_scripts(ranks_of(SCRIPT, folder, folder, number=request.param), folder)

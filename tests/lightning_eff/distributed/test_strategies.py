@@ -143,7 +143,7 @@ def test_one_process_cannot_compress(tmp_path):
         train(tmp_path, {"comm": {"hook": "bf16"}}, save=False)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports", ["lightning_eff, pytorch_lightning as pl", "pytorch_lightning as pl, lightning_eff"]
 )

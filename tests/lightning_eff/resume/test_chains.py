@@ -13,7 +13,6 @@ QUICK = (3, 6, 9, 10)
 AVERAGE = {"average": {"kind": "swa"}}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed not in QUICK)]
 )

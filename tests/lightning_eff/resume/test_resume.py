@@ -43,7 +43,6 @@ def train(
     return callback, everything(trainer, module)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("val", [False, True])
 @pytest.mark.parametrize(
@@ -344,7 +343,6 @@ def test_a_buffer_that_no_state_dict_holds_is_resumed(tmp_path):
     assert difference(whole, trained(ckpt_path=tmp_path / "7.ckpt")) == []
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mode", "point"), [("max_size_cycle", 7), ("max_size_cycle", 13), ("min_size", 4)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_of_several_lengths_resume(mode, point, workers, tmp_path, monkeypatch):

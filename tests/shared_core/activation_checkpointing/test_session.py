@@ -14,7 +14,6 @@ ROW = TECHNIQUES["checkpointing"].recipe()
 OTHERS = [key for key in EVERYTHING if key not in ("checkpointing", "soup") and not refusal("checkpointing", key)]
 
 
-@pytest.mark.sampled(12)
 # int8 activations are refused beside it: recomputed values would differ
 @pytest.mark.parametrize("key", [None, *OTHERS, *(key for key in VARIANTS if key != "activations-int8")])
 def test_the_run_is_the_same_to_the_bit(key):

@@ -380,6 +380,7 @@ def test_nothing_half_written_and_nothing_overwritten(folders, tmp_path, monkeyp
     assert not list(tmp_path.glob(".eff-tmp-*"))
 
 
+@pytest.mark.slow
 def test_memory_is_one_model_whatever_the_number_of_ingredients(tmp_path):
     """RssAnon of a fresh process: pages mapped from checkpoints do not count, copies do."""
     import subprocess

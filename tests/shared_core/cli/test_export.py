@@ -62,6 +62,7 @@ def eff(*arguments):
     return result
 
 
+@pytest.mark.slow
 def test_the_command_exports_what_either_trainer_saved(room):
     model, ranges = trained(mlp, finish=True)
     deployment = {"qat": {"ranges": ranges}}
@@ -85,6 +86,7 @@ def test_the_command_exports_what_either_trainer_saved(room):
     assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
 
 
+@pytest.mark.slow
 def test_eff_quantize_keeps_the_codes_between_convolutions_that_eff_export_takes(room):
     asked = ["quantize", "export_task:residual", "--calibration", "export_task:batches", "--out", "small"]
     assert not CliRunner().invoke(app, asked, catch_exceptions=False).exit_code

@@ -304,6 +304,7 @@ def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match)
     assert sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_2_and_one_line(room):
     done = subprocess.run(
         [sys.executable, "-P", "-c", "from shared_core.cli import main; main()", "soup", "run", "--out", "soup"],

@@ -374,6 +374,7 @@ def _mapped_bytes(folder):
     return total
 
 
+@pytest.mark.slow
 def test_a_lookup_reads_its_rows_and_not_the_store(tmp_path):
     classes, images = 1000, torch.arange(30_000.0)[:, None]
 

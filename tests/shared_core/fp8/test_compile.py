@@ -66,6 +66,7 @@ def test_a_compiled_model_is_one_graph_and_trains_as_the_eager_one(recipe):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(compiled_bank[name])), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_calls_the_same_products():
     models, (losses, _), (compiled_losses, _) = assert_same_run("delayed", "inductor", fullgraph=True)
@@ -92,6 +93,7 @@ def test_layers_of_one_shape_share_a_graph_and_keep_their_counts():
     assert all(layer.fp8.emulated == {"forward": 2, "grad_input": 2, "grad_weight": 2} for layer in list(model)[1:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_types_empty_and_batched_inputs(compiled):
     layer = convert_to_fp8(nn.Linear(32, 16), Fp8Config(recipe="rowwise", include=["first"]))
@@ -150,6 +152,7 @@ def test_recomputation_inside_a_compiled_graph():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "block"), [("rowwise", [1, 0]), ("blockwise", [1, 128]), ("tensorwise", [0, 0])])
 def test_operators_keep_torchs_rules(recipe, block):
     layer = convert_to_fp8(nn.Linear(32, 48, bias=False), Fp8Config(recipe=recipe, include=["first"]))

@@ -267,7 +267,6 @@ def evaluated_with_others(model, session, optimizer):
         model(data()[0])
 
 
-@pytest.mark.sampled(14)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mx"])
 @pytest.mark.parametrize("change", [written, replaced, moved, loaded, stepped, replaced_unseen, evaluated_with_others])

@@ -43,6 +43,7 @@ def test_without_a_sitecustomize_of_the_environment_nothing_is_said(monkeypatch)
     assert "PYTHONPATH" not in os.environ
 
 
+@pytest.mark.slow
 def test_front_ends_get_the_recipe_once_a_module_of_theirs_is_there(tmp_path, monkeypatch):
     # torchrun and others start a process of a process
     code = (

@@ -214,6 +214,7 @@ def test_a_missing_library_names_its_extra(tmp_path, monkeypatch, name, extra):
         executor_of(name, ["timeout_min=5"], tmp_path, "eff chain")
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_loop_reach_the_runs_of_a_search(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text("import os, sys\nprint(os.environ['EFF_TOTAL_STEPS'], sys.argv[1:])\n")

@@ -92,6 +92,7 @@ def everything():
     return {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in pruned_weights(make_net()).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_rounds_equal_a_loop_written_by_hand_bit_for_bit(k, tmp_path):
     trained = []

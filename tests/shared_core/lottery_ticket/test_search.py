@@ -57,6 +57,7 @@ def test_the_metric_must_be_one_that_there_is():
         curve_of([(0, "none", Path("a"), result([], unmeasured="there is no eval_dataset"))], metric="acc")
 
 
+@pytest.mark.slow
 def test_a_search_writes_table_json_csv_and_plot(tmp_path):
     search = LotterySearch(
         rounds=2, rate=0.5, rewind_to=2, controls=["random_mask", "random_reinit"], control_rounds=[2]

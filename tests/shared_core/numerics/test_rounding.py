@@ -258,6 +258,7 @@ NAMES = st.sampled_from(sorted(FORMATS))
 NUMBERS = st.floats(allow_nan=False, width=64) | st.floats(-500, 500, width=64)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(NAMES, st.lists(NUMBERS, min_size=2, max_size=8), st.sampled_from([torch.float64, torch.float32]))
 def test_rounding_is_idempotent_monotone_and_odd(name, numbers, dtype):

@@ -211,6 +211,7 @@ def peak(make, options):
     return max(accumulate(change for change, _ in live.events)) / (size * count)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_plain_training_in_bfloat16():
     fused = lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True)  # noqa: E731
     plain = peak(fused, None)

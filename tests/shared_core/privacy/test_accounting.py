@@ -42,6 +42,7 @@ def test_parts_of_a_run_compose_and_no_noise_is_infinite():
     assert epsilon([(0.0, 0.1, 1)], 1e-5) == math.inf == classic_epsilon(0, 0.1, 1, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_the_solved_noise_just_suffices(accountant):
     spent = [(1.0, 0.01, 50)]

@@ -557,6 +557,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
         run().session.load_state_dict({**state, "techniques": {}})
 
 
+@pytest.mark.slow
 def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     run = Run(net(), target_epsilon=9.0, steps=3)
     for step in range(3):

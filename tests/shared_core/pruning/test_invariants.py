@@ -84,7 +84,7 @@ def check(run):
     assert since > STEPS / 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     [*itertools.product(("2:4", "channels"), ("sgd", "adamw-8bit")), ("cubic", "adamw-fused")],
@@ -93,6 +93,7 @@ def test_no_weight_comes_back(recipe, optimizer):
     check(train(RECIPES[recipe], optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
 def test_no_weight_comes_back_when_steps_are_skipped(optimizer):
     check(train(RECIPES["cubic"], optimizer, scaled=True))

@@ -228,6 +228,7 @@ def test_no_stage_of_a_residual_net_and_no_tower_is_emptied_under_one_threshold(
     assert max(entry["pruned"] for entry in report.units) <= 27
 
 
+@pytest.mark.slow
 def test_a_pruned_and_shrunk_residual_net_learns_digits_again():
     digits = load_digits()
     images = torch.tensor(digits.images[:900], dtype=torch.float32)[:, None] / 16

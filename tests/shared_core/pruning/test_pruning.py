@@ -63,7 +63,7 @@ def is_positive_zero(values: torch.Tensor) -> bool:
     return not values.any() and not values.signbit().any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [True, False])
 def test_a_thousand_steps_keep_exact_counts_and_positive_zeros(optimizer, clip):

@@ -286,6 +286,7 @@ def test_resume_and_reset(criterion):
     assert_scores(second, (wanda_reference if criterion == "wanda" else neuron_reference)(net, images(0)))
 
 
+@pytest.mark.slow
 def test_compiled_models_are_observed():
     net, batch = Net(), images()
     scorers = [make_scorer(criterion, net.modules_by_weight()) for criterion in ("wanda", "neuron_taylor")]

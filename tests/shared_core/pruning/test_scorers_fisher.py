@@ -378,6 +378,7 @@ def test_resume_and_reset():
     assert_fisher(resumed, net, batches[0])
 
 
+@pytest.mark.slow
 def test_compiled_models_are_observed():
     net, batch = Net(), batch_of((2, 4, 4))
     scorer = make_scorer("fisher", net.modules_by_weight())

@@ -175,6 +175,7 @@ def test_shapley_against_enumeration_within_its_standard_error(num_units, antith
     assert abs(values.sum().item() - (value(everything) - value(nothing))) < 1e-9
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_that_of_repeated_estimates():
     value, exact = game(5)
     for antithetic in (False, True):

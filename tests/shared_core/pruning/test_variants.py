@@ -122,7 +122,6 @@ def same(first, second):
     )
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_stopped_anywhere_and_resumed_is_the_run_never_stopped(name):
     whole = Run(VARIANTS[name])
@@ -136,7 +135,6 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run_never_stopped(name):
         assert same(whole.weights(), resumed.weights()), state["taken"]
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_pruned_is_exactly_zero_after_every_step_and_as_much_as_asked(name, kind):
@@ -174,7 +172,6 @@ def test_a_skipped_step_changes_nothing(name):
     assert same({n: v for n, v in before.items() if "norm." not in n}, after)
 
 
-@pytest.mark.sampled(20)
 @pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in LEARNS_UNDER_MASKS and name != "rigl"])
 def test_pruned_weights_never_come_back(name, clips):

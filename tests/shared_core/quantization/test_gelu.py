@@ -213,6 +213,7 @@ def test_recomputed_activations(reentrant, kind):
     assert technique.ranges()["mlp.up"]["max"] > 1
 
 
+@pytest.mark.slow
 def test_compiled_models():
     torch._dynamo.reset()
     model = Mlp(nn.GELU())

@@ -214,7 +214,7 @@ def stochastic_ops():
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "channel", "group", "affine", "token"])
 def test_stochastic_rounding_has_the_right_mean_and_only_the_two_neighbours(name):
     op = stochastic_ops()[name]
@@ -277,6 +277,7 @@ def test_a_clipped_gelu_keeps_codes_for_its_negative_values():
     assert len(fake_quantize(relu, scale, zero_point, qmin, qmax).unique()) == 16
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph_and_batches():
     def loss(x):
         parts = (

@@ -37,7 +37,6 @@ def reference_cells(x, bins):
     return cells, width, first
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("bins", [4, 64])
 def test_cells_are_those_of_a_histogram_made_at_once(name, bins):

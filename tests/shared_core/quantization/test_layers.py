@@ -246,6 +246,7 @@ def test_a_module_under_two_names_is_baked_under_both():
     assert not torch.equal(baked["0.weight"], shared.weight)
 
 
+@pytest.mark.slow
 def test_compiled_training_equals_eager_without_recompiling_each_step():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -263,6 +264,7 @@ def test_compiled_training_equals_eager_without_recompiling_each_step():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lsq", "lsq_plus"])
 def test_learned_ranges_compile_without_graph_breaks(name):
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -158,7 +158,6 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
 RANGES = ["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("options", [*({"scheme": scheme} for scheme in SCHEMES),
                                      *({"scheme": "int8", "range": name, "begin": 2} for name in RANGES[1:]),
                                      {"scheme": "int8", "rounding": "stochastic"},

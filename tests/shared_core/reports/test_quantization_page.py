@@ -68,6 +68,7 @@ CALIBRATED = ("--calibration", "report_task:calibration", "--out")
 JUDGED = ("--eval", "report_task:accuracy", *CALIBRATED)
 
 
+@pytest.mark.slow
 def test_a_page_of_everything(run, tmp_path):
     run("cnn", *CALIBRATED, "qat")
     result = run(
@@ -119,6 +120,7 @@ def test_a_page_of_everything(run, tmp_path):
     assert f"| bytes, float and codes | {sizes} |" in part(again, "Before and after")
 
 
+@pytest.mark.slow
 def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run, tmp_path):
     run("cnn", *CALIBRATED, "qat")
     result = run(
@@ -144,6 +146,7 @@ def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run,
     assert "Not measured; --eval" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("evaluate", "mode"), [("accuracy", "max"), ("wrong", "min")])
 def test_a_plan_by_quality_quantises_what_it_says(run, tmp_path, evaluate, mode):
     result = run(
@@ -172,6 +175,7 @@ def test_a_plan_by_quality_quantises_what_it_says(run, tmp_path, evaluate, mode)
         assert f"| {point['quantized']} | {point['average_bits']:.6g} | {point['quality']:.6g} |" in text
 
 
+@pytest.mark.slow
 def test_layers_by_rule_stay_in_float_unless_told(run, tmp_path):
     run("cnn", *JUDGED, "small", "--largest-loss", "1")
     values = told(tmp_path / "small")
@@ -190,6 +194,7 @@ def test_what_was_not_measured_names_its_option(run, tmp_path):
     assert "attack-eps" not in text
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_page(run, tmp_path):
     for name in ("first", "second"):
         run("cnn", *JUDGED, name, "--report", f"{name}.html", "--sensitivity", "rmse", "--attack", "report_task:images",
@@ -198,6 +203,7 @@ def test_the_same_run_gives_the_same_page(run, tmp_path):
     assert (tmp_path / "first.md").read_bytes() == (tmp_path / "second.md").read_bytes()
 
 
+@pytest.mark.slow
 def test_names_of_layers_are_escaped_and_many_layers_are_cut(run, tmp_path, monkeypatch):
     import report_task
 

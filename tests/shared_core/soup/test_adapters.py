@@ -83,7 +83,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("weights", [None, [3, 1, 2]])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_mean_of_adapters_is_the_mean_of_their_models(tmp_path, variant, weights):

@@ -39,6 +39,7 @@ def code_of_the_authors(members, evaluate):
     return chosen, soup, best
 
 
+@pytest.mark.slow
 def test_strict_is_the_authors_script_on_a_thousand_tables_and_never_worse_than_the_best():
     sizes = set()
     for seed in range(1000):

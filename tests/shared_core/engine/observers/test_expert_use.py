@@ -68,6 +68,7 @@ def test_a_resumed_run_knows_those_that_were_reached_before():
         run(mixture("mixtral"), RECIPES[0], [], state)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_watched_too():
     session, _ = run(mixture("mixtral"), RECIPES[0], [(0, 3)] * 4, compiled=True)
     session.finish()

@@ -166,7 +166,7 @@ def test_it_compiles_without_a_break(scheme):
     assert int(run(compiled, x).isnan().any(-1).sum()) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_inductor_compiles_it(scheme):
     torch._dynamo.reset()

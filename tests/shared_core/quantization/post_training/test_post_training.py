@@ -17,7 +17,7 @@ SCHEMES = list(Scheme.__args__)
 SEEDS = (0, 1, 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int8_weight", "int8_dynamic"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
 def test_eight_bits_cost_no_accuracy(kind, scheme):
@@ -30,7 +30,6 @@ def test_eight_bits_cost_no_accuracy(kind, scheme):
     assert abs(sum(lost) / len(lost)) <= 0.2, lost
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
 def test_every_scheme_bakes_weights_quantises_inputs_and_converts_to_what_it_computes(kind, scheme):

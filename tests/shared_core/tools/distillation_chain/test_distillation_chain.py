@@ -205,6 +205,7 @@ def test_resume_leaves_the_folder_of_a_half_run_stage(tmp_path, command, big):
     assert (tmp_path / "out" / "stage-1.log").read_text().count("training stage-1") == 2
 
 
+@pytest.mark.slow
 def test_a_killed_chain_waits_for_the_training_it_left_behind(tmp_path, command, big):
     (tmp_path / "kill-driver").touch()
     line = ["chain", "--teacher", big, "--students", "30", "--out", str(tmp_path / "out"), "--", *command]

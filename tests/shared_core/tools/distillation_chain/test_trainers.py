@@ -38,6 +38,7 @@ def test_a_student_of_the_hugging_face_trainer(tmp_path):
     assert (distill["temperature"], distill["alpha"]) == (3.0, 0.4)
 
 
+@pytest.mark.slow
 def test_generations_of_lightning(tmp_path):
     before = tmp_path / "before"
     train_lightning(4, before)

@@ -65,7 +65,6 @@ def net(build, **options):
     return trained(build, shape=(3, 16, 16), steps=2, **options)[0]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("build", "before", "after", "added"),
     [
@@ -96,6 +95,7 @@ def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build,
     assert kinds(optimised).count("Conv") == (1 if build is Skips else 0)
 
 
+@pytest.mark.slow
 def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
     model, path = net(pooled), tmp_path / "model.onnx"
     report = export_onnx(model, images(), path, calibration=calibration())
@@ -118,6 +118,7 @@ def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
     assert_close_in_steps(run(path, x), reference)
 
 
+@pytest.mark.slow
 def test_a_tapped_tensor_is_quantised_once_with_the_step_of_the_layer_that_reads_it(tmp_path):
     model, path = net(Residual), tmp_path / "model.onnx"
     export_onnx(model, images(), path, calibration=calibration())
@@ -169,6 +170,7 @@ def test_few_bits_keep_their_clip_and_the_tap_gets_eight_bits_of_its_own(tmp_pat
     assert change < 0.25 * np.abs(expected(model, x)).max()  # a code of 4 bits that moves is a step of 1/15
 
 
+@pytest.mark.slow
 def test_linear_layers_are_left_as_they_are(tmp_path):
     torch.manual_seed(0)
     model, _ = trained(mlp)

@@ -80,7 +80,7 @@ def traced(monkeypatch):
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [None, "int8", "int8_weight", "int8_dynamic"])
 def test_a_block_is_traced_once_and_the_file_is_that_of_the_whole(scheme, tmp_path, monkeypatch):
     model = deep(scheme=scheme)
@@ -102,6 +102,7 @@ def test_a_block_is_traced_once_and_the_file_is_that_of_the_whole(scheme, tmp_pa
         assert np.allclose(*(session.run(None, feeds(session, given)) for session in sessions), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_wrong_graph_is_found_and_all_blocks_are_traced(tmp_path, monkeypatch):
     model = deep()
     model.layers[1].norm.eps = 0.5

@@ -37,7 +37,6 @@ export_module = importlib.import_module("shared_core.tools.export.onnx")
 BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens, Cells]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_path):
     model, _ = trained(build)
@@ -51,7 +50,6 @@ def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_p
     assert not report.float_layers
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "bits", "kernel", "count"),
     [
@@ -102,7 +100,6 @@ def test_weights_are_stored_as_the_codes_that_were_trained(tmp_path):
     assert not any(value.dtype == np.float32 and value.ndim > 1 for value in found.values())
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("bits", "range_"), [(2, "ema"), (3, "lsq"), (8, "lsq"), (4, "lsq_plus"), (4, "pact")])
 def test_few_bits_clip_and_learned_ranges_are_kept(bits, range_, tmp_path):
     model, _ = trained(mlp, weight_bits=bits, activation_bits=bits, range=range_)
@@ -133,7 +130,6 @@ def test_baked_weights_with_ranges_give_the_same_file(tmp_path):
             assert np.allclose(found[key], value, rtol=1e-5), key
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("scheme", "kernels"),
     [
@@ -211,7 +207,6 @@ def test_one_example_and_a_fixed_batch(tmp_path):
     assert onnx.load(tmp_path / "open.onnx").opset_import[0].version == 21
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("finish", "options"),
     [(False, {"fold_batch_norm": False}), (True, {}), (False, {"range": "lsq"})],
@@ -377,7 +372,6 @@ class Attends(nn.Module):
         return self.norm(x + y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "mask"),
     [

@@ -37,7 +37,6 @@ def quantised(build, scheme, bits=8):
     return quantize(net, {"scheme": scheme, "weight_bits": bits}, calibration), x
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [8, 7, 4])
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int8_weight"])
 @pytest.mark.parametrize("build", INPUTS)
@@ -52,7 +51,6 @@ def test_what_is_right_for_this_processor_is_exact_on_its_integer_kernels(build,
             assert np.abs(value.astype(int)).max() <= 64  # 255·64·2 fits 16 bits
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 @pytest.mark.parametrize("build", INPUTS)
 def test_unsigned_codes_are_the_signed_ones_and_run_on_the_same_kernels(build, scheme, tmp_path):

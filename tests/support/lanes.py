@@ -1,0 +1,81 @@
+"""Which tests `make test` runs: one case of each family, four of one in tests/promises, nothing slow.
+
+A family is the cases of one test function; which of them run depends on its name and their number alone. What is asked
+of every page of the documents runs in full, and so do refusals but in tests/promises. `make test-all` runs the others.
+A test that is named, ``pytest FILE::TEST``, runs in any case, and so does a file with ``-m "slow or not slow"``.
+"""
+
+import inspect
+import random
+from collections import defaultdict
+
+import pytest
+from _pytest.mark.expression import Expression
+
+DEVICES = "not gpu and not gpu_lane"
+QUICK = f"{DEVICES} and not slow and not further"
+IN_QUICK, IN_REST = (Expression.compile(lane) for lane in (QUICK, f"{DEVICES} and (slow or further)"))
+IN_PROMISES = 4
+OF_PAGES = ("test_code_blocks.py", "test_docs.py", "test_site.py")
+left_out = 0
+
+
+def pytest_configure(config):
+    if not config.option.markexpr:
+        config.option.markexpr = DEVICES if any("::" in name for name in config.args) else QUICK
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks
+def pytest_collection_modifyitems(config, items):
+    families = defaultdict(list)
+    for item in items:
+        if selected(item, IN_QUICK) and not in_full(item):
+            families[item.nodeid.partition("[")[0]].append(item)
+    for family, cases in families.items():
+        for case in further(family, cases):
+            case.add_marker("further")
+    if config.option.markexpr == QUICK:
+        tell(config, sum(selected(item, IN_REST) for item in items))
+
+
+def selected(item, lane):
+    marks = {mark.name for mark in item.iter_markers()}
+    return lane.evaluate(lambda name, **_: name in marks)
+
+
+def in_full(item):
+    return item.path.name in OF_PAGES or (not of_promises(item.nodeid) and refuses(item))
+
+
+def of_promises(nodeid):
+    return "/promises/" in nodeid
+
+
+def refuses(item):
+    test = getattr(item, "function", None)  # a doctest has none
+    return test is not None and "raises" in inspect.unwrap(test).__code__.co_names
+
+
+def further(family, cases):
+    count = IN_PROMISES if of_promises(family) else 1
+    kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
+    return [case for case in cases if case not in kept]
+
+
+def tell(config, count):
+    global left_out
+    left_out = count
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = count
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    global left_out
+    left_out = max(left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_unconfigure(config):
+    if left_out and not hasattr(config, "workeroutput"):
+        further = "1 further case was" if left_out == 1 else f"{left_out:,} further cases were"
+        print(f"{further} left out: make test-all")  # noqa: T201

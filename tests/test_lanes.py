@@ -1,0 +1,68 @@
+"""`make test` and `make test-all` together run every test, none of them twice; a test that is named runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import pytest
+
+def test_alone():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.parametrize("case", range(9))
+def test_family(case):
+    pass
+
+@pytest.mark.parametrize("case", [*range(8), pytest.param(8, marks=pytest.mark.slow)])
+def test_family_with_a_slow_case(case):
+    pass
+
+@pytest.mark.parametrize("case", range(9))
+def test_refusal(case):
+    with pytest.raises(ValueError):
+        int("x")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(9))
+def test_gpu(case):
+    pass
+"""
+
+
+def run(folder, *arguments):
+    (folder / "test_it.py").write_text(TESTS)
+    markers = ("slow", "further", "gpu", "gpu_lane")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =" + "".join(f"\n    {marker}" for marker in markers))
+    options = ["-q", "-rp", "-p", "lanes", "-p", "no:cacheprovider"]
+    told = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *options, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    return re.findall(r"^PASSED \S+::(\S+)$", told, flags=re.MULTILINE), told.splitlines()[-1]
+
+
+def test_the_two_together_are_all(tmp_path):
+    (rest,) = re.findall(r'^test-all:.*\n.*-m "(.*)"$', (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE)
+    quick, last = run(tmp_path)
+    others, _ = run(tmp_path, "-m", rest)
+    assert len({*quick, *others}) == len(quick) + len(others) == 29
+    assert last == f"{len(others)} further cases were left out: make test-all"
+    one_of_each = ["test_alone", "test_family", "test_family_with_a_slow_case"]
+    assert sorted(test.partition("[")[0] for test in quick) == [*one_of_each, *["test_refusal"] * 9]
+
+
+def test_what_is_named_runs(tmp_path):
+    named, _ = run(tmp_path, "test_it.py::test_slow", "test_it.py::test_family")
+    assert named == ["test_slow", *(f"test_family[{case}]" for case in range(9))]
