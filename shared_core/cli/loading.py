@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.cli.user_code import broken_module, remember
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest
-from shared_core.files.atomic import atomic_write, check_writable
+from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
 
@@ -325,33 +325,49 @@ def keep_report(out: Path, values: Mapping[str, Any]) -> None:
         temporary.write_text(json_text(values) + "\n", encoding="utf-8")
 
 
-def save_network(network: nn.Module, source: Path | None, target: Path, where: str = "", example: Any = None) -> None:
+def save_folder(
+    out: Path,
+    network: nn.Module,
+    source: Path | None,
+    reports: Mapping[str, Any],
+    where: str,
+    example: Any = None,
+    add: Callable[[Path], None] = lambda temporary: None,
+) -> None:
     """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
 
     Args:
+        out: The folder to write.
         network: The model.
         source: The folder that it was loaded from, if it was.
-        target: An empty folder.
+        reports: What is written as JSON beside it, by file.
         where: The command, for errors.
         example: Inputs, if what is written is to be loaded and compared.
+        add: Writes more into the folder.
 
     Raises:
         CheckpointError: If the folder does not load with the same outputs.
     """
-    if source is None:
-        from safetensors.torch import save_model
+    from safetensors.torch import save_model
 
-        save_model(network, str(target / "model.safetensors"))  # shared tensors once
-        return
+    from shared_core.tools.measuring import difference, outputs
+
     saved: Any = network
-    saved.save_pretrained(target)
-    copy_beside(source, target)
-    if example is not None:
-        from shared_core.tools.measuring import difference, outputs
-
-        gap = difference(outputs(network, example), outputs(load_folder(target, where), example))
-        if not gap <= 1e-5:
-            raise CheckpointError(where, f"the saved model must load with the same outputs, they differ by {gap}")
+    with atomic_folder(out) as temporary:
+        if source is None:
+            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
+        else:
+            saved.save_pretrained(temporary)
+            copy_beside(source, temporary)
+            if example is not None:
+                gap = difference(outputs(network, example), outputs(load_folder(temporary, where), example))
+                if not gap <= 1e-5:
+                    raise CheckpointError(
+                        where, f"the saved model must load with the same outputs, they differ by {gap}"
+                    )
+        add(temporary)
+        for name, values in reports.items():
+            (temporary / name).write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def copy_beside(source: Path, target: Path) -> None:

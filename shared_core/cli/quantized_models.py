@@ -39,8 +39,6 @@ def model_and_inputs(
         from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
         from shared_core.quantization import apply_ranges
 
-        if length is not None and length < 1:
-            raise ConfigError("eff export", f"--length must be a whole number >= 1, got {length}")
         network: Any = load_folder(folder, "eff export").float()
         for module in network.modules() if traced else ():
             if getattr(getattr(module, "config", None), "use_cache", False):

@@ -71,14 +71,12 @@ def output_sqnr(report: QuantizationReport | TorchaoReport) -> float | None:
     return -20 * math.log10(error) if error else math.inf
 
 
-def check_plannable(config: QatConfig, largest_loss: float) -> None:
+def check_plannable(config: QatConfig) -> None:
     """Refuse options with which no plan of one width can be made.
 
     Raises:
         ConfigError: Naming the option.
     """
-    if not 0 <= largest_loss < math.inf:
-        raise ConfigError(WHERE, f"largest_loss must be at least 0 and finite, got {largest_loss}")
     if not config.scheme.startswith("int") or config.overrides:
         raise ConfigError(
             WHERE,
