@@ -191,13 +191,7 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
 
 
 def command_with_options(module: str, config_name: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
-    """Return the class of a command that has a config's options beside its own.
-
-    Args:
-        module: Where the config is.
-        config_name: Of its class.
-        left_out: Returns the options that the command does not have.
-    """
+    """Return the class of a command that has a config's options beside its own."""
 
     @functools.cache
     def options() -> list[Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
+from shared_core.cli.output import tell
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -104,10 +104,7 @@ def cache_teacher(asked: CacheOptions) -> None:
         return
     size = sum(file.stat().st_size for file in out.iterdir())
     values = {"out": str(out), "bytes": size, **made.to_dict()}
-    if asked.as_json:
-        echo(json.dumps(values, indent=2))
-    else:
-        _tell(values)
+    tell(values, _told(values), as_json=asked.as_json)
 
 
 def _lines(file: Path) -> list[Any]:
@@ -147,16 +144,16 @@ def _tokenizer(name: str) -> Any:
     return found
 
 
-def _tell(values: dict[str, Any]) -> None:
+def _told(values: dict[str, Any]) -> Iterator[str]:
     kind = "examples" if values["per_example"] else "positions"
-    echo(
+    yield (
         f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
         f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
         f"{values['bytes'] / 1e6:,.1f} MB"
     )
     if values["top_k"] < values["vocabulary"]:
-        echo(
+        yield (
             f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
             f"{values['tail_mass_max']:.2%} at most; kept as one class"
         )
-    echo(f"to learn from it: distill.teacher: cache:{values['out']}")
+    yield f"to learn from it: distill.teacher: cache:{values['out']}"

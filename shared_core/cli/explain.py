@@ -142,13 +142,7 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
 
 
 def build(name: str, *, values: bool = False, where: str = "eff explain") -> tuple[nn.Module, Any]:
-    """Return the model in a folder or from ``module:function``, with its example inputs if it has any.
-
-    Args:
-        name: The folder, or the function.
-        values: Whether weights must have their values; else the meta device is tried first, which takes no memory.
-        where: Who asks.
-    """
+    """Return the model in a folder or from ``module:function``, with its example inputs if it has any."""
     if not values:
         try:
             return _build(name, "meta", where)

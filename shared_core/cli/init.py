@@ -145,15 +145,7 @@ _DP: Lines = (
 
 
 def starting_options(goal: str, kind: Kind) -> Mapping[str, Lines]:
-    """Return (option, value, why) of each technique that a goal switches on, by recipe key.
-
-    Args:
-        goal: One of `GOALS`.
-        kind: Of the model; transformers have repeated blocks that can be recomputed.
-
-    Raises:
-        ConfigError: If there is no such goal.
-    """
+    """Return (option, value, why) of each technique that a goal switches on, by recipe key."""
     if goal not in GOALS:
         raise ConfigError("eff init", f"--goal must be one that exists, got {goal!r}{nearest(goal, GOALS)}")
     memory = {"checkpointing": _CHECKPOINTING} if kind == "transformer" else {"activations": _ACTIVATIONS}

@@ -201,11 +201,7 @@ def _configs(
 
 
 def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Return the user's batches as a list.
-
-    Raises:
-        ConfigError: If they are no pairs of tensors.
-    """
+    """Return the user's batches as a list."""
     from torch import Tensor
 
     held = list(batches)

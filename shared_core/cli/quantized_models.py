@@ -20,19 +20,7 @@ BETWEEN = "between_layers"
 def model_and_inputs(
     model: str, weights: Path | None, length: int | None, default_length: int | None, *, traced: bool
 ) -> tuple[nn.Module, Any]:
-    """Return a model that quantises as it did in training, in float32, and example inputs.
-
-    Args:
-        model: A folder, or ``module:function``.
-        weights: For the model of a function: what qat saved, or weights in float.
-        length: Tokens of the example inputs of a folder's model.
-        default_length: The same where none is given; None: a model that reads tokens needs one.
-        traced: Whether torch.export will trace a folder's model.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-        CheckpointError: If the folder, or the weights, cannot be loaded.
-    """
+    """Return a model that quantises as it did in training, in float32, and example inputs."""
     if (folder := Path(model)).is_dir():
         if weights is not None:
             raise ConfigError("eff export", f"--weights must be left out for a folder, got {weights}")
@@ -105,12 +93,7 @@ def _of_qat(folder: Path, key: str) -> dict[str, Any]:
 
 
 def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]] | None:
-    """Return the codes between layers that `eff quantize` kept beside the weights; None without.
-
-    Args:
-        model: A folder, or ``module:function``.
-        weights: For the model of a function.
-    """
+    """Return the codes between layers that `eff quantize` kept beside the weights; None without."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
 
     path = Path(model) if weights is None else weights
@@ -120,16 +103,7 @@ def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
-    """Load the baked weights and the ranges that training with qat saved into a plain model.
-
-    Args:
-        model: The plain model; changed in place.
-        path: A folder, a ``.safetensors`` file beside ``eff_deployment.json``, or a ``.ckpt``.
-        where: The command, for errors.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, of another model, or without ranges.
-    """
+    """Load the baked weights and the ranges that training with qat saved into a plain model."""
     from shared_core.quantization import apply_ranges
 
     beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent

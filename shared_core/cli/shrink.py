@@ -98,16 +98,7 @@ def shrink(asked: ShrinkOptions) -> None:
 
 
 def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:
-    """Return random example inputs for a model of transformers, from its configuration.
-
-    Args:
-        model: Whose ``main_input_name`` is token ids, pixels or speech: a wave, or Whisper's spectrogram.
-        where: The command, for errors.
-        length: Of sequences of tokens, of Whisper those that its decoder reads.
-
-    Raises:
-        ConfigError: If it is something else: then inputs must be given.
-    """
+    """Return random example inputs for a model of transformers, from its configuration."""
     import torch
 
     described: Any = model

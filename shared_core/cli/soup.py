@@ -73,12 +73,7 @@ class Judge:
 
     @classmethod
     def of_function(cls, name: str, model: str | None, first: Any, mode: str | None) -> Judge:
-        """Return the user's function of a model as a judge.
-
-        Raises:
-            ConfigError: If there is no such function.
-            CheckpointError: If nothing tells how the model is built.
-        """
+        """Return the user's function of a model as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
         if model is None and not (first.kind == HF_FOLDER and first.config):
@@ -95,12 +90,7 @@ class Judge:
 
     @classmethod
     def of_task(cls, task: str, first: Any, data: Path | None, **options: Any) -> Judge:
-        """Return a built-in metric of the model in the first ingredient's folder.
-
-        Raises:
-            ConfigError: If there is no such metric.
-            CheckpointError: If ingredients are no folders of transformers models, or the data cannot be read.
-        """
+        """Return a built-in metric of the model in the first ingredient's folder."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
         if task not in _TASKS:
@@ -278,12 +268,7 @@ class Checkpoints:
 
     @classmethod
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
-        """Return those that the options name; the main process tells what is left out.
-
-        Raises:
-            CheckpointError: If there are fewer than two, or one cannot be read.
-            ConfigError: If weights do not fit, or something cannot be written where it is to be.
-        """
+        """Return those that the options name; the main process tells what is left out."""
         from shared_core.checkpoint_formats import expand
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients

@@ -89,12 +89,8 @@ class Options:
     def _check_kind(self, name: str, only_with: Mapping[str, tuple[Any, ...]]) -> None:
         for other, allowed in only_with.items():
             if (found := getattr(self, other)) not in allowed:
-                raise ConfigError(
-                    self.key,
-                    f"{self.named(name)[1]} must come with {self.written(other, ' or '.join(allowed))}, without which "
-                    f"it does nothing, got {getattr(self, name)!r} and {self.written(other, found)}",
-                    "leave it out",
-                )
+                needed = f"{self.named(name)[1]} must come with {self.written(other, ' or '.join(allowed))}"
+                raise ConfigError(self.key, f"{needed}, got {self.written(other, found)}", "leave it out")
 
     def _check_company(self) -> None:
         """Refuse an option without others that it needs, or beside others that leave it nothing to do."""

@@ -197,7 +197,7 @@ def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):
         (["quantize", "float", "--kv-cache", "int8", *calibration, "--out", "x"], "kv_cache must be fp8, got 'int8'"),
         (
             ["quantize", "float", "--kv-cache", "fp8", "--method", "awq", *calibration, "--out", "x"],
-            "--method must stand without --kv-cache",
+            "--kv-cache must stand without --method awq",
         ),
     ):
         with pytest.raises(ConfigError, match=rule):
