@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from shared_core.cli.flags import describe_flags
 from shared_core.config.options import Options, option, range_text, type_text
+from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -74,6 +75,13 @@ class ModelOptions(CommandOptions):
         from shared_core.cli.loading import open_model
 
         return open_model(self.model, self.weights, self.key)
+
+
+def alone(asked: Any, needed: str = "") -> ConfigError:
+    """Return the error of a model whose function gives no example inputs, and what needs them."""
+    needs = f" for {needed}" if needed else ""
+    told = f"{asked.model} must return (model, example_inputs){needs}, got a model alone"
+    return ConfigError(asked.key, told, "return both")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,9 +91,8 @@ def export(asked: ExportOptions) -> None:
     """
     kind, model, weights, verify = asked.kind, asked.model, asked.weights, not asked.no_verify
     target = _checked_out(asked.out, kind)
-    network, example = model_and_inputs(
-        model, weights, asked.length, None if kind == "executorch" else _EXAMPLE_LENGTH, traced=kind in _TRACED
-    )
+    default_length = None if kind == "executorch" else _EXAMPLE_LENGTH
+    network, example = model_and_inputs(asked, default_length, traced=kind in _TRACED)
     dynamic_length = asked.dynamic_length
     if kind == "onnx" and Path(model).is_dir():
         reads_tokens = "input_ids" in example

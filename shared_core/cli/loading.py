@@ -235,7 +235,9 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
 
-def open_model(model: str, weights: Path | None, where: str) -> tuple[nn.Module, Any, Path | None]:
+def open_model(
+    model: str, weights: Path | None, where: str, load: Callable[[nn.Module, Path, str], object] = load_weights
+) -> tuple[nn.Module, Any, Path | None]:
     """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
     if (folder := Path(model)).is_dir():
         if weights is not None:
@@ -243,7 +245,7 @@ def open_model(model: str, weights: Path | None, where: str) -> tuple[nn.Module,
         return load_folder(folder, where), None, folder
     network, example = build_model(model, where)
     if weights is not None:
-        load_weights(network, weights, where)
+        load(network, weights, where)
     return network, example, None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_with_options, takes
+from shared_core.cli.arguments import JudgedOptions, LossOptions, alone, bar, command_with_options, takes
 from shared_core.cli.loading import check_new, save_folder
 from shared_core.cli.output import table, tell
 from shared_core.cli.shrink import made_up_inputs
@@ -72,7 +72,12 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     data = asked.data(asked.batches)
     needs_example = asked.shrink or (data is None and needs_calibration(config))
     if example is None and needs_example:
-        example = _example(network, data, is_folder=folder is not None, runs=run_batch is None)
+        if data and run_batch is None:
+            example = data[0]
+        elif folder is None:
+            raise alone(asked, "--shrink and for units or costs without --calibration")
+        else:
+            example = made_up_inputs(network, asked.key)
     quality: dict[str, float] = {}
     _judge(quality, "dense", network, judge)
     with bar("calibration") as advance:
@@ -96,19 +101,6 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     # a shrunk folder must load with the same outputs
     save_folder(asked.out, saved, folder, {REPORT_FILE: values}, asked.key, example if result else None)
     tell(values, _lines(asked.out, values), as_json=asked.as_json)
-
-
-def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, runs: bool) -> Any:
-    """Return inputs that a model can be run on: its first batch, or made up where that is made for a loss."""
-    if data and runs:
-        return data[0]
-    if is_folder:
-        return made_up_inputs(network, "eff prune")
-    raise ConfigError(
-        "eff prune",
-        "MODEL must return (model, example_inputs) for --shrink and for units or costs without --calibration, got a "
-        "model alone",
-    )
 
 
 def _judge(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import JudgedOptions, bar, command_with_options, takes
+from shared_core.cli.arguments import JudgedOptions, alone, bar, command_with_options, takes
 from shared_core.cli.loading import check_new, save_folder, user_batches
 from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
@@ -109,9 +109,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     if folder and (asked.equalize or asked.correct_bias):
         _check_keeps_its_layers(network, "--equalize" if asked.equalize else "--correct-bias")
     if asked.latency and inputs is None and not folder:
-        raise ConfigError(
-            asked.key, f"{asked.model} must return (model, example_inputs) for --latency, got a model alone"
-        )
+        raise alone(asked, "--latency")
     study = QuantizationStudy(
         network=network, config=config, method=by_torchao, gptq=gptq, options=asked, job=job,
         allow_partial=asked.allow_partial, progress=functools.partial(bar, is_shown=job.is_main),

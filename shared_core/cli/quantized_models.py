@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.cli.loading import build_model, load_folder, load_weights
+from shared_core.cli.arguments import alone
+from shared_core.cli.loading import load_weights, open_model
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
 
@@ -17,46 +18,37 @@ BETWEEN = "between_layers"
 """Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
 
 
-def model_and_inputs(
-    model: str, weights: Path | None, length: int | None, default_length: int | None, *, traced: bool
-) -> tuple[nn.Module, Any]:
-    """Return a model that quantises as it did in training, in float32, and example inputs."""
-    if (folder := Path(model)).is_dir():
-        if weights is not None:
-            raise ConfigError("eff export", f"--weights must be left out for a folder, got {weights}")
-        from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
-        from shared_core.quantization import apply_ranges
+def model_and_inputs(asked: Any, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
+    """Return the model that `eff export` is asked for, as it quantised in training, and example inputs."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+    from shared_core.quantization import apply_ranges
 
-        network: Any = load_folder(folder, "eff export").float()
-        for module in network.modules() if traced else ():
-            if getattr(getattr(module, "config", None), "use_cache", False):
-                module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
-        if traced:
-            network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
-        if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
-            apply_ranges(network, ranges)
-        inputs = _inputs(network, default_length if length is None else length)
-        if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
-            raise ConfigError(
-                "eff export",
-                f"--length must come with a model that reads tokens, got {type(network).__name__}, which reads "
-                f"{', '.join(inputs)}",
-                "leave it out",
-            )
-        return network, inputs
-    if length is not None:
-        raise ConfigError(
-            "eff export", f"--length must come with a folder, got {model}", "its function returns the inputs"
-        )
-    network, example = build_model(model, "eff export")
-    if example is None:
-        raise ConfigError(
-            "eff export", f"{model} must return (model, example_inputs), got a model alone", "return both"
-        )
-    if weights is not None:
-        load = load_quantized if _has_ranges(weights) else load_weights
-        load(network, weights, "eff export")
-    return network, example
+    length, is_folder = asked.length, Path(asked.model).is_dir()
+    if length is not None and not is_folder:
+        told = f"--length must come with a folder, got {asked.model}"
+        raise ConfigError(asked.key, told, "its function returns the inputs")
+    has_ranges = asked.weights is not None and _has_ranges(asked.weights)
+    network: Any
+    network, example, folder = open_model(
+        asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights
+    )
+    if folder is None:
+        if example is None:
+            raise alone(asked)
+        return network, example
+    network = network.float()
+    for module in network.modules() if traced else ():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+    if traced:
+        network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
+    if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
+        apply_ranges(network, ranges)
+    inputs = _inputs(network, default_length if length is None else length)
+    if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
+        read = f"{type(network).__name__}, which reads {', '.join(inputs)}"
+        raise ConfigError(asked.key, f"--length must come with a model that reads tokens, got {read}", "leave it out")
+    return network, inputs
 
 
 def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:

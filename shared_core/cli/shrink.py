@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import LossOptions, bar, takes
+from shared_core.cli.arguments import LossOptions, alone, bar, takes
 from shared_core.cli.loading import check_new, function, save_folder
 from shared_core.cli.output import table, tell
 from shared_core.config.options import option
@@ -80,7 +80,7 @@ def shrink(asked: ShrinkOptions) -> None:
     example = function(asked.inputs, "eff shrink: --inputs")() if asked.inputs else example
     if example is None:
         if folder is None:
-            raise ConfigError(asked.key, f"{asked.model} must return (model, example_inputs), got a model alone")
+            raise alone(asked)
         example = made_up_inputs(network)
     result: ShrinkResult
     if (data := asked.data(asked.batches)) is None:

@@ -140,7 +140,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
         ([], ConfigError, "--goal must be given"),
         (["--goal", "smallr"], ConfigError, "did you mean 'smaller'"),
         (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
-        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "trainer must be hf or lightning"),
+        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "--trainer must be one of hf, lightning"),
         (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
         (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^eff init: MODEL must name a function"),
     ],
