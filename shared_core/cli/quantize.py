@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shared_core.quantization import QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
-    from shared_core.tools.quantize.study import StudyResult
+    from shared_core.tools.quantize.study import QuantizationStudy, StudyResult
 
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
@@ -93,9 +93,8 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     exact values, become float32. With --method awq or smoothquant the weights are plain too, no deployment file is
     written, and quality is that of torchao's kernels. Under torchrun the processes share the calibration batches.
     """
-    from shared_core.checkpoint_formats.plain import write_deployment
     from shared_core.distributed.job import Job
-    from shared_core.tools.quantize.study import QuantizationStudy, model_bytes, static_input
+    from shared_core.tools.quantize.study import QuantizationStudy, model_bytes
 
     job = Job.joined()
     check_new(asked.out, asked.key)
@@ -106,37 +105,12 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     network, inputs, folder = asked.open()
     float_bytes = model_bytes(network)
     notes = _in_float32(network) if folder and by_torchao is None else []
-    if folder and (asked.equalize or asked.correct_bias):
-        _check_keeps_its_layers(network, "--equalize" if asked.equalize else "--correct-bias")
-    if asked.latency and inputs is None and not folder:
-        raise alone(asked, "--latency")
     study = QuantizationStudy(
         network=network, config=config, method=by_torchao, gptq=gptq, options=asked, job=job,
         allow_partial=asked.allow_partial, progress=functools.partial(bar, is_shown=job.is_main),
     )  # fmt: skip
-    try:
-        study.check()
-    except CompatibilityError as error:
-        hint = "a folder's model is on the CPU, one of a module:function where that puts it" if folder else ""
-        raise CompatibilityError(str(error), remedy=hint) from error
-    if asked.qat is not None:
-        study.qat_model = copy.deepcopy(network)
-        load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
-    if by_torchao is None and asked.calibration is None and (static := static_input(network, config)) is not None:
-        raise ConfigError(
-            asked.key,
-            f"--calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got none",
-            "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges",
-        )
-    study.judge = asked.judge()
-    if asked.attack is not None:
-        study.images = _attack_data(user_batches(asked.attack, "eff quantize: --attack"))
-    if asked.calibration is not None:
-        batches = user_batches(asked.calibration, "eff quantize: --calibration")
-        study.data = list(_loaded(batches, asked.batches, job.is_main))
-    if asked.latency:
-        given = inputs if inputs is not None else study.data[0] if study.data else None
-        study.latency_inputs = made_up_inputs(network, asked.key) if given is None else given
+    _check(study, asked, inputs, is_folder=folder is not None)
+    _load_data(study, asked, inputs)
     with job:
         if not job.is_main:
             study.share()
@@ -145,16 +119,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     told = {**asked.asked(), "set": pairs, "scheme": asked.scheme if asked.method else config.scheme}
     values = {"asked": told, **result.values, "notes": [*notes, *result.values["notes"]]}
     values["bytes"]["float"] = float_bytes
-    between = _between(result, study.data, values["notes"])
-
-    def add(temporary: Path) -> None:
-        if values["ranges"]:
-            kept = {BETWEEN: between} if between else {}
-            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
-        if result.plan is not None:
-            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=result.config.scheme)
-
-    save_folder(asked.out, result.model, folder, {REPORT_FILE: values}, asked.key, add=add)
+    _write(asked, result, values, folder, study.data)
     if asked.report is not None:
         gained = [] if by_torchao is None else [section_of_method(values)]
         write_page(asked.report, f"Quantisation of {asked.model}", [*sections(values), *gained])
@@ -164,6 +129,61 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     tell(asked.out, values)
     if asked.report is not None:
         echo(f"wrote {asked.report} and {asked.report.with_suffix('.md')}")
+
+
+def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_folder: bool) -> None:
+    """Refuse what only the model shows, before anything is loaded or measured."""
+    if is_folder and (asked.equalize or asked.correct_bias):
+        _check_keeps_its_layers(study.network, "--equalize" if asked.equalize else "--correct-bias")
+    if asked.latency and inputs is None and not is_folder:
+        raise alone(asked, "--latency")
+    try:
+        study.check()
+    except CompatibilityError as error:
+        hint = "a folder's model is on the CPU, one of a module:function where that puts it" if is_folder else ""
+        raise CompatibilityError(str(error), remedy=hint) from error
+
+
+def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) -> None:
+    """Load what the model is calibrated, judged and timed on."""
+    from shared_core.tools.quantize.study import static_input
+
+    if asked.qat is not None:
+        study.qat_model = copy.deepcopy(study.network)
+        load_quantized(study.qat_model, asked.qat, "eff quantize: --qat")
+    static = static_input(study.network, study.config) if study.method is None and asked.calibration is None else None
+    if static is not None:
+        raise ConfigError(
+            asked.key,
+            f"--calibration must be given with {study.config.scheme}, whose inputs have ranges ({static}), got none",
+            "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges",
+        )
+    study.judge = asked.judge()
+    if asked.attack is not None:
+        study.images = _attack_data(user_batches(asked.attack, "eff quantize: --attack"))
+    if asked.calibration is not None:
+        batches = user_batches(asked.calibration, "eff quantize: --calibration")
+        study.data = list(_loaded(batches, asked.batches, study.job.is_main))
+    if asked.latency:
+        given = inputs if inputs is not None else study.data[0] if study.data else None
+        study.latency_inputs = made_up_inputs(study.network, asked.key) if given is None else given
+
+
+def _write(
+    asked: QuantizeOptions, result: StudyResult, values: dict[str, Any], folder: Path | None, data: list[Any] | None
+) -> None:
+    from shared_core.checkpoint_formats.plain import write_deployment
+
+    between = _between(result, data, values["notes"])
+
+    def add(temporary: Path) -> None:
+        if values["ranges"]:
+            kept = {BETWEEN: between} if between else {}
+            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"], **kept}})
+        if result.plan is not None:
+            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=result.config.scheme)
+
+    save_folder(asked.out, result.model, folder, {REPORT_FILE: values}, asked.key, add=add)
 
 
 def _configs(
