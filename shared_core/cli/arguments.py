@@ -27,7 +27,8 @@ from shared_core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-_TECHNIQUE = "shared_core.cli.technique"
+BESIDE = "shared_core.cli.beside"
+"""Where a command finds options that are no fields of its dataclass, which it gets as another argument."""
 _Options = TypeVar("_Options", bound="CommandOptions")
 
 
@@ -130,19 +131,17 @@ class LossOptions(ModelOptions):
         return list(itertools.islice(user_batches(self.calibration, f"{self.key}: --calibration"), max(count, 0)))
 
 
-ExecutorName = Annotated[
-    str,
-    typer.Option(
-        "--executor", help="Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
-    ),
-]
-ExecutorOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--executor-set",
-        help="Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions(CommandOptions):
+    """Options of a command that runs a training several times."""
+
+    executor: str = option(
+        "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
+    )
+    executor_set: tuple[str, ...] = option(
+        (), "Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated."
+    )
+    as_json: bool = option(False, "Print JSON, and the training's output to stderr.", flag="--json")
 
 
 def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -165,8 +164,8 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
         @functools.wraps(command)
         def call(context: typer.Context | None = None, **given: Any) -> None:
             asked = options(**{name: value for name, value in given.items() if value not in (None, [], ())})
-            technique = None if context is None else context.meta.get(_TECHNIQUE)
-            command(asked) if technique is None else command(asked, technique)
+            beside = None if context is None else context.meta.get(BESIDE)
+            command(asked) if beside is None else command(asked, beside)
 
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         parameters = [context, *(_parameter(field, options) for field in dataclasses.fields(options))]
@@ -179,7 +178,8 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
 
 def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> inspect.Parameter:
     """Return a field as typer wants a parameter."""
-    kind, flag, metavar = options.hints()[field.name], options.named(field.name)[1], None
+    kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
+    flag, metavar = options.named(field.name)[1], None
     is_optional = types.NoneType in get_args(kind)
     range_of = range_text(field.metadata)
     told = f"{field.metadata['help']} {range_of}." if range_of else field.metadata["help"]
@@ -227,7 +227,7 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
             names = [parameter.name for parameter in options()]
             # a list that was not given is empty, which is not the config's own default
             given = {name: value for name in names if (value := ctx.params.pop(name, None)) not in (None, [], ())}
-            ctx.meta[_TECHNIQUE] = {
+            ctx.meta[BESIDE] = {
                 name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
             }
             return super().invoke(ctx)

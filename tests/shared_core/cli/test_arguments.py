@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from shared_core.cli.arguments import CommandOptions, takes
+from shared_core.cli.lottery import LotteryOptions
 from shared_core.config.options import Options, option
 from shared_core.errors import ConfigError
 
@@ -76,3 +77,10 @@ def test_the_same_rules_are_told_to_python_in_its_words():
         Baking(minutes=0)
     with pytest.raises(ConfigError, match=r"^bake: glaze must come with minutes; add what is missing$"):
         Baking(glaze=True)
+
+
+def test_an_argument_of_a_training_may_be_empty():
+    app, seen = typer.Typer(), []
+    app.command()(takes(LotteryOptions)(seen.append))
+    CliRunner().invoke(app, ["--", "python", "train.py", "--name", ""], catch_exceptions=False)
+    assert seen.pop().command == ("python", "train.py", "--name", "")
