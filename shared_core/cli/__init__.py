@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from shared_core.cli.arguments import click_parameters
 from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.chain import ChainCommand, chain
 from shared_core.cli.compat import compat
@@ -56,9 +57,7 @@ _QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
 
 
 def _quiet_option() -> Any:
-    made = typer.Typer(add_completion=False)
-    made.command()(_with_quiet)
-    return typer.main.get_command(made).params[0]
+    return click_parameters(_with_quiet)[0]
 
 
 def _be_quiet(context: typer.Context, wanted: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import types
@@ -167,11 +166,8 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
             beside = None if context is None else context.meta.get(BESIDE)
             command(asked) if beside is None else command(asked, beside)
 
-        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [context, *(_parameter(field, options) for field in dataclasses.fields(options))]
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return call
+        context = _keyword("context", inspect.Parameter.empty, typer.Context)
+        return _with_parameters(call, [context, *(_parameter(field, options) for field in dataclasses.fields(options))])
 
     return decorated
 
@@ -195,15 +191,15 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
         info = typer.Option(flags, help=told, metavar=metavar)
     default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
     annotation: Any = Annotated[kind | None if is_optional else kind, info]  # type: ignore[valid-type]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return _keyword(field.name, default, annotation)
 
 
-def command_with_options(module: str, config_name: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
-    """Return the class of a command that has a config's options beside its own."""
+def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
+    """Return the class of a command that has a technique's options beside its own, but for some."""
 
     @functools.cache
     def options() -> list[Any]:
-        return _parameters(getattr(importlib.import_module(module), config_name), left_out())
+        return _technique_parameters(key, left_out())
 
     class ConfigCommand(TyperCommand):
         """Has the options of a config for flags."""
@@ -235,36 +231,39 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
     return ConfigCommand
 
 
-def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
-    rows = {row["flag"]: row for row in describe_flags(config.key)}
-    flags = []
-    for field in dataclasses.fields(config):
-        if field.name in left_out:
+def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
+    """Return the options of a technique, whose values are texts: its config reads them as those of a recipe."""
+    made = []
+    for row in describe_flags(key):
+        name, is_required = row["flag"].removeprefix(f"--{key}_"), row["default"] == "required"
+        if name in left_out:
             continue
-        row = rows[f"--{config.key}_{field.name}"]
-        is_required = row["default"] == "required"
-        option = typer.Option(
-            f"--{field.name.replace('_', '-')}",
-            help=row["help"],
-            metavar=row["type"],
-            show_default=False if is_required else row["default"] or False,
-        )
-        # texts, which the config reads as those of a recipe are read; lists may be given more than once
-        is_list = row["type"] == "list"
-        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
-        flags.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
-            )
-        )
+        shown = False if is_required else row["default"] or False
+        info = typer.Option(f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown)
+        text: Any = list[str] if row["type"] == "list" else str  # a list may be given more than once
+        kind = Annotated[text, info] if is_required else Annotated[text | None, info]
+        made.append(_keyword(name, inspect.Parameter.empty if is_required else None, kind))
 
     def options(**given: Any) -> None: ...
 
-    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
-    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return click_parameters(_with_parameters(options, made))
+
+
+def click_parameters(function: Callable[..., None]) -> list[Any]:
+    """Return what typer makes of a function's parameters."""
     app = typer.Typer(add_completion=False)
-    app.command()(options)
+    app.command()(function)
     return list(typer.main.get_command(app).params)
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _with_parameters(function: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "eff_low_rank.json"
 
-LowRankCommand = command_with_options("shared_core.low_rank.config", "LowRankConfig", lambda: ("merge",))
+LowRankCommand = command_with_options("low_rank", lambda: ("merge",))
 
 
 @dataclass(frozen=True, kw_only=True)

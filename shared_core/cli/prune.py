@@ -32,7 +32,7 @@ def _during_training() -> tuple[str, ...]:
     return DURING_TRAINING
 
 
-PruneCommand = command_with_options("shared_core.pruning.config", "PruneConfig", _during_training)
+PruneCommand = command_with_options("prune", _during_training)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,7 @@ REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
 _OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
-QuantizeCommand = command_with_options(
-    "shared_core.quantization.config", "QatConfig", lambda: ("scheme", *_OF_TRAINING)
-)
+QuantizeCommand = command_with_options("qat", lambda: ("scheme", *_OF_TRAINING))
 
 
 @dataclass(frozen=True, kw_only=True)
