@@ -145,21 +145,15 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     called = named_as(list(own), names)
     own = own_weights(model, names, {called[key]: value for key, value in own.items()})
     shapes = {key: value.shape for key, value in model.state_dict().items()}
+    missing, unexpected = unlike(model, own)
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:
-        raise CheckpointError(
-            where,
-            f"{source} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
-            f"{tuple(shapes[other])}",
-            "build the model that was trained",
-        )
-    missing, unexpected = unlike(model, own)
-    if missing or unexpected:
-        raise CheckpointError(
-            where,
-            f"{source} must hold the weights of the model, got missing {missing[:5]} and unexpected {unexpected[:5]}",
-            "build the model that was trained",
-        )
+        got = f"{tuple(own[other].shape)} for {other} of shape {tuple(shapes[other])}"
+    else:
+        got = f"missing {missing[:5]} and unexpected {unexpected[:5]}" if missing or unexpected else ""
+    if got:
+        told = f"{source} must hold the weights of the model, got {got}"
+        raise CheckpointError(where, told, "build the model that was trained")
     check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
     return prefix
@@ -184,7 +178,7 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
-_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json", ".eff.json")
+_OTHERS = (".index.json", "_results.json", ".eff.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
 _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
 

@@ -52,7 +52,25 @@ class Figure:
 class Options:
     """Base of a dataclass of options: coerces and checks each once, when it is made.
 
-    A subclass sets `key`, which errors begin with, and may check options against each other in `validate`.
+    A subclass sets `key`, which errors begin with, and may check options against each other in `validate`. What it
+    declares serves Python, YAML, flags and their help: `TechniqueConfig` and the options of commands are made of it.
+
+    Raises:
+        ConfigError: If an option breaks its rule, needs others that are not given, or does nothing beside them.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Baking(Options):
+        ...     key = "bake"
+        ...     needs = {"glaze": ("minutes",)}
+        ...     minutes: int | None = option(None, "how long", low=1)
+        ...     glaze: bool = option(False, "whether it shines")
+        >>> Baking(minutes="9", glaze=True).to_dict()
+        {'minutes': 9, 'glaze': True}
+        >>> Baking(glaze=True)
+        Traceback (most recent call last):
+            ...
+        shared_core.errors.ConfigError: bake: glaze must come with minutes; add what is missing
     """
 
     key: ClassVar[str] = ""
