@@ -9,8 +9,9 @@ from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from shared_core.cli.arguments import click_parameters
 from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.chain import ChainCommand, chain
 from shared_core.cli.compat import compat
@@ -56,9 +57,7 @@ _QUIET = "EFF_QUIET"  # `engine.receipt` looks at it, which imports torch
 
 
 def _quiet_option() -> Any:
-    made = typer.Typer(add_completion=False)
-    made.command()(_with_quiet)
-    return typer.main.get_command(made).params[0]
+    return click_parameters(_with_quiet)[0]
 
 
 def _be_quiet(context: typer.Context, wanted: bool) -> None:
@@ -109,30 +108,23 @@ def _eff(
         check_alone(f"eff {context.invoked_subcommand}")
 
 
-app.command()(cache_teacher)
-app.command(cls=ChainCommand)(chain)
-app.command()(compat)
-app.command()(compress)
-app.command()(decompress)
-app.command()(doctor)
-app.command()(explain)
-app.command()(export)
-app.command()(flags)
-app.command()(formats)
-app.command()(init)
-app.command()(lottery)
-app.command(cls=LowRankCommand)(low_rank)
-app.command()(plan)
-app.command()(privacy)
-app.command(cls=PruneCommand)(prune)
-app.command(cls=QuantizeCommand)(quantize)
-app.command()(report)
 _SCRIPT = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
     "allow_interspersed_args": False,  # all after the script is for it and for the techniques
     "help_option_names": ["--help"],
 }
+_CLASSES: dict[Any, type[TyperCommand]] = {
+    low_rank: LowRankCommand,
+    prune: PruneCommand,
+    quantize: QuantizeCommand,
+    chain: ChainCommand,
+}
+for _command in (
+    cache_teacher, chain, compat, compress, decompress, doctor, explain, export, flags, formats, init, lottery,
+    low_rank, plan, privacy, prune, quantize, report,
+):  # fmt: skip
+    app.command(cls=_CLASSES.get(_command))(_command)
 app.command(options_metavar="", context_settings=_SCRIPT)(run)
 app.command()(shrink)
 app.command()(soup)

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, commands made of a technique's options, and the progress bar.
+"""Commands made of the dataclasses of their options, options that several commands share, and the progress bar.
 
 A technique's options are looked up only when its command runs, so that `eff --help` imports no torch.
 """
@@ -8,75 +8,198 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
+import itertools
+import types
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
 from shared_core.cli.flags import describe_flags
+from shared_core.config.options import Options, option, range_text, type_text
+from shared_core.errors import ConfigError
 
-Model = Annotated[
-    str, typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs).")
-]
-Out = Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")]
-Weights = Annotated[Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")]
-Calibration = Annotated[
-    str | None, typer.Option(help="module:function that returns batches: tensors, tuples, dicts or what --loss takes.")
-]
-Loss = Annotated[
-    str | None,
-    typer.Option(help="module:function that takes (model, batch) and returns its loss; default: output.loss."),
-]
-Evaluate = Annotated[
-    str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
-]
-ExecutorName = Annotated[
-    str,
-    typer.Option(
-        "--executor", help="Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
-    ),
-]
-ExecutorOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--executor-set",
-        help="Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated.",
-    ),
-]
-AllowPartial = Annotated[
-    bool,
-    typer.Option(
-        "--allow-partial", help="Go on where less than half of the weights that multiply activations are within reach."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+BESIDE = "shared_core.cli.beside"
+"""Where a command finds options that are no fields of its dataclass, which it gets as another argument."""
+_Options = TypeVar("_Options", bound="CommandOptions")
 
 
-_OPTIONS = "shared_core.cli.arguments"
-_Options = TypeVar("_Options")
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(Options):
+    """Base of the dataclass of a command's options, which errors call as the command line spells them.
+
+    Beside what `option` takes, ``argument=True`` makes a field an argument of the command, and ``flag`` is its name.
+    """
+
+    @classmethod
+    def named(cls, name: str) -> tuple[str, str]:
+        """Return the command, and the option's flag."""
+        field = cls.__dataclass_fields__[name]
+        if field.metadata.get("argument"):
+            return cls.key, name.upper()
+        return cls.key, field.metadata.get("flag") or f"--{name.replace('_', '-')}"
+
+    @classmethod
+    def written(cls, name: str, value: Any) -> str:
+        """Return an option with its value as the command line has it."""
+        return f"{cls.named(name)[1]} {value}"
+
+    def asked(self) -> dict[str, Any]:
+        """Return the options for a report, by their flags' names, without those that say where results go."""
+        names = {field.name: self.named(field.name)[1].lstrip("-") for field in dataclasses.fields(self)}
+        values = {names[name].replace("-", "_").lower(): getattr(self, name) for name in names}
+        kept = {name: value for name, value in values.items() if name not in ("json", "out", "report")}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
-    """Return the technique's options that were given, as texts, which its config reads."""
-    return dict(context.meta[_OPTIONS])
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(CommandOptions):
+    """Options of a command that makes a new model of a trained one."""
+
+    model: str = option(
+        help="A Hugging Face folder, or module:function that returns the model or (model, inputs).", argument=True
+    )
+    out: Path = option(help="The folder to write; it must not exist or be empty.")
+    weights: Path | None = option(None, "With module:function, a folder or file with the trained weights.")
+    as_json: bool = option(False, "Print the report as JSON.", flag="--json")
+
+    def open(self) -> tuple[nn.Module, Any, Path | None]:
+        """Return (model, example inputs or None, its folder or None)."""
+        from shared_core.cli.loading import open_model
+
+        return open_model(self.model, self.weights, self.key)
 
 
-def command_with_options(module: str, config_name: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
-    """Return the class of a command that has a config's options beside its own.
+def alone(asked: Any, needed: str = "") -> ConfigError:
+    """Return the error of a model whose function gives no example inputs, and what needs them."""
+    needs = f" for {needed}" if needed else ""
+    told = f"{asked.model} must return (model, example_inputs){needs}, got a model alone"
+    return ConfigError(asked.key, told, "return both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedOptions(ModelOptions):
+    """The same, of a command that tells the quality before and after."""
+
+    evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    allow_partial: bool = option(
+        False, "Go on where less than half of the weights that multiply activations are within reach."
+    )
+
+    def judge(self) -> Callable[[nn.Module], float] | None:
+        """Return the user's function of a model as one that gives a number."""
+        from shared_core.cli.loading import function, score
+
+        if self.evaluate is None:
+            return None
+        return functools.partial(score, function(self.evaluate, f"{self.key}: --eval", "model"), where=self.key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(ModelOptions):
+    """The same, of a command that runs batches through the model, or through a loss of it."""
+
+    needs: ClassVar = {"loss": ("calibration",)}
+
+    calibration: str | None = option(
+        None, "module:function that returns batches: tensors, tuples, dicts or what --loss takes."
+    )
+    loss: str | None = option(
+        None, "module:function that takes (model, batch) and returns its loss; default: output.loss."
+    )
+
+    def batch_loss(self) -> Callable[[Any, Any], Any] | None:
+        """Return the user's loss of a model on a batch."""
+        from shared_core.cli.loading import function
+
+        return function(self.loss, f"{self.key}: --loss", "model", "batch") if self.loss else None
+
+    def data(self, count: int) -> list[Any] | None:
+        """Return so many calibration batches at most."""
+        from shared_core.cli.loading import user_batches
+
+        if self.calibration is None:
+            return None
+        return list(itertools.islice(user_batches(self.calibration, f"{self.key}: --calibration"), max(count, 0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions(CommandOptions):
+    """Options of a command that runs a training several times."""
+
+    executor: str = option(
+        "local", "Where runs are started: local (here), submitit (one SLURM job each) or ray (one task each)."
+    )
+    executor_set: tuple[str, ...] = option(
+        (), "Of submitit or Ray as NAME=VALUE: timeout_min=600, slurm_partition=gpu, num_gpus=1; may be repeated."
+    )
+    as_json: bool = option(False, "Print JSON, and the training's output to stderr.", flag="--json")
+
+
+def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a command, which gets its arguments as one object.
 
     Args:
-        module: Where the config is.
-        config_name: Of its class.
-        left_out: Returns the options that the command does not have.
+        options: The dataclass of its arguments and flags.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Greeting(CommandOptions):
+        ...     key = "greet"
+        ...     name: str = option("all", "whom", argument=True)
+        >>> greet = takes(Greeting)(lambda greeting: print("hello", greeting.name))
+        >>> greet(name="you")
+        hello you
     """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(context: typer.Context | None = None, **given: Any) -> None:
+            asked = options(**{name: value for name, value in given.items() if value not in (None, [], ())})
+            beside = None if context is None else context.meta.get(BESIDE)
+            command(asked) if beside is None else command(asked, beside)
+
+        context = _keyword("context", inspect.Parameter.empty, typer.Context)
+        return _with_parameters(call, [context, *(_parameter(field, options) for field in dataclasses.fields(options))])
+
+    return decorated
+
+
+def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> inspect.Parameter:
+    """Return a field as typer wants a parameter."""
+    kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
+    flag, metavar = options.named(field.name)[1], None
+    is_optional = types.NoneType in get_args(kind)
+    range_of = range_text(field.metadata)
+    told = f"{field.metadata['help']} {range_of}." if range_of else field.metadata["help"]
+    kind = get_args(kind)[0] if is_optional else kind
+    if get_origin(kind) is Literal:
+        kind, metavar = str, type_text(kind)
+    elif get_origin(kind) is tuple:
+        kind, is_optional = types.GenericAlias(list, get_args(kind)[0]), True
+    if field.metadata.get("argument"):
+        info = typer.Argument(help=told)
+    else:
+        flags = f"{flag}/--no-{flag[2:]}" if field.default is True else flag
+        info = typer.Option(flags, help=told, metavar=metavar)
+    default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
+    annotation: Any = Annotated[kind | None if is_optional else kind, info]  # type: ignore[valid-type]
+    return _keyword(field.name, default, annotation)
+
+
+def command_with_options(key: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
+    """Return the class of a command that has a technique's options beside its own, but for some."""
 
     @functools.cache
     def options() -> list[Any]:
-        return _parameters(getattr(importlib.import_module(module), config_name), left_out())
+        return _technique_parameters(key, left_out())
 
     class ConfigCommand(TyperCommand):
         """Has the options of a config for flags."""
@@ -96,11 +219,11 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
             return super().parse_args(ctx, spelled)
 
         def invoke(self, ctx: Any) -> Any:
-            """Run the command, with the options of the technique where it finds them."""
+            """Run the command with the options of the technique, as texts, which its config reads."""
             names = [parameter.name for parameter in options()]
             # a list that was not given is empty, which is not the config's own default
             given = {name: value for name in names if (value := ctx.params.pop(name, None)) not in (None, [], ())}
-            ctx.meta[_OPTIONS] = {
+            ctx.meta[BESIDE] = {
                 name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
             }
             return super().invoke(ctx)
@@ -108,66 +231,39 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
     return ConfigCommand
 
 
-def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
-    rows = {row["flag"]: row for row in describe_flags(config.key)}
-    flags = []
-    for field in dataclasses.fields(config):
-        if field.name in left_out:
+def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
+    """Return the options of a technique, whose values are texts: its config reads them as those of a recipe."""
+    made = []
+    for row in describe_flags(key):
+        name, is_required = row["flag"].removeprefix(f"--{key}_"), row["default"] == "required"
+        if name in left_out:
             continue
-        row = rows[f"--{config.key}_{field.name}"]
-        is_required = row["default"] == "required"
-        option = typer.Option(
-            f"--{field.name.replace('_', '-')}",
-            help=row["help"],
-            metavar=row["type"],
-            show_default=False if is_required else row["default"] or False,
-        )
-        # texts, which the config reads as those of a recipe are read; lists may be given more than once
-        is_list = row["type"] == "list"
-        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
-        flags.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
-            )
-        )
+        shown = False if is_required else row["default"] or False
+        info = typer.Option(f"--{name.replace('_', '-')}", help=row["help"], metavar=row["type"], show_default=shown)
+        text: Any = list[str] if row["type"] == "list" else str  # a list may be given more than once
+        kind = Annotated[text, info] if is_required else Annotated[text | None, info]
+        made.append(_keyword(name, inspect.Parameter.empty if is_required else None, kind))
 
     def options(**given: Any) -> None: ...
 
-    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
-    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return click_parameters(_with_parameters(options, made))
+
+
+def click_parameters(function: Callable[..., None]) -> list[Any]:
+    """Return what typer makes of a function's parameters."""
     app = typer.Typer(add_completion=False)
-    app.command()(options)
+    app.command()(function)
     return list(typer.main.get_command(app).params)
 
 
-def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Return a decorator for a command with many arguments, which gets them as one object.
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    Args:
-        options: A dataclass whose fields are declared as a command's parameters are.
 
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Greeting:
-        ...     name: Annotated[str, typer.Argument(help="Whom.")] = "all"
-        >>> greet = takes(Greeting)(lambda greeting: print("hello", greeting.name))
-        >>> inspect.signature(greet).parameters["name"].default
-        'all'
-    """
-    hints = get_type_hints(options, include_extras=True)
-    parameters = inspect.signature(options).parameters.values()
-
-    def decorated(command: Callable[[_Options], None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def call(**given: Any) -> None:
-            command(options(**given))
-
-        own = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
-        call.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
-        return call
-
-    return decorated
+def _with_parameters(function: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
 
 
 @contextlib.contextmanager

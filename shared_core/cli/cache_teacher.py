@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from shared_core.cli.arguments import bar
+from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
+from shared_core.cli.output import tell
+from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -19,49 +19,45 @@ if TYPE_CHECKING:
 _WHERE = "eff cache-teacher"
 
 
-def cache_teacher(
-    teacher: Annotated[
-        str, typer.Argument(help="A Hugging Face folder or Hub name, or module:function that returns the model.")
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function that returns batches, a data set or a list of examples, or a pair of one of these "
-            "two and its collator; or a .jsonl file with an example a line."
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to write; new or empty, but for --resume.")] = None,
-    temperature: Annotated[float, typer.Option(help="T, that of the training; another one is refused there.")] = 2.0,
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Classes to keep of a position; default 64, and all where an example has one output."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the log-probabilities: float16 or float32.")] = "float16",
-    batch_size: Annotated[int, typer.Option(help="Examples a batch, for a data set.", min=1)] = 8,
-    labelled: Annotated[bool, typer.Option("--labelled", help="Store only positions whose label is not -100.")] = False,
-    fields: Annotated[
-        str | None, typer.Option(help="Inputs that tell examples apart, as input_ids,pixel_values; default all.")
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Use the first so many classes, where the student's vocabulary is padded less.")
-    ] = None,
-    logits: Annotated[str, typer.Option(help="Key or attribute of the logits in the teacher's output.")] = "logits",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A folder or module:function; its vocabulary and template are noted; default TEACHER's own."),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that lies beside TEACHER's weights.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where the teacher runs: auto, cpu, cuda, cuda:1, ...")] = "auto",
-    shard_mb: Annotated[
-        int, typer.Option(help="Size of a shard; about three times that is held in memory.", min=1)
-    ] = 128,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a writer was interrupted, or add examples.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(CommandOptions):
+    """Options of `eff cache-teacher`."""
+
+    key: ClassVar[str] = _WHERE
+
+    teacher: str = option(
+        help="A Hugging Face folder or Hub name, or module:function that returns the model.", argument=True
+    )
+    data: str | None = option(
+        None,
+        "module:function that returns batches, a data set or a list of examples, or a pair of one of these two "
+        "and its collator; or a .jsonl file with an example a line.",
+    )
+    out: Path | None = option(None, "The folder to write; new or empty, but for --resume.")
+    temperature: float = option(2.0, "T, that of the training; another one is refused there.")
+    top_k: int | None = option(
+        None, "Classes to keep of a position; default 64, and all where an example has one output."
+    )
+    dtype: str = option("float16", "Of the log-probabilities: float16 or float32.")
+    batch_size: int = option(8, "Examples a batch, for a data set.", low=1)
+    labelled: bool = option(False, "Store only positions whose label is not -100.")
+    fields: str | None = option(None, "Inputs that tell examples apart, as input_ids,pixel_values; default all.")
+    vocabulary: int | None = option(
+        None, "Use the first so many classes, where the student's vocabulary is padded less."
+    )
+    logits: str = option("logits", "Key or attribute of the logits in the teacher's output.")
+    tokenizer: str | None = option(
+        None, "A folder or module:function; its vocabulary and template are noted; default TEACHER's own."
+    )
+    trust_remote_code: bool = option(False, "Run the code that lies beside TEACHER's weights.")
+    device: str = option("auto", "Where the teacher runs: auto, cpu, cuda, cuda:1, ...")
+    shard_mb: int = option(128, "Size of a shard; about three times that is held in memory.", low=1)
+    resume: bool = option(False, "Go on where a writer was interrupted, or add examples.")
+    as_json: bool = option(False, "Print the manifest as JSON.", flag="--json")
+
+
+@takes(CacheOptions)
+def cache_teacher(asked: CacheOptions) -> None:
     """Write a teacher's top-k log-probabilities and the mass of the rest, for every example, at one temperature.
 
     Training finds them by what the example is, whatever the order, padding and size of batches: no index column, no
@@ -80,49 +76,35 @@ def cache_teacher(
     from shared_core.distillation.teacher_cache.keys import batches_of
     from shared_core.distributed.job import Job
 
+    data, out, teacher = asked.data, asked.out, asked.teacher
     if data is None or out is None:
         lacking = "--data" if data is None else "--out"
         raise ConfigError(_WHERE, f"--data and --out must be given, got no {lacking}", "add it")
     with Job.joined() as job:
-        is_file = data.endswith(".jsonl")
-        examples = _lines(Path(data)) if is_file else function(data, f"{_WHERE}: --data")()
-        batches = batches_of(examples, batch_size)
-        names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
-        place = device_name(device, _WHERE)
+        examples = _lines(Path(data)) if data.endswith(".jsonl") else function(data, f"{_WHERE}: --data")()
+        batches = batches_of(examples, asked.batch_size)
+        names = None if asked.fields is None else [name.strip() for name in asked.fields.split(",") if name.strip()]
+        place = device_name(asked.device, _WHERE)
         folder = Path(teacher) if Path(teacher).is_dir() else None
-        words = _tokenizer(tokenizer) if tokenizer is not None else folder
+        words = folder if asked.tokenizer is None else _tokenizer(asked.tokenizer)
         fingerprints = {
             "teacher_files": None if folder is None else folder_fingerprint(folder),
             "tokenizer": None if words is None else tokenizer_fingerprint(words),
             "template": None if words is None else template_fingerprint(words),
         }
-        network = _load(teacher, folder, trust_remote_code).to(torch.device(place))
+        network = _load(teacher, folder, asked.trust_remote_code).to(torch.device(place))
         with bar("batches", is_shown=job.is_main) as advance:
             made = write_teacher_cache(
-                network,
-                batches,
-                out,
-                temperature=temperature,
-                top_k=top_k,
-                dtype=dtype,
-                fields=names,
-                vocabulary=vocabulary,
-                labelled=labelled,
-                logits=logits,
-                fingerprints=fingerprints,
-                shard_bytes=shard_mb * 2**20,
-                progress=advance,
-                resume=resume,
+                network, batches, out, temperature=asked.temperature, top_k=asked.top_k, dtype=asked.dtype,
+                fields=names, vocabulary=asked.vocabulary, labelled=asked.labelled, logits=asked.logits,
+                fingerprints=fingerprints, shard_bytes=asked.shard_mb * 2**20, progress=advance, resume=asked.resume,
                 job=job,
-            )
+            )  # fmt: skip
     if not job.is_main:
         return
     size = sum(file.stat().st_size for file in out.iterdir())
     values = {"out": str(out), "bytes": size, **made.to_dict()}
-    if as_json:
-        echo(json.dumps(values, indent=2))
-    else:
-        _tell(values)
+    tell(values, _told(values), as_json=asked.as_json)
 
 
 def _lines(file: Path) -> list[Any]:
@@ -162,16 +144,16 @@ def _tokenizer(name: str) -> Any:
     return found
 
 
-def _tell(values: dict[str, Any]) -> None:
+def _told(values: dict[str, Any]) -> Iterator[str]:
     kind = "examples" if values["per_example"] else "positions"
-    echo(
+    yield (
         f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
         f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
         f"{values['bytes'] / 1e6:,.1f} MB"
     )
     if values["top_k"] < values["vocabulary"]:
-        echo(
+        yield (
             f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
             f"{values['tail_mass_max']:.2%} at most; kept as one class"
         )
-    echo(f"to learn from it: distill.teacher: cache:{values['out']}")
+    yield f"to learn from it: distill.teacher: cache:{values['out']}"

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
 
-from shared_core.cli.arguments import ExecutorName, ExecutorOptions
+from shared_core.cli.arguments import BESIDE, RunnerOptions, takes
+from shared_core.config.options import option
 from shared_core.errors import ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.tools.distillation_chain import ChainTable, Stage
 
-_OPTIONS = "shared_core.tools.distillation_chain.options"
 _DISTILL = "distill_"
 
 
@@ -38,37 +40,34 @@ class ChainCommand(TyperCommand):
                     values += [value] if equals else []
                     continue
             (rest if values is None else values).append(argument)
-        ctx.meta[_OPTIONS] = several
+        ctx.meta[BESIDE] = several
         return super().parse_args(ctx, [*rest, *args[end:]])
 
 
-def chain(
-    context: typer.Context,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the chain; one that was stopped goes on from it.")] = None,
-    teacher: Annotated[
-        str | None, typer.Option(help="Of the first stage: folder, file or Hub name. None: from the labels alone.")
-    ] = None,
-    students: Annotated[  # for --help; `ChainCommand` takes the values
-        list[str] | None, typer.Option(help="What {student} stands for, one a stage: --students medium small.")
-    ] = None,
-    generations: Annotated[
-        int | None, typer.Option(help="Instead of students: how many times the same one is trained.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Where under {out} the script writes its model (glob), if it is not found.")
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="Shown of each stage, by the trainer's name.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave a half-run stage's folder to the script, which resumes by itself.")
-    ] = False,
-    executor: ExecutorName = "local",
-    executor_set: ExecutorOptions = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and the training's output to stderr.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ChainOptions(RunnerOptions):
+    """Options of `eff chain`."""
+
+    key: ClassVar[str] = "eff chain"
+
+    command: tuple[Any, ...] = option(  # an argument of a script may be empty
+        (),
+        "After --: the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it.",
+        argument=True,
+        flag_type=tuple[str, ...],
+    )
+    out: Path | None = option(None, "Folder of the chain; one that was stopped goes on from it.")
+    teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")
+    # for --help; `ChainCommand` takes the values
+    students: tuple[str, ...] = option((), "What {student} stands for, one a stage: --students medium small.")
+    generations: int | None = option(None, "Instead of students: how many times the same one is trained.")
+    model: str | None = option(None, "Where under {out} the script writes its model (glob), if it is not found.")
+    metric: str | None = option(None, "Shown of each stage, by the trainer's name.")
+    resume: bool = option(False, "Leave a half-run stage's folder to the script, which resumes by itself.")
+
+
+@takes(ChainOptions)
+def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     """Train students one after the other, each taught by the model of the one before, with your own script.
 
     Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
@@ -80,17 +79,19 @@ def chain(
     from shared_core.reports.console import Console
     from shared_core.tools.distillation_chain import StageError, TeacherChain
 
+    out, as_json = asked.out, asked.as_json
     if out is None:
         raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
-    several = {name: list(values) for name, values in context.meta[_OPTIONS].items()}
+    several = {name: list(values) for name, values in given.items()}
     names = several.pop("students", [])
     for name, values in several.items():
         if not values and (name not in flags() or flags()[name][1].type not in ("bool", bool)):
             raise ConfigError("eff chain", f"--{name} must have a value", f"write --{name} VALUE")
     options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
     work = TeacherChain(
-        command or [], out, teacher=teacher, students=names, generations=generations, options=options, model=model,
-        metric=metric, executor=executor_of(executor, executor_set or [], out, "eff chain"),
+        asked.command, out, teacher=asked.teacher, students=names, generations=asked.generations, options=options,
+        model=asked.model, metric=asked.metric,
+        executor=executor_of(asked.executor, asked.executor_set, out, "eff chain"),
     )  # fmt: skip
     errors = Console(stderr=True, quiet=is_quiet())
 
@@ -114,7 +115,7 @@ def chain(
         echo(written, nl=False, err=as_json)
 
     try:
-        table = work.run(resume=resume, output=show, begin=begin, end=end)
+        table = work.run(resume=asked.resume, output=show, begin=begin, end=end)
     except StageError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error

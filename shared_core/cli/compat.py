@@ -59,11 +59,7 @@ def _tables(rows: list[dict[str, str]]) -> list[Any]:
 
 
 def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
-    """Return a line for each refusal of one name, or for each pair of several.
-
-    Raises:
-        ConfigError: If a name is neither a technique nor a run environment.
-    """
+    """Return a line for each refusal of one name, or for each pair of several."""
     known = [*rows[0]][1:]
     for name in names:
         if name not in known:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from shared_core.cli.arguments import bar
+from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import check_new, keep_report
+from shared_core.cli.output import table, tell
+from shared_core.config.options import option
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor  # `eff --help` must not wait for torch
 
     from shared_core.tools.compression.reader import CompressedFile
@@ -30,17 +31,32 @@ _LEFT_BEHIND = frozenset({
 WEIGHTS_FILE = "model.safetensors"
 
 
-def compress(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.")],
-    out: Annotated[Path, typer.Option(help="The file to write, such as model.eff; it must not exist.")],
-    bits: Annotated[int, typer.Option(help="Bits of a code: 2**bits values a tensor, in [2, 8].")] = 5,
-    bits_of: Annotated[
-        list[str] | None,
-        typer.Option("--bits-of", help="PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact."),
-    ] = None,
-    min_size: Annotated[int, typer.Option(help="Store tensors with fewer elements exactly.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions(CommandOptions):
+    """Options of `eff compress`."""
+
+    key: ClassVar[str] = "eff compress"
+
+    model: Path = option(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.", argument=True)
+    out: Path = option(help="The file to write, such as model.eff; it must not exist.")
+    bits: int = option(5, "Bits of a code: 2**bits values a tensor, in [2, 8].")
+    bits_of: tuple[str, ...] = option((), "PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact.")
+    min_size: int = option(256, "Store tensors with fewer elements exactly.")
+    as_json: bool = option(False, "Print the report as JSON.", flag="--json")
+
+    def widths(self) -> dict[str, int | None]:
+        """Return the bits of tensors by pattern, None where they are stored exactly."""
+        found: dict[str, int | None] = {}
+        for pair in self.bits_of:
+            pattern, _, bits = pair.rpartition("=")
+            if not pattern or not (bits == "exact" or bits.isdecimal()):
+                raise ConfigError(self.key, f"--bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
+            found[pattern] = None if bits == "exact" else int(bits)
+        return found
+
+
+@takes(CompressOptions)
+def compress(asked: CompressOptions) -> None:
     """Compress a model by weight sharing, sparse indices and entropy coding; config and tokenizer go along.
 
     The weights of a tensor come to share a few values, so quality must be looked at: decompress and evaluate. Weights
@@ -52,14 +68,17 @@ def compress(
     from shared_core.tools.compression.reader import CompressedFile
     from shared_core.tools.compression.writer import compress as write
 
+    out = asked.out
     if out.exists():
-        raise CheckpointError("eff compress", f"--out must not exist yet, got {out}", "remove it or choose another")
+        raise CheckpointError(asked.key, f"--out must not exist yet, got {out}", "remove it or choose another")
     check_writable(out, "eff compress: --out")
     make_folder(out.parent)
-    files = _files(model)
-    widths = _bits_of(bits_of or [])
+    files, widths = _files(asked.model), asked.widths()
     with bar("compressing") as advance:
-        done = write(_tensors(model), out, bits=bits, bits_of=widths, min_size=min_size, files=files, progress=advance)
+        done = write(
+            _tensors(asked.model), out, bits=asked.bits, bits_of=widths, min_size=asked.min_size, files=files,
+            progress=advance,
+        )  # fmt: skip
     started = time.perf_counter()
     for _ in _restored(CompressedFile(out, max_bytes=done.original_bytes + (1 << 40))):
         pass  # every payload is restored and compared with its CRC
@@ -69,20 +88,23 @@ def compress(
         echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
     told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
     keep_report(out, told)
-    if as_json:
-        echo(json.dumps(told, indent=2))
-        return
-    _tell(done, seconds)
+    tell(told, _lines(done, seconds), as_json=asked.as_json)
 
 
-def decompress(
-    file: Annotated[Path, typer.Argument(help="A file that eff compress wrote.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DecompressOptions(CommandOptions):
+    """Options of `eff decompress`."""
+
+    key: ClassVar[str] = "eff decompress"
+
+    file: Path = option(help="A file that eff compress wrote.", argument=True)
+    out: Path = option(help="The folder to write; it must not exist or be empty.")
+    max_bytes: int | None = option(None, "Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
+    as_json: bool = option(False, "Print JSON.", flag="--json")
+
+
+@takes(DecompressOptions)
+def decompress(asked: DecompressOptions) -> None:
     """Write the weights in a compressed file as model.safetensors, with the config and tokenizer that went along.
 
     The folder loads without this library: by from_pretrained if a Hugging Face folder was compressed, else by
@@ -93,24 +115,21 @@ def decompress(
     from shared_core.files.atomic import atomic_folder
     from shared_core.tools.compression.reader import CompressedFile
 
-    check_new(out, "eff decompress")
+    check_new(asked.out, asked.key)
     started = time.perf_counter()
-    compressed = CompressedFile(file, max_bytes=max_bytes)
+    compressed = CompressedFile(asked.file, max_bytes=asked.max_bytes)
     beside = {name: content for name, content in compressed.files().items() if _goes_along(Path(name))}
     tensors = dict(_restored(compressed))
     seconds = time.perf_counter() - started
-    with atomic_folder(out) as folder:
+    with atomic_folder(asked.out) as folder:
         # each tensor once, as save_pretrained and safetensors.torch.save_model have it
         save_file(tensors, folder / WEIGHTS_FILE, metadata={**compressed.index.ties, "format": "pt"})
         for name, content in beside.items():
             (folder / name).write_bytes(content)
     num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
     told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
-    if as_json:
-        echo(json.dumps(told, indent=2))
-        return
-    echo(f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s")
-    echo(f"wrote {out}")
+    shown = f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s"
+    tell(told, [shown, f"wrote {asked.out}"], as_json=asked.as_json)
 
 
 def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:
@@ -150,37 +169,14 @@ def _stays_inside(file: Path, folder: Path) -> bool:
     return file.is_relative_to(folder) or file.is_relative_to(home)
 
 
-def _bits_of(pairs: list[str]) -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
-    for pair in pairs:
-        pattern, _, bits = pair.rpartition("=")
-        if not pattern or not (bits == "exact" or bits.isdecimal()):
-            raise ConfigError("eff compress", f"--bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
-        found[pattern] = None if bits == "exact" else int(bits)
-    return found
-
-
-def _tell(done: Compression, seconds: float) -> None:
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-
-    table = Table(title=f"compressed: {done.path}", title_justify="left")
-    for heading in ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change"):
-        table.add_column(
-            heading, justify="left" if heading in ("tensor", "shape", "coding") else "right", overflow="fold"
-        )
-    for line in done.tensors:
-        table.add_row(*_cells(line))
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{done.original_bytes:,} bytes in {done.file_bytes:,}: {done.ratio:.1f}x, every byte of the file counted"
-        + (f" ({done.other_bytes:,} of them config and tokenizer)" if done.other_bytes else ""),
-        markup=False,
-    )
-    console.print(f"compressed in {done.seconds:.2f} s, decompressed and compared in {seconds:.2f} s", markup=False)
-    echo(f"wrote {done.path}")
+def _lines(done: Compression, seconds: float) -> Iterator[str | Table]:
+    headings = ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change")
+    yield table(f"compressed: {done.path}", headings[:3], headings, map(_cells, done.tensors))
+    sizes = f"{done.original_bytes:,} bytes in {done.file_bytes:,}: {done.ratio:.1f}x"
+    other = f" ({done.other_bytes:,} of them config and tokenizer)" if done.other_bytes else ""
+    yield f"{sizes}, every byte of the file counted{other}"
+    yield f"compressed in {done.seconds:.2f} s, decompressed and compared in {seconds:.2f} s"
+    yield f"wrote {done.path}"
 
 
 def _cells(line: Any) -> tuple[str, ...]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.output import table, tell
 from shared_core.front_ends.finding import front_ends
-from shared_core.printing import echo
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_UNUSABLE = ("out of range", "known bad")
 
 
 def doctor(
@@ -34,33 +39,14 @@ def doctor(
         ],
         "trainers": [front_end.name for front_end in front_ends()],
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
-        "usable": not any(library.state in ("out of range", "known bad") for library in found),
+        "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    if as_json:
-        from shared_core.files.json_yaml import json_text
-
-        echo(json_text(told))
-    else:
-        _show(told)
+    tell(told, _lines(told), as_json=as_json, width=100)
     if not told["usable"]:
         raise typer.Exit(1)
 
 
-def _show(told: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-
-    console = Console(width=max(Console().width, 100), markup=False)
-
-    def table(title: str, rows: Sequence[tuple[str, ...]]) -> None:
-        drawn = Table(title=title, title_justify="left", show_header=False)
-        for _ in rows[0]:
-            drawn.add_column(overflow="fold")  # commands to copy must be whole
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
-
+def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
     rows = []
     for device in told["devices"]:
         if device["device"] == "cpu":
@@ -68,22 +54,24 @@ def _show(told: dict[str, Any]) -> None:
         else:
             about = f"compute capability {device['capability']}, {device['memory'] / 2**30:.1f} GiB"
         rows.append((device["device"], device["name"], about))
-    table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
-    table(f"formats on {told['trains_on']}", list(told["formats"].items()))
-    table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
-    table(
-        "libraries",
-        [
-            (each["name"], each["found"] or "none", each["wanted"], each["state"], each["install"])
-            for each in told["libraries"]
-        ],
+    yield _table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
+    yield _table(f"formats on {told['trains_on']}", list(told["formats"].items()))
+    yield _table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
+    columns = ("name", "found", "wanted", "state", "install")
+    yield _table(
+        "libraries", [tuple(each[name] or "none" * (name == "found") for name in columns) for each in told["libraries"]]
     )
-    table(
-        f"techniques on {told['trains_on']}",
-        [(key, each["level"], each["why"]) for key, each in told["techniques"].items()],
-    )
+    abilities = [(key, each["level"], each["why"]) for key, each in told["techniques"].items()]
+    yield _table(f"techniques on {told['trains_on']}", abilities)
     if not told["trainers"]:
-        echo('no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"')
-    wrong = [each for each in told["libraries"] if each["state"] in ("out of range", "known bad")]
-    for each in wrong:
-        echo(f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}")
+        yield 'no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"'
+    for each in told["libraries"]:
+        if each["state"] in _UNUSABLE:
+            yield f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    columns = [str(number) for number in range(len(rows[0]))]
+    made = table(title, columns, columns, rows)
+    made.show_header = False
+    return made

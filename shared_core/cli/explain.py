@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import typer
 
+from shared_core.cli.arguments import takes
+from shared_core.cli.output import table, tell
+from shared_core.cli.plan import RunOptions
+from shared_core.config.options import option
 from shared_core.errors import ConfigError, EffError
-from shared_core.printing import echo
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn  # `eff --help` must not wait for torch
 
     from shared_core.engine.recipe import Recipe
@@ -22,88 +27,77 @@ if TYPE_CHECKING:
 _SHOWN = 4
 
 
-def explain(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, YAML.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="A Hugging Face folder, or module:function that returns the model or (model, inputs)."),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the run.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="In place of --steps, with the next two: epochs.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Examples of an epoch.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples of an optimizer step, over all devices.")] = None,
-    trainer: Annotated[str, typer.Option(help="hf or lightning.")] = "hf",
-    surrounding: Annotated[
-        list[str] | None, typer.Option(help="What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it.")
-    ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, mixed or 16-true: decides activations.")] = "mixed",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit, sgd_momentum or sgd.")] = "adamw",
-    micro_batch: Annotated[int, typer.Option(help="Examples a forward.")] = 1,
-    seq_len: Annotated[int, typer.Option(help="Tokens an example, of a language model.")] = 2048,
-    teacher_params: Annotated[float, typer.Option(help="Parameters of distillation's teacher.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, instead of tables.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(RunOptions):
+    """Options of `eff explain`."""
+
+    key: ClassVar[str] = "eff explain"
+    needs: ClassVar = {
+        "epochs": ("examples", "batch_size"), "examples": ("batch_size",), "batch_size": ("examples",)
+    }  # fmt: skip
+    without: ClassVar = {"epochs": ("steps",)}
+
+    recipe: Path = option(help="A recipe, YAML.", argument=True)
+    model: str | None = option(
+        None, "A Hugging Face folder, or module:function that returns the model or (model, inputs)."
+    )
+    steps: int | None = option(None, "Optimizer steps of the run.", above=0)
+    epochs: float | None = option(None, "In place of --steps, with the next two: epochs.", above=0)
+    examples: int | None = option(None, "Examples of an epoch.", above=0)
+    batch_size: int | None = option(None, "Examples of an optimizer step, over all devices.", above=0)
+    trainer: Literal["hf", "lightning"] = option("hf", "hf or lightning.")
+    surrounding: tuple[str, ...] = option(
+        (), "What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it."
+    )
+    as_json: bool = option(False, "Print JSON, in bytes, instead of tables.", flag="--json")
+
+    def validate(self) -> None:
+        """Refuse run environments that do not exist."""
+        from shared_core.config.conflicts import RUN_ENVIRONMENTS
+        from shared_core.errors import nearest
+
+        for key in self.surrounding:
+            if key not in RUN_ENVIRONMENTS:
+                told = f"--surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
+                raise ConfigError(self.key, told)
+
+    def length(self) -> tuple[int | None, float | None]:
+        """Return the optimizer steps of the run and of an epoch, None where they are unknown.
+
+        Example:
+            >>> [ExplainOptions(recipe="r", **given).length()
+            ...  for given in ({"epochs": 3, "examples": 1000, "batch_size": 64}, {"steps": 100})]
+            [(48, 16), (100, None)]
+        """
+        if self.examples is None or self.batch_size is None:
+            return self.steps, None
+        per_epoch = math.ceil(self.examples / self.batch_size)
+        return self.steps if self.epochs is None else math.ceil(self.epochs * per_epoch), per_epoch
+
+
+@takes(ExplainOptions)
+def explain(asked: ExplainOptions) -> None:
     """Tell what a recipe will do: when, to which modules, conflicts, memory, what is saved. Nothing is trained.
 
     Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
     """
-    from shared_core.config.conflicts import RUN_ENVIRONMENTS
-    from shared_core.contrib.planning import PlannedRun
     from shared_core.engine.recipe import Recipe
-    from shared_core.errors import nearest
 
-    if trainer not in ("hf", "lightning"):
-        raise ConfigError("eff explain", f"--trainer must be hf or lightning, got {trainer!r}")
-    for key in surrounding or ():
-        if key not in RUN_ENVIRONMENTS:
-            raise ConfigError(
-                "eff explain", f"--surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
-            )
-    total, per_epoch = run_length(steps, epochs, examples, batch_size)
-    if not 0 <= teacher_params < math.inf:
-        raise ConfigError("eff explain", f"--teacher-params must be a number of at least 0, got {teacher_params}")
-    run = PlannedRun(
-        precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
-        micro_batch=micro_batch, seq_len=seq_len, teacher_params=round(teacher_params),
-    )  # fmt: skip
-    read = Recipe.from_yaml(recipe)
+    total, per_epoch = asked.length()
+    run = asked.run()
+    read = Recipe.from_yaml(asked.recipe)
     if not read:
-        raise ConfigError("eff explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
+        told = f"{asked.recipe} must switch on at least one technique"
+        raise ConfigError(asked.key, told, "eff init writes a recipe")
     options = {
-        "trainer": trainer, "run_environment": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
+        "trainer": asked.trainer, "run_environment": asked.surrounding, "total_steps": total,
+        "steps_per_epoch": per_epoch,
     }  # fmt: skip
-    told = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
-    told |= _told(read, model, run, options)
-    if as_json:
-        from shared_core.files.json_yaml import json_text
-
-        echo(json_text(told))
-    else:
-        _show(told)
-    if told["conflicts"]:
+    shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
+    shown |= _told(read, asked.model, run, options)
+    tell(shown, _lines(shown), as_json=asked.as_json, width=110)
+    if shown["conflicts"]:
         raise typer.Exit(1)
-
-
-def run_length(
-    steps: int | None, epochs: float | None, examples: int | None, batch_size: int | None
-) -> tuple[int | None, float | None]:
-    """Return the optimizer steps of a run and of an epoch, None where they are unknown.
-
-    Example:
-        >>> run_length(None, 3, 1000, 64), run_length(100, None, None, None)
-        ((48, 16), (100, None))
-    """
-    for name, value in (("steps", steps), ("epochs", epochs), ("examples", examples), ("batch-size", batch_size)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError("eff explain", f"--{name} must be above 0, got {value}")
-    if (examples is None) != (batch_size is None):
-        raise ConfigError("eff explain", "--examples and --batch-size must be given together", "give both")
-    if epochs is not None and (steps is not None or examples is None):
-        raise ConfigError("eff explain", "--epochs must come with --examples and --batch-size, and without --steps")
-    per_epoch = None if examples is None or batch_size is None else math.ceil(examples / batch_size)
-    if epochs is not None and per_epoch is not None:
-        steps = math.ceil(epochs * per_epoch)
-    return steps, per_epoch
 
 
 def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -148,13 +142,7 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
 
 
 def build(name: str, *, values: bool = False, where: str = "eff explain") -> tuple[nn.Module, Any]:
-    """Return the model in a folder or from ``module:function``, with its example inputs if it has any.
-
-    Args:
-        name: The folder, or the function.
-        values: Whether weights must have their values; else the meta device is tried first, which takes no memory.
-        where: Who asks.
-    """
+    """Return the model in a folder or from ``module:function``, with its example inputs if it has any."""
     if not values:
         try:
             return _build(name, "meta", where)
@@ -196,33 +184,22 @@ def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | 
         return None, None
 
 
-def _show(told: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-
-    console = Console(width=max(Console().width, 110), markup=False)
-
-    def table(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> None:
-        drawn = Table(title=title, title_justify="left")
-        for heading in headings:
-            drawn.add_column(heading, overflow="fold", justify="right" if heading.endswith("iB") else "left")
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
+def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
+    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> Table:
+        return table(title, [heading for heading in headings if not heading.endswith("iB")], headings, rows)
 
     total = told["steps"]["total"]
     title = "when" if total is None else f"when, of {total:,} optimizer steps"
     told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
-    table(title, told_of, "at", "technique", "what")
+    yield drawn(title, told_of, "at", "technique", "what")
     rows = []
     for key, entry in told["techniques"].items():
         here = f"{entry['here']['level']} {entry['here']['why']}".strip()
         rows.append((key, _matched(entry), here, "; ".join(entry["checkpoint"])))
-    table("what", rows, "technique", "on", "here", "saved")
+    yield drawn("what", rows, "technique", "on", "here", "saved")
     costs = [(key, line) for key, entry in told["techniques"].items() for line in entry["measured"]]
     if costs:
-        table("measured on one thread of a CPU (docs/cost.md)", costs, "technique", "cost")
+        yield drawn("measured on one thread of a CPU (docs/cost.md)", costs, "technique", "cost")
     if told["memory"] is not None:
         held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
         unit, size = ("GiB", 2**30) if held + during > 2**30 else ("MiB", 2**20)
@@ -233,11 +210,9 @@ def _show(told: dict[str, Any]) -> None:
         figures.append(("all", f"{held / size:,.2f}", f"peak {(held + during) / size:,.2f}", "the peak is a bound"))
         model = told["model"]
         title = f"memory of one device: {model['parameters']:,} parameters, {model['trained']:,} of them trained"
-        table(title, figures, "", f"held {unit}", f"in a step {unit}", "why")
-    for kind in ("remarks", "conflicts"):
-        for line in told[kind]:
-            label = "note" if kind == "remarks" else "conflict"
-            console.print(f"{label}: {line}", highlight=False, soft_wrap=True)
+        yield drawn(title, figures, "", f"held {unit}", f"in a step {unit}", "why")
+    yield from (f"note: {line}" for line in told["remarks"])
+    yield from (f"conflict: {line}" for line in told["conflicts"])
 
 
 def _matched(entry: dict[str, Any]) -> str:

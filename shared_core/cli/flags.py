@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Annotated
 
 import typer
 
+from shared_core.cli.output import table, tell
 from shared_core.printing import echo
 
 
 def describe_flags(*keys: str) -> list[dict[str, str]]:
-    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help.
-
-    Args:
-        keys: Of the techniques; none: of all.
-    """
+    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
     from shared_core.config.options import default_text, meaning, type_text
     from shared_core.engine.registry import REGISTRY
     from shared_core.engine.registry import flags as flags_of
@@ -51,20 +47,12 @@ def flags(
 
     keys = [registration(key).key for key in techniques or ()]
     rows = [row for row in describe_flags() if not keys or row["flag"].startswith(tuple(f"--{key}_" for key in keys))]
-    if as_json:
-        echo(json.dumps(rows, indent=2))
-        return
     if as_markdown:
         echo(markdown(), nl=False)
         return
     from rich import box
-    from rich.table import Table
 
-    from shared_core.reports.console import Console
-
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for heading in ("flag", "type", "default", "meaning"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "flag")
-    for row in rows:
-        table.add_row(*row.values())
-    Console().print(table)
+    headings = ("flag", "type", "default", "meaning")
+    made = table("", headings, headings, [[*row.values()] for row in rows])
+    made.box, made.pad_edge, made.columns[0].no_wrap = box.SIMPLE, False, True
+    tell(rows, [made], as_json=as_json)

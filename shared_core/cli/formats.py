@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from shared_core.cli.output import table, tell
 from shared_core.printing import echo
 
 Cell = str | int | float | None
@@ -42,19 +42,9 @@ def formats(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/formats.md.")] = False,
 ) -> None:
     """Show every number format: bits, bias, range, error, and what its codes are spent on."""
-    if as_json:
-        echo(json.dumps(rows(), indent=2))
-        return
     if as_markdown:
         echo(markdown(), nl=False)
         return
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-
-    table = Table()
-    for column in rows()[0]:
-        table.add_column(column, justify="left" if column == "format" else "right")
-    for row in rows():
-        table.add_row(*(_text(column, cell) for column, cell in row.items()))
-    Console(width=max(Console().width, 150)).print(table)
+    found = rows()
+    shown = [[_text(column, cell) for column, cell in row.items()] for row in found]
+    tell(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)

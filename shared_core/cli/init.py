@@ -7,47 +7,54 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, nearest
+from shared_core.cli.arguments import CommandOptions, takes
+from shared_core.config.options import option
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
 
-_TRAINERS = ("hf", "lightning")
+Goal = Literal["smaller", "faster-inference", "less-memory", "better-accuracy", "private"]
 
 
-def init(
-    goal: Annotated[
-        str | None,
-        typer.Option(help="smaller, faster-inference, less-memory, better-accuracy, private; asked for at a terminal."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="transformer, cnn, other; or a Hugging Face folder or module:function to look at."),
-    ] = None,
-    trainer: Annotated[str | None, typer.Option(help="hf or lightning.")] = None,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("recipe.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite it.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InitOptions(CommandOptions):
+    """Options of `eff init`."""
+
+    key: ClassVar[str] = "eff init"
+
+    goal: Goal | None = option(
+        None, "smaller, faster-inference, less-memory, better-accuracy, private; asked for at a terminal."
+    )
+    model: str | None = option(None, "transformer, cnn, other; or a Hugging Face folder or module:function to look at.")
+    trainer: Literal["hf", "lightning"] | None = option(None, "hf or lightning.")
+    out: Path = option(Path("recipe.yaml"), "The file to write.")
+    force: bool = option(False, "Overwrite it.")
+
+
+@takes(InitOptions)
+def init(asked: InitOptions) -> None:
     """Write a recipe for a goal, every line with its reason and its flag; with a model, one that fits it."""
     from shared_core.engine.recipe import Recipe
     from shared_core.engine.registry import REGISTRY
     from shared_core.files.atomic import atomic_write
     from shared_core.hardware import default_device
 
-    if out.exists() and not force:
-        raise ConfigError("eff init", f"--out must be a new file, got {out}, which exists", "give another, or --force")
+    out = asked.out
+    if out.exists() and not asked.force:
+        raise ConfigError(asked.key, f"--out must be a new file, got {out}, which exists", "give another, or --force")
     if not out.parent.is_dir():
-        raise ConfigError("eff init", f"--out must lie in a folder that exists, got {out}")
-    goal, model, trainer = _asked(goal, model, trainer, GOALS)
-    if trainer not in _TRAINERS:
-        raise ConfigError("eff init", f"--trainer must be hf or lightning, got {trainer!r}")
-    kind, name = _kind(model)
+        raise ConfigError(asked.key, f"--out must lie in a folder that exists, got {out}")
+    asked = _answered(asked)
+    goal, trainer = asked.goal or "smaller", asked.trainer or "hf"
+    kind, name = _kind(asked.model or "other")
     text = commented_recipe(goal, kind, trainer, str(out))
     recipe = Recipe.from_yaml(text)
     if name is not None:
@@ -61,16 +68,19 @@ def init(
             echo(f"not on this machine: {ability.why}")
 
 
-def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict[str, str]) -> tuple[str, str, str]:
-    if goal is None and _at_a_terminal():
-        for known, what in goals.items():
-            echo(f"  {known}: {what}")
-        goal = typer.prompt("goal", default="smaller")
-        model = model or typer.prompt("model (transformer, cnn, other, a folder or module:function)", default="other")
-        trainer = trainer or typer.prompt("trainer (hf, lightning)", default="hf")
-    if goal is None:
-        raise ConfigError("eff init", "--goal must be given where nobody can be asked", f"one of {', '.join(goals)}")
-    return goal, model or "other", trainer or "hf"
+def _answered(asked: InitOptions) -> InitOptions:
+    """Return the options with what the user says when asked for a goal, if it was not given."""
+    if asked.goal is not None:
+        return asked
+    if not _at_a_terminal():
+        raise ConfigError(asked.key, "--goal must be given where nobody can be asked", f"one of {', '.join(GOALS)}")
+    for known, what in GOALS.items():
+        echo(f"  {known}: {what}")
+    goal = typer.prompt("goal", default="smaller")
+    kinds = "model (transformer, cnn, other, a folder or module:function)"
+    model = asked.model or typer.prompt(kinds, default="other")
+    trainer = asked.trainer or typer.prompt("trainer (hf, lightning)", default="hf")
+    return replace(asked, goal=goal, model=model, trainer=trainer)
 
 
 def _at_a_terminal() -> bool:
@@ -108,7 +118,7 @@ def _check(recipe: Recipe, name: str, trainer: str) -> None:
 Kind = Literal["transformer", "cnn", "other"]
 Lines = tuple[tuple[str, Any, str], ...]
 
-GOALS = {
+GOALS: dict[Goal, str] = {
     "smaller": "a smaller file: half of the weights zero, the others 16 values a tensor; pack it with eff compress",
     "faster-inference": "int8 integer products after training; convert with eff export",
     "less-memory": "less memory for activations in training, with the same gradients",
@@ -144,29 +154,20 @@ _DP: Lines = (
 )
 
 
-def starting_options(goal: str, kind: Kind) -> Mapping[str, Lines]:
-    """Return (option, value, why) of each technique that a goal switches on, by recipe key.
-
-    Args:
-        goal: One of `GOALS`.
-        kind: Of the model; transformers have repeated blocks that can be recomputed.
-
-    Raises:
-        ConfigError: If there is no such goal.
-    """
-    if goal not in GOALS:
-        raise ConfigError("eff init", f"--goal must be one that exists, got {goal!r}{nearest(goal, GOALS)}")
+def starting_options(goal: Goal, kind: Kind) -> Mapping[str, Lines]:
+    """Return (option, value, why) of each technique that a goal switches on, by recipe key."""
     memory = {"checkpointing": _CHECKPOINTING} if kind == "transformer" else {"activations": _ACTIVATIONS}
-    return {
+    made: dict[Goal, Mapping[str, Lines]] = {
         "smaller": {"prune": _PRUNE, "cluster": _SHARE},
         "faster-inference": {"qat": _QAT},
         "less-memory": memory,
         "better-accuracy": {"average": _AVERAGE},
         "private": {"dp": _DP},
-    }[goal]
+    }
+    return made[goal]
 
 
-def commented_recipe(goal: str, kind: Kind, trainer: str, file: str) -> str:
+def commented_recipe(goal: Goal, kind: Kind, trainer: str, file: str) -> str:
     """Return the YAML text of a recipe, every line with its reason and the flag that it equals.
 
     Args:

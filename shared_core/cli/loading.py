@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_core.cli.user_code import broken_module, remember
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest
-from shared_core.files.atomic import atomic_write, check_writable
+from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.front_ends.finding import front_ends
 
@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 
 def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
-    """Return the function that ``module:function`` names; modules of the working folder can be imported.
+    """Return the function that ``module:function`` names, if it takes arguments of these names.
 
-    Args:
-        name: As the user gave it.
-        where: Who asks.
-        arguments: What it is called with, in words.
-
-    Raises:
-        ConfigError: If there is none, or it takes others.
+    Modules of the working folder can be imported.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -77,11 +71,7 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
 
 
 def user_batches(name: str, where: str) -> Iterable[Any]:
-    """Return the batches that the user's function returns, or yields.
-
-    Raises:
-        ConfigError: If there is no such function, or it returns nothing to go through.
-    """
+    """Return the batches that the user's function returns, or yields."""
     batches = function(name, where)()
     if not isinstance(batches, Iterable):
         raise ConfigError(
@@ -91,11 +81,7 @@ def user_batches(name: str, where: str) -> Iterable[Any]:
 
 
 def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> float:
-    """Return the quality of a model, in evaluation mode, by the user's function.
-
-    Raises:
-        ConfigError: If that returns no number.
-    """
+    """Return the quality of a model, in evaluation mode, by the user's function."""
     found = judge(model.eval())
     try:
         return float(found)
@@ -108,16 +94,7 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
 
 
 def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module, Any]:
-    """Return what the user's function builds: (model, example inputs or None).
-
-    Args:
-        name: As the user gave it.
-        where: Who asks.
-        asked: The argument or option that names it.
-
-    Raises:
-        ConfigError: If it returns no model.
-    """
+    """Return what the user's function builds: (model, example inputs or None)."""
     from torch import nn
 
     if ":" not in name:
@@ -134,11 +111,7 @@ def build_model(name: str, where: str, asked: str = "MODEL") -> tuple[nn.Module,
 
 
 def device_name(name: str, where: str) -> str:
-    """Return the name of a device of this machine, ``auto`` made one.
-
-    Raises:
-        ConfigError: If there is no such device.
-    """
+    """Return the name of a device of this machine, ``auto`` made one."""
     import torch
 
     if name == "auto":
@@ -152,30 +125,14 @@ def device_name(name: str, where: str) -> str:
 
 
 def load_weights(model: nn.Module, path: Path, where: str) -> str:
-    """Load trained weights into a plain model; return the prefix of their names that the model's have not.
-
-    Args:
-        model: The plain model.
-        path: A folder, a ``.safetensors`` or ``.pt`` file, or a Lightning ``.ckpt``.
-        where: Who asks.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, or of another model.
-    """
+    """Load trained weights into a plain model; return the prefix of their names that the model's have not."""
     return fit_weights_(model, state_dict_of(path, where), str(path), where)
 
 
 def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, where: str) -> str:
     """Load a state dict into a plain model; return the prefix of its names that the model's have not.
 
-    Args:
-        model: The plain model.
-        state_dict: Its weights, whose names may have a prefix; a teacher's or a wrapper's beside them are left out.
-        source: Where the state dict is from, for errors.
-        where: Who asks.
-
-    Raises:
-        CheckpointError: If it is of another model.
+    A teacher's or a wrapper's weights beside the model's are left out.
     """
     from shared_core.checkpoint_formats.names import named_as
     from shared_core.checkpoint_formats.plain import check_values, unlike
@@ -188,21 +145,15 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
     called = named_as(list(own), names)
     own = own_weights(model, names, {called[key]: value for key, value in own.items()})
     shapes = {key: value.shape for key, value in model.state_dict().items()}
+    missing, unexpected = unlike(model, own)
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:
-        raise CheckpointError(
-            where,
-            f"{source} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
-            f"{tuple(shapes[other])}",
-            "build the model that was trained",
-        )
-    missing, unexpected = unlike(model, own)
-    if missing or unexpected:
-        raise CheckpointError(
-            where,
-            f"{source} must hold the weights of the model, got missing {missing[:5]} and unexpected {unexpected[:5]}",
-            "build the model that was trained",
-        )
+        got = f"{tuple(own[other].shape)} for {other} of shape {tuple(shapes[other])}"
+    else:
+        got = f"missing {missing[:5]} and unexpected {unexpected[:5]}" if missing or unexpected else ""
+    if got:
+        told = f"{source} must hold the weights of the model, got {got}"
+        raise CheckpointError(where, told, "build the model that was trained")
     check_values(model, own, f"{where}: {source}")
     model.load_state_dict(own, strict=False)
     return prefix
@@ -227,35 +178,20 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
-_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json", ".eff.json")
+_OTHERS = (".index.json", "_results.json", ".eff.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
 _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
 
 
 def check_new(folder: Path, where: str) -> None:
-    """Refuse a folder to write that holds something, or that cannot be written.
-
-    Raises:
-        CheckpointError: If it does, is no folder, or cannot.
-    """
+    """Refuse a folder to write that holds something, or that cannot be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(where, f"--out must be a new or empty folder, got {folder}")
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
 def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, allow_codes: bool = False) -> nn.Module:
-    """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable.
-
-    Args:
-        folder: The folder, or a name on the Hub.
-        where: Who asks.
-        trust_remote_code: Run the code that lies beside the weights.
-        allow_codes: Take a model whose weights are codes too.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or holds codes.
-        MissingExtraError: If transformers is not installed.
-    """
+    """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable."""
     from torch import nn
 
     model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
@@ -267,12 +203,7 @@ def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False, al
 
 
 def empty_folder(folder: Path, where: str) -> nn.Module:
-    """Return the model that a Hugging Face folder's config describes, on the meta device: without values.
-
-    Raises:
-        CheckpointError: If it cannot be built.
-        MissingExtraError: If transformers is not installed.
-    """
+    """Return the model that a Hugging Face folder's config describes, on the meta device: without values."""
     return _from_folder("empty_model", folder, where)
 
 
@@ -298,24 +229,17 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
 
-def open_model(model: str, weights: Path | None, where: str) -> tuple[nn.Module, Any, Path | None]:
-    """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``.
-
-    Args:
-        model: As the user gave it.
-        weights: For the model of a function: a folder or file with the trained weights.
-        where: The command, for errors.
-
-    Raises:
-        ConfigError: If a folder comes with weights, or the name is of neither.
-    """
+def open_model(
+    model: str, weights: Path | None, where: str, load: Callable[[nn.Module, Path, str], object] = load_weights
+) -> tuple[nn.Module, Any, Path | None]:
+    """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``."""
     if (folder := Path(model)).is_dir():
         if weights is not None:
             raise ConfigError(where, f"--weights must be left out for a folder, got {weights}")
         return load_folder(folder, where), None, folder
     network, example = build_model(model, where)
     if weights is not None:
-        load_weights(network, weights, where)
+        load(network, weights, where)
     return network, example, None
 
 
@@ -325,33 +249,39 @@ def keep_report(out: Path, values: Mapping[str, Any]) -> None:
         temporary.write_text(json_text(values) + "\n", encoding="utf-8")
 
 
-def save_network(network: nn.Module, source: Path | None, target: Path, where: str = "", example: Any = None) -> None:
+def save_folder(
+    out: Path,
+    network: nn.Module,
+    source: Path | None,
+    reports: Mapping[str, Any],
+    where: str,
+    example: Any = None,
+    add: Callable[[Path], None] = lambda temporary: None,
+) -> None:
     """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
 
-    Args:
-        network: The model.
-        source: The folder that it was loaded from, if it was.
-        target: An empty folder.
-        where: The command, for errors.
-        example: Inputs, if what is written is to be loaded and compared.
-
-    Raises:
-        CheckpointError: If the folder does not load with the same outputs.
+    With example inputs, what is written is loaded and compared; `add` writes more into the folder.
     """
-    if source is None:
-        from safetensors.torch import save_model
+    from safetensors.torch import save_model
 
-        save_model(network, str(target / "model.safetensors"))  # shared tensors once
-        return
+    from shared_core.tools.measuring import difference, outputs
+
     saved: Any = network
-    saved.save_pretrained(target)
-    copy_beside(source, target)
-    if example is not None:
-        from shared_core.tools.measuring import difference, outputs
-
-        gap = difference(outputs(network, example), outputs(load_folder(target, where), example))
-        if not gap <= 1e-5:
-            raise CheckpointError(where, f"the saved model must load with the same outputs, they differ by {gap}")
+    with atomic_folder(out) as temporary:
+        if source is None:
+            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
+        else:
+            saved.save_pretrained(temporary)
+            copy_beside(source, temporary)
+            if example is not None:
+                gap = difference(outputs(network, example), outputs(load_folder(temporary, where), example))
+                if not gap <= 1e-5:
+                    raise CheckpointError(
+                        where, f"the saved model must load with the same outputs, they differ by {gap}"
+                    )
+        add(temporary)
+        for name, values in reports.items():
+            (temporary / name).write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def copy_beside(source: Path, target: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from shared_core.cli.arguments import ExecutorName, ExecutorOptions
+from shared_core.cli.arguments import RunnerOptions, takes
+from shared_core.config.options import option
 from shared_core.errors import ConfigError
 from shared_core.printing import echo
 
@@ -16,55 +16,50 @@ if TYPE_CHECKING:
     from shared_core.lottery_ticket import TicketCurve
 
 
-def lottery(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(help="After --: the training, `python my_train.py ARGS`; {round} stands for the run's name."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the search; one that was stopped goes on from it.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Runs after the dense one.")] = 10,
-    rate: Annotated[float, typer.Option(help="Share of the weights left that each round prunes.")] = 0.2,
-    output_rate: Annotated[
-        float | None,
-        typer.Option("--output-rate", help="The same in the output layer; half of --rate."),
-    ] = None,
-    conv_rate: Annotated[float | None, typer.Option("--conv-rate", help="The same in convolutions; --rate.")] = None,
-    rewind_to: Annotated[
-        str | None,
-        typer.Option("--rewind-to", help="Step k: 500, 0.05 of the run, or 2ep; 0 by default."),
-    ] = None,
-    rewind: Annotated[
-        str, typer.Option(help="weights, learning_rate (weights kept), or none (fine-tuning).")
-    ] = "weights",
-    scope: Annotated[str, typer.Option(help="local: every tensor by itself; global: one threshold.")] = "local",
-    max_layer_sparsity: Annotated[
-        float | None,
-        typer.Option(
-            "--max_layer_sparsity",
-            "--max-layer-sparsity",
-            help="With --scope global: largest share of one tensor that may go; 0.98, or what a round asks if more.",
-        ),
-    ] = None,
-    control: Annotated[
-        list[str] | None, typer.Option(help="Also train random_reinit or random_mask; may be given twice.")
-    ] = None,
-    control_rounds: Annotated[
-        str | None, typer.Option("--control-rounds", help="Controls in these rounds only, as 5,10.")
-    ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="Only these modules (glob, type, first, last).")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Not these modules.")] = None,
-    min_size: Annotated[int, typer.Option("--min-size", help="Leave tensors with fewer weights dense.")] = 0,
-    metric: Annotated[str | None, typer.Option(help="Validation metric of the curve, by the trainer's name.")] = None,
-    mode: Annotated[str, typer.Option(help="Whether it is better when larger (max) or smaller (min).")] = "auto",
-    quality: Annotated[str, typer.Option(help="Of a run: its last validation, or its best.")] = "last",
-    seed: Annotated[int, typer.Option(help="Seed of the controls' draws.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this file as well (.png, .svg, .pdf).")] = None,
-    executor: ExecutorName = "local",
-    executor_set: ExecutorOptions = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and the training's output to stderr.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LotteryOptions(RunnerOptions):
+    """Options of `eff lottery`."""
+
+    key: ClassVar[str] = "eff lottery"
+
+    command: tuple[Any, ...] = option(  # an argument of a script may be empty
+        (),
+        "After --: the training, `python my_train.py ARGS`; {round} stands for the run's name.",
+        argument=True,
+        flag_type=tuple[str, ...],
+    )
+    out: Path | None = option(None, "Folder of the search; one that was stopped goes on from it.")
+    rounds: int = option(10, "Runs after the dense one.")
+    rate: float = option(0.2, "Share of the weights left that each round prunes.")
+    output_rate: float | None = option(None, "The same in the output layer; half of --rate.")
+    conv_rate: float | None = option(None, "The same in convolutions; --rate.")
+    rewind_to: str | None = option(None, "Step k: 500, 0.05 of the run, or 2ep; 0 by default.")
+    rewind: str = option("weights", "weights, learning_rate (weights kept), or none (fine-tuning).")
+    scope: str = option("local", "local: every tensor by itself; global: one threshold.")
+    max_layer_sparsity: float | None = option(
+        None,
+        "With --scope global: largest share of one tensor that may go; 0.98, or what a round asks if more.",
+    )
+    control: tuple[str, ...] = option((), "Also train random_reinit or random_mask; may be given twice.")
+    control_rounds: str | None = option(None, "Controls in these rounds only, as 5,10.")
+    include: tuple[str, ...] = option((), "Only these modules (glob, type, first, last).")
+    skip: tuple[str, ...] = option((), "Not these modules.")
+    min_size: int = option(0, "Leave tensors with fewer weights dense.")
+    metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
+    mode: str = option("auto", "Whether it is better when larger (max) or smaller (min).")
+    quality: str = option("last", "Of a run: its last validation, or its best.")
+    seed: int = option(0, "Seed of the controls' draws.")
+    plot: Path | None = option(None, "Draw the curve into this file as well (.png, .svg, .pdf).")
+
+
+_SEARCH = (
+    "rewind", "output_rate", "conv_rate", "scope", "max_layer_sparsity", "seed", "include", "skip", "min_size",
+    "metric", "mode", "quality",
+)  # fmt: skip
+
+
+@takes(LotteryOptions)
+def lottery(asked: LotteryOptions) -> None:
     """Search winning lottery tickets: your training, run again and again, each time with fewer of its weights.
 
     Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
@@ -76,17 +71,15 @@ def lottery(
     from shared_core.lottery_ticket import LotterySearch
     from shared_core.reports.console import Console
 
+    command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
+    executor, executor_set = asked.executor, asked.executor_set
     if out is None:
         raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
     if plot is not None:
         optional("matplotlib", "plots", "lottery plot")
-    options: dict[str, Any] = {
-        "rewind": rewind, "output_rate": output_rate, "conv_rate": conv_rate, "scope": scope,
-        "max_layer_sparsity": max_layer_sparsity, "seed": seed,
-        "include": include or [], "skip": skip or [], "min_size": min_size, "controls": control or [],
-        "control_rounds": _numbers(control_rounds), "metric": metric, "mode": mode, "quality": quality,
-    }  # fmt: skip
-    search = LotterySearch(rounds, rate, rewind_to, **options)
+    options: dict[str, Any] = {name: getattr(asked, name) for name in _SEARCH}
+    options |= {"controls": asked.control, "control_rounds": _numbers(asked.control_rounds)}
+    search = LotterySearch(asked.rounds, asked.rate, asked.rewind_to, **options)
     errors = Console(stderr=True, quiet=is_quiet())
 
     def progress(curve: TicketCurve) -> None:

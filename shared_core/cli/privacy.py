@@ -2,74 +2,74 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Annotated
+from dataclasses import dataclass
+from typing import ClassVar
 
-import typer
+from shared_core.cli.arguments import CommandOptions, takes
+from shared_core.cli.output import table, tell
+from shared_core.config.options import option
+from shared_core.errors import ConfigError
 
-from shared_core.printing import echo
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyOptions(CommandOptions):
+    """Options of `eff privacy`."""
+
+    key: ClassVar[str] = "eff privacy"
+
+    delta: float = option(1e-5, "Delta, below one over the number of examples.")
+    noise_multiplier: float | None = option(None, "Print the epsilon of this noise multiplier.", above=0)
+    target_epsilon: float | None = option(None, "Print the noise multiplier of this epsilon.", above=0)
+    sample_rate: float | None = option(None, "Share of the examples that a step expects.")
+    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.")
+    batch_size: int | None = option(None, "Examples of a step, over all processes.")
+    steps: int | None = option(None, "Optimizer steps.")
+    epochs: float | None = option(None, "In place of --steps: passes over the data.")
+    as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
+
+    def validate(self) -> None:
+        """Refuse a delta that promises nothing, and a question that is none."""
+        if not 0 < self.delta < 1 / (self.examples or 1):
+            told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
+            raise ConfigError(self.key, told, "take less")
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            got = f"got {self.noise_multiplier} and {self.target_epsilon}"
+            raise ConfigError(self.key, f"one of --noise-multiplier and --target-epsilon must be given, {got}")
+
+    def sampling(self) -> tuple[float, int]:
+        """Return the share of the examples that a step expects, and the number of steps."""
+        rate, steps = self.sample_rate, self.steps
+        if self.examples and self.batch_size is not None and rate is None:
+            rate = self.batch_size / self.examples
+        if rate is None or not 0 < rate <= 1:
+            how = "give --sample-rate, or --examples and --batch-size"
+            raise ConfigError(self.key, f"--sample-rate must be in (0, 1], got {rate}", how)
+        if steps is None and self.epochs is not None:
+            steps = math.ceil(self.epochs * math.ceil(1 / rate - 1e-9))
+        if steps is None or steps < 1:
+            raise ConfigError(self.key, f"--steps must be at least 1, got {steps}", "give --steps or --epochs")
+        return rate, steps
 
 
-def privacy(
-    delta: Annotated[float, typer.Option(help="Delta, below one over the number of examples.")] = 1e-5,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Print the epsilon of this noise multiplier.")] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="Print the noise multiplier of this epsilon.")] = None,
-    sample_rate: Annotated[float | None, typer.Option(help="Share of the examples that a step expects.")] = None,
-    examples: Annotated[int | None, typer.Option(help="With --batch-size, in place of --sample-rate.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples of a step, over all processes.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="In place of --steps: passes over the data.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+@takes(PrivacyOptions)
+def privacy(asked: PrivacyOptions) -> None:
     """Count the epsilon of DP-SGD with Poisson sampling by every accountant, or solve for the noise multiplier."""
-    from rich.table import Table
-
-    from shared_core.errors import ConfigError
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
-    from shared_core.reports.console import Console
 
-    if examples and batch_size is not None and sample_rate is None:
-        sample_rate = batch_size / examples
-    if sample_rate is None or not 0 < sample_rate <= 1:
-        raise ConfigError(
-            "eff privacy",
-            f"--sample-rate must be in (0, 1], got {sample_rate}",
-            "give --sample-rate, or --examples and --batch-size",
-        )
-    if steps is None and epochs is not None:
-        steps = math.ceil(epochs * math.ceil(1 / sample_rate - 1e-9))
-    if steps is None or steps < 1:
-        raise ConfigError("eff privacy", f"--steps must be at least 1, got {steps}", "give --steps or --epochs")
-    if not 0 < delta < 1 / (examples or 1):
-        raise ConfigError(
-            "eff privacy", f"--delta must be in (0, 1 / {examples or 'examples'}), got {delta}", "take less"
-        )
-    if (noise_multiplier is None) == (target_epsilon is None):
-        raise ConfigError(
-            "eff privacy",
-            f"one of --noise-multiplier and --target-epsilon must be given, got {noise_multiplier} and "
-            f"{target_epsilon}",
-        )
-    for name, value in (("noise-multiplier", noise_multiplier), ("target-epsilon", target_epsilon)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError("eff privacy", f"--{name} must be above 0, got {value}")
+    sample_rate, steps = asked.sampling()
+    delta, noise_multiplier = asked.delta, asked.noise_multiplier
     rows = []
     for accountant in ("rdp", "prv"):
         noise = noise_multiplier
         if noise is None:
-            noise = noise_multiplier_for(float(target_epsilon or 0), sample_rate, steps, delta, accountant=accountant)
+            noise = noise_multiplier_for(asked.target_epsilon or 0.0, sample_rate, steps, delta, accountant=accountant)
         rows.append((accountant, noise, epsilon([(noise, sample_rate, steps)], delta, accountant)))
     if noise_multiplier is not None:
         rows.append(("classic", noise_multiplier, classic_epsilon(noise_multiplier, sample_rate, steps, delta)))
-    if as_json:
-        told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
-        found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
-        echo(json.dumps({**told, "accountants": found}, indent=2))
-        return
-    table = Table(title=f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}")
-    for heading in ("accountant", "noise multiplier", "epsilon"):
-        table.add_column(heading, justify="left" if heading == "accountant" else "right")
-    for name, noise, spent in rows:
-        table.add_row(name, f"{noise:.4g}", f"{spent:.4g}")
-    Console().print(table)
+    told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
+    found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
+    title = f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
+    figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
+    shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
+    tell({**told, "accountants": found}, [shown], as_json=asked.as_json)

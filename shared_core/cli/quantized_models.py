@@ -6,7 +6,8 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.cli.loading import build_model, load_folder, load_weights
+from shared_core.cli.arguments import alone
+from shared_core.cli.loading import load_weights, open_model
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
 
@@ -17,60 +18,37 @@ BETWEEN = "between_layers"
 """Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
 
 
-def model_and_inputs(
-    model: str, weights: Path | None, length: int | None, default_length: int | None, *, traced: bool
-) -> tuple[nn.Module, Any]:
-    """Return a model that quantises as it did in training, in float32, and example inputs.
+def model_and_inputs(asked: Any, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
+    """Return the model that `eff export` is asked for, as it quantised in training, and example inputs."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+    from shared_core.quantization import apply_ranges
 
-    Args:
-        model: A folder, or ``module:function``.
-        weights: For the model of a function: what qat saved, or weights in float.
-        length: Tokens of the example inputs of a folder's model.
-        default_length: The same where none is given; None: a model that reads tokens needs one.
-        traced: Whether torch.export will trace a folder's model.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-        CheckpointError: If the folder, or the weights, cannot be loaded.
-    """
-    if (folder := Path(model)).is_dir():
-        if weights is not None:
-            raise ConfigError("eff export", f"--weights must be left out for a folder, got {weights}")
-        from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
-        from shared_core.quantization import apply_ranges
-
-        if length is not None and length < 1:
-            raise ConfigError("eff export", f"--length must be a whole number >= 1, got {length}")
-        network: Any = load_folder(folder, "eff export").float()
-        for module in network.modules() if traced else ():
-            if getattr(getattr(module, "config", None), "use_cache", False):
-                module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
-        if traced:
-            network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
-        if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
-            apply_ranges(network, ranges)
-        inputs = _inputs(network, default_length if length is None else length)
-        if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
-            raise ConfigError(
-                "eff export",
-                f"--length must come with a model that reads tokens, got {type(network).__name__}, which reads "
-                f"{', '.join(inputs)}",
-                "leave it out",
-            )
-        return network, inputs
-    if length is not None:
-        raise ConfigError(
-            "eff export", f"--length must come with a folder, got {model}", "its function returns the inputs"
-        )
-    network, example = build_model(model, "eff export")
-    if example is None:
-        raise ConfigError(
-            "eff export", f"{model} must return (model, example_inputs), got a model alone", "return both"
-        )
-    if weights is not None:
-        load = load_quantized if _has_ranges(weights) else load_weights
-        load(network, weights, "eff export")
-    return network, example
+    length, is_folder = asked.length, Path(asked.model).is_dir()
+    if length is not None and not is_folder:
+        told = f"--length must come with a folder, got {asked.model}"
+        raise ConfigError(asked.key, told, "its function returns the inputs")
+    has_ranges = asked.weights is not None and _has_ranges(asked.weights)
+    network: Any
+    network, example, folder = open_model(
+        asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights
+    )
+    if folder is None:
+        if example is None:
+            raise alone(asked)
+        return network, example
+    network = network.float()
+    for module in network.modules() if traced else ():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+    if traced:
+        network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
+    if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
+        apply_ranges(network, ranges)
+    inputs = _inputs(network, default_length if length is None else length)
+    if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
+        read = f"{type(network).__name__}, which reads {', '.join(inputs)}"
+        raise ConfigError(asked.key, f"--length must come with a model that reads tokens, got {read}", "leave it out")
+    return network, inputs
 
 
 def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
@@ -107,12 +85,7 @@ def _of_qat(folder: Path, key: str) -> dict[str, Any]:
 
 
 def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]] | None:
-    """Return the codes between layers that `eff quantize` kept beside the weights; None without.
-
-    Args:
-        model: A folder, or ``module:function``.
-        weights: For the model of a function.
-    """
+    """Return the codes between layers that `eff quantize` kept beside the weights; None without."""
     from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
 
     path = Path(model) if weights is None else weights
@@ -122,16 +95,7 @@ def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
-    """Load the baked weights and the ranges that training with qat saved into a plain model.
-
-    Args:
-        model: The plain model; changed in place.
-        path: A folder, a ``.safetensors`` file beside ``eff_deployment.json``, or a ``.ckpt``.
-        where: The command, for errors.
-
-    Raises:
-        CheckpointError: If it is missing, damaged, of another model, or without ranges.
-    """
+    """Load the baked weights and the ranges that training with qat saved into a plain model."""
     from shared_core.quantization import apply_ranges
 
     beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
-
-from shared_core.cli.arguments import AsJson, Calibration, Loss, Out, Weights, bar
-from shared_core.cli.loading import check_new, function, open_model, save_network, user_batches
+from shared_core.cli.arguments import LossOptions, alone, bar, takes
+from shared_core.cli.loading import check_new, function, save_folder
+from shared_core.cli.output import table, tell
+from shared_core.config.options import option
 from shared_core.errors import ConfigError
-from shared_core.files.json_yaml import json_text
-from shared_core.printing import echo
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn  # `eff --help` must not wait for torch
 
     from shared_core.tools.shrink import ShrinkResult
@@ -24,42 +24,45 @@ if TYPE_CHECKING:
 REPORT_FILE = "eff_shrink.json"
 
 
-def _size(what: str) -> Any:
-    return typer.Option(help=f"{what}, of a model cut to sizes.")
+_SIZES = ("layers", "hidden_size", "intermediate_size", "attention_heads", "key_value_heads")
 
 
-def shrink(
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, or module:function that returns (model, example_inputs)."),
-    ],
-    out: Out,
-    weights: Weights = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(help="module:function that returns example inputs; without it a folder's are made up."),
-    ] = None,
-    multiple_of: Annotated[int, typer.Option(help="Leave a multiple of this many neurons or channels.")] = 1,
-    allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Also narrow what layer norms normalise, which is not exact.")
-    ] = False,
-    layers: Annotated[int | None, _size("Layers")] = None,
-    hidden_size: Annotated[int | None, _size("Channels of the residual stream")] = None,
-    intermediate_size: Annotated[int | None, _size("Neurons of each MLP")] = None,
-    attention_heads: Annotated[int | None, _size("Query heads of each layer")] = None,
-    key_value_heads: Annotated[int | None, _size("Key-value heads of each layer")] = None,
-    calibration: Calibration = None,
-    batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
-    loss: Loss = None,
-    criterion: Annotated[
-        str, typer.Option(help="What units of given sizes are kept by: activations, magnitude or random.")
-    ] = "activations",
-    layer_criterion: Annotated[
-        str, typer.Option(help="What layers are kept by: block_influence, loss or random.")
-    ] = "block_influence",
-    seed: Annotated[int, typer.Option(help="Of random choices.")] = 0,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShrinkOptions(LossOptions):
+    """Options of `eff shrink`."""
+
+    key: ClassVar[str] = "eff shrink"
+    needs: ClassVar = dict.fromkeys(_SIZES, ("calibration",))
+    without: ClassVar = {"multiple_of": _SIZES, "allow_inexact": _SIZES}
+
+    model: str = option(
+        help="A Hugging Face folder, or module:function that returns (model, example_inputs).", argument=True
+    )
+    inputs: str | None = option(None, "module:function that returns example inputs; without it a folder's are made up.")
+    multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
+    allow_inexact: bool = option(False, "Also narrow what layer norms normalise, which is not exact.")
+    layers: int | None = option(None, "Layers, of a model cut to sizes.")
+    hidden_size: int | None = option(None, "Channels of the residual stream, of a model cut to sizes.")
+    intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
+    attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
+    key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
+    batches: int = option(100, "Calibration batches to run, at most.")
+    criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
+    layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
+    seed: int = option(0, "Of random choices.")
+
+    def sizes(self) -> dict[str, int]:
+        """Return those that the model is to be cut to."""
+        return {name: getattr(self, name) for name in _SIZES if self.is_given(name)}
+
+    def validate(self) -> None:
+        """Refuse batches that nothing is measured on."""
+        if self.calibration is not None and not self.sizes():
+            raise ConfigError(self.key, "--calibration must come with sizes, as --layers 8, got none")
+
+
+@takes(ShrinkOptions)
+def shrink(asked: ShrinkOptions) -> None:
     """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
 
     With sizes, such as --layers 8 --hidden-size 512, and --calibration: cut a trained decoder to them, the layers,
@@ -68,58 +71,34 @@ def shrink(
     A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
     same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
     """
-    from shared_core.files.atomic import atomic_folder
     from shared_core.tools.shrink import shrink as remove
     from shared_core.tools.shrink import shrink_to
 
-    check_new(out, "eff shrink")
-    given = {"layers": layers, "hidden_size": hidden_size, "intermediate_size": intermediate_size,
-             "attention_heads": attention_heads, "key_value_heads": key_value_heads}  # fmt: skip
-    sizes = {name: value for name, value in given.items() if value is not None}
-    if sizes and (multiple_of != 1 or allow_inexact):
-        raise ConfigError("eff shrink", "--multiple-of and --allow-inexact must be left out with sizes, got one")
-    if bool(sizes) != bool(calibration):
-        what = "--calibration must come with sizes, as --layers 8" if calibration else "sizes must have --calibration"
-        raise ConfigError("eff shrink", f"{what}, got none")
-    run_batch = function(loss, "eff shrink: --loss", "model", "batch") if loss else None
-    network, example, folder = open_model(model, weights, "eff shrink")
-    example = function(inputs, "eff shrink: --inputs")() if inputs else example
+    check_new(asked.out, asked.key)
+    run_batch = asked.batch_loss()
+    network, example, folder = asked.open()
+    example = function(asked.inputs, "eff shrink: --inputs")() if asked.inputs else example
     if example is None:
         if folder is None:
-            raise ConfigError("eff shrink", f"{model} must return (model, example_inputs), got a model alone")
+            raise alone(asked)
         example = made_up_inputs(network)
     result: ShrinkResult
-    if calibration is None:
+    if (data := asked.data(asked.batches)) is None:
         with bar("shrinking"):
-            result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
+            result = remove(network, example, multiple_of=asked.multiple_of, allow_inexact=asked.allow_inexact)
     else:
-        data = list(itertools.islice(user_batches(calibration, "eff shrink: --calibration"), max(batches, 0)))
         with bar("cutting"):
             result = shrink_to(
-                network, sizes, data, example, criterion=criterion, layer_criterion=layer_criterion, loss=run_batch,
-                seed=seed,
+                network, asked.sizes(), data, example, criterion=asked.criterion,
+                layer_criterion=asked.layer_criterion, loss=run_batch, seed=asked.seed,
             )  # fmt: skip
     report = _report(result)
-    with atomic_folder(out) as temporary:
-        save_network(result.model, folder, temporary, "eff shrink", example)
-        (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
-    if as_json:
-        echo(json_text(report))
-    else:
-        _tell(out, result)
+    save_folder(asked.out, result.model, folder, {REPORT_FILE: report}, asked.key, example)
+    tell(report, _lines(asked.out, result), as_json=asked.as_json)
 
 
 def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:
-    """Return random example inputs for a model of transformers, from its configuration.
-
-    Args:
-        model: Whose ``main_input_name`` is token ids, pixels or speech: a wave, or Whisper's spectrogram.
-        where: The command, for errors.
-        length: Of sequences of tokens, of Whisper those that its decoder reads.
-
-    Raises:
-        ConfigError: If it is something else: then inputs must be given.
-    """
+    """Return random example inputs for a model of transformers, from its configuration."""
     import torch
 
     described: Any = model
@@ -162,24 +141,12 @@ def _report(result: ShrinkResult) -> dict[str, Any]:
     return values
 
 
-def _tell(out: Path, result: ShrinkResult) -> None:
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-
-    console = Console()
+def _lines(out: Path, result: ShrinkResult) -> Iterator[str | Table]:
     if result.removed:
-        table = Table(title=f"shrunk: {out}", title_justify="left")
-        for heading in ("group", "units", "removed"):
-            table.add_column(heading, justify="left" if heading == "group" else "right", overflow="fold")
-        for name, count in result.removed.items():
-            table.add_row(name, str(result.units[name]), str(count))
-        console.print(table)
-    for name, reason in result.kept.items():
-        console.print(f"kept: {name}: {reason}", markup=False)
-    for name, (before, after) in result.config.items():
-        console.print(f"config: {name}: {before} -> {after}", markup=False)
-    for note in result.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(str(result), markup=False)
-    console.print(f"largest difference of the outputs: {result.largest_difference:.1e}")
+        rows = [(name, result.units[name], count) for name, count in result.removed.items()]
+        yield table(f"shrunk: {out}", ("group",), ("group", "units", "removed"), rows)
+    yield from (f"kept: {name}: {reason}" for name, reason in result.kept.items())
+    yield from (f"config: {name}: {before} -> {after}" for name, (before, after) in result.config.items())
+    yield from (f"note: {note}" for note in result.notes)
+    yield str(result)
+    yield f"largest difference of the outputs: {result.largest_difference:.1e}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -11,12 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-import typer
-
-from shared_core.cli.arguments import bar, takes
+from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import build_model, device_name, fit_weights_, function, load_folder, score
+from shared_core.config.options import option
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
@@ -29,7 +27,9 @@ if TYPE_CHECKING:
 _DARE = ("dare_linear", "dare_ties")
 _TASK_VECTORS = ("ties", *_DARE)
 _MERGES = (*_TASK_VECTORS, "slerp")
-_KINDS = ("greedy", "uniform", "weighted", *_MERGES)
+_SEARCH = ("strict", "min_delta", "order", "rank_by", "seed", "max_ingredients", "repeat")
+_JUDGED = ("evaluate", "model", "task", "mode", "journal", "plot", "jobs")
+_OF_TASK = ("data", "text", "batch_size", "max_length", "device")
 
 _TASKS: dict[str, Literal["max", "min"]] = {
     "accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min",
@@ -73,12 +73,7 @@ class Judge:
 
     @classmethod
     def of_function(cls, name: str, model: str | None, first: Any, mode: str | None) -> Judge:
-        """Return the user's function of a model as a judge.
-
-        Raises:
-            ConfigError: If there is no such function.
-            CheckpointError: If nothing tells how the model is built.
-        """
+        """Return the user's function of a model as a judge."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
         if model is None and not (first.kind == HF_FOLDER and first.config):
@@ -95,12 +90,7 @@ class Judge:
 
     @classmethod
     def of_task(cls, task: str, first: Any, data: Path | None, **options: Any) -> Judge:
-        """Return a built-in metric of the model in the first ingredient's folder.
-
-        Raises:
-            ConfigError: If there is no such metric.
-            CheckpointError: If ingredients are no folders of transformers models, or the data cannot be read.
-        """
+        """Return a built-in metric of the model in the first ingredient's folder."""
         from shared_core.checkpoint_formats import HF_FOLDER
 
         if task not in _TASKS:
@@ -121,109 +111,139 @@ class Judge:
         raise MissingExtraError("eff soup --task", "transformers", "hf")
 
 
-@dataclass(frozen=True)
-class SoupOptions:
+@dataclass(frozen=True, kw_only=True)
+class SoupOptions(CommandOptions):
     """Arguments and options of `eff soup`."""
 
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
-            "run's folder; or PEFT adapters."
-        ),
-    ] = None
-    evaluate: Annotated[
-        str | None,
-        typer.Option("--eval", help="module:function that takes a model and returns its quality."),
-    ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(help="module:function that builds --eval's model; default the one in a Hugging Face folder."),
-    ] = None
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
-            "pearson or spearman."
-        ),
-    ] = None
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a "
-            "folder of images a class."
-        ),
-    ] = None
-    text: Annotated[str | None, typer.Option(help="Columns of text, one or two as a,b; default all of text.")] = None
-    batch_size: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 32
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of an example; default what model and tokenizer allow.", min=2)
-    ] = None
-    device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto"
-    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            help="greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a merge "
-            "of differences to --base (ties, dare_linear, dare_ties), or slerp (of two)."
-        ),
-    ] = None
-    base: Annotated[
-        Path | None, typer.Option(help="Of ties and dare: the checkpoint that all were fine-tuned from.")
-    ] = None
-    density: Annotated[
-        float | None, typer.Option(help="Of ties and dare: the share of each difference to keep, in (0, 1].")
-    ] = None
-    lambda_: Annotated[float, typer.Option("--lambda", help="Of ties and dare: factor of the merged difference.")] = 1
-    t: Annotated[float, typer.Option("--t", help="Of slerp: 0 is the first checkpoint, 1 the second.")] = 0.5
-    weights: Annotated[
-        str | None,
-        typer.Option(help="How much each checkpoint counts, as 600,200,200: example counts for federated averaging."),
-    ] = None
-    diagnose: Annotated[
-        bool,
-        typer.Option(
-            "--diagnose", help="Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
-        ),
-    ] = False
-    mode: Annotated[
-        str | None,
-        typer.Option(help="Whether --eval's metric is better when larger (max, the default) or min."),
-    ] = None
-    strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False
-    min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0
-    order: Annotated[
-        str, typer.Option(help="metric: best first; random or given: only the first is evaluated alone.")
-    ] = "metric"
-    rank_by: Annotated[
-        str | None,
-        typer.Option(
-            help="Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
-            "tell; only the first is evaluated alone."
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Of --order random, and of dare.")] = 0
-    repeat: Annotated[
-        bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
-    ] = True
-    max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None
-    jobs: Annotated[int, typer.Option(help="Evaluate ingredients alone in so many processes.", min=1)] = 1
-    journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None
-    rank: Annotated[int | None, typer.Option(help="Cut averages of adapters to this rank (SVD).")] = None
-    unpruned: Annotated[
-        bool,
-        typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
-    ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-    plot: Annotated[Path | None, typer.Option(help="Draw the path into this file (.png, .svg, .pdf).")] = None
+    key: ClassVar[str] = "eff soup"
+    needs: ClassVar = {"task": ("data",)}
+    without: ClassVar = {
+        "diagnose": ("out", "kind", "rank", *_SEARCH), "rank_by": ("order",), "jobs": ("rank_by", "order")
+    }  # fmt: skip
 
-    def asked(self) -> dict[str, bool]:
-        """Return of each flag whether it was given another value than its default."""
-        names = {"evaluate": "eval", "lambda_": "lambda", "repeat": "no_repeat", "as_json": "json"}
-        flags = {
-            f"--{names.get(field.name, field.name).replace('_', '-')}": field for field in dataclasses.fields(self)
-        }
-        return {flag: getattr(self, field.name) != field.default for flag, field in flags.items()}
+    paths: tuple[Path, ...] = option(
+        (),
+        "Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
+        "run's folder; or PEFT adapters.",
+        argument=True,
+    )
+    evaluate: str | None = option(None, "module:function that takes a model and returns its quality.", flag="--eval")
+    model: str | None = option(
+        None, "module:function that builds --eval's model; default the one in a Hugging Face folder."
+    )
+    task: str | None = option(
+        None,
+        "In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
+        "pearson or spearman.",
+    )
+    data: Path | None = option(
+        None,
+        "A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a folder "
+        "of images a class.",
+    )
+    text: str | None = option(None, "Columns of text, one or two as a,b; default all of text.")
+    batch_size: int = option(32, "Examples at a time.", low=1)
+    max_length: int | None = option(None, "Tokens of an example; default what model and tokenizer allow.", low=2)
+    device: str = option("auto", "Where --task runs the model: auto, cpu, cuda, cuda:1, ...")
+    out: Path | None = option(None, "Where to write, in the first ingredient's format.")
+    kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
+        None,
+        "greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a merge of "
+        "differences to --base (ties, dare_linear, dare_ties), or slerp (of two).",
+    )
+    base: Path | None = option(
+        None, "Of ties and dare: the checkpoint that all were fine-tuned from.", only_with={"kind": _TASK_VECTORS}
+    )
+    density: float | None = option(
+        None,
+        "Of ties and dare: the share of each difference to keep, in (0, 1].",
+        only_with={"kind": _TASK_VECTORS},
+    )
+    lambda_: float = option(
+        1.0,
+        "Of ties and dare: factor of the merged difference.",
+        flag="--lambda",
+        only_with={"kind": _TASK_VECTORS},
+    )
+    t: float = option(0.5, "Of slerp: 0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
+    weights: str | None = option(
+        None,
+        "How much each checkpoint counts, as 600,200,200: example counts for federated averaging.",
+        only_with={"kind": ("weighted", *_TASK_VECTORS)},
+    )
+    diagnose: bool = option(
+        False, "Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
+    )
+    mode: Literal["max", "min"] | None = option(
+        None, "Whether --eval's metric is better when larger (max, the default) or min."
+    )
+    strict: bool = option(False, "Accept only averages that improve the metric.")
+    min_delta: float = option(0.0, "Accept only averages better by at least this.")
+    order: Literal["metric", "random", "given"] = option(
+        "metric", "metric: best first; random or given: only the first is evaluated alone."
+    )
+    rank_by: str | None = option(
+        None,
+        "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
+        "tell; only the first is evaluated alone.",
+    )
+    seed: int = option(0, "Of --order random, and of dare.")
+    repeat: bool = option(True, "Evaluate the first member twice, to notice an evaluation with noise.")
+    max_ingredients: int | None = option(None, "Stop when the soup has so many members.")
+    jobs: int = option(1, "Evaluate ingredients alone in so many processes.", low=1)
+    journal: Path | None = option(None, "Keep scores here; a killed search goes on from it.")
+    rank: int | None = option(None, "Cut averages of adapters to this rank (SVD).")
+    unpruned: bool = option(False, "Also take checkpoints from before their pruning schedule ended.")
+    as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
+    plot: Path | None = option(None, "Draw the path into this file (.png, .svg, .pdf).")
+
+    @property
+    def averages(self) -> bool:
+        """Whether all are averaged or merged at once, and none is evaluated."""
+        return self.kind not in (None, "greedy")
+
+    def validate(self) -> None:
+        """Refuse options that play no part with this kind, and name those that lack."""
+        if self.out is None and not self.diagnose:
+            raise ConfigError(self.key, "--out must be given, got none", "name the folder or file to write")
+        if self.averages:
+            self._check_average()
+        else:
+            self._check_judged()
+        if self.seed and self.order != "random" and self.kind not in _DARE:
+            raise ConfigError(
+                self.key, f"--seed must come with --order random, got it with --order {self.order}", "add it"
+            )
+
+    def _check_average(self) -> None:
+        search = tuple(name for name in _SEARCH if not (name == "seed" and self.kind in _DARE))
+        for why, names in (
+            ("steer the greedy search", search),
+            ("averages of adapters take", ("rank",) if self.kind in _MERGES else ()),
+            ("say how candidates are evaluated", (*_JUDGED, *_OF_TASK)),
+        ):
+            if given := [self.named(name)[1] for name in names if self.is_given(name)]:
+                told = f"--kind {self.kind} must stand without {' and '.join(given)}, which {why}"
+                raise ConfigError(self.key, told, "leave one or the other out")
+        for name, what, kinds in (
+            ("base", "the model they were fine-tuned from", _TASK_VECTORS),
+            ("density", "the share to keep", _TASK_VECTORS),
+            ("weights", "how much each counts", ("weighted",)),
+        ):
+            if self.kind in kinds and not self.is_given(name):
+                raise ConfigError(self.key, f"--kind {self.kind} must come with --{name}, got none", f"give {what}")
+
+    def _check_judged(self) -> None:
+        if (self.evaluate is None) == (self.task is None):
+            got = "none" if self.task is None else "both"
+            raise ConfigError(
+                self.key,
+                f"--eval must be given as module:function, or --task with --data, got {got}",
+                "or average all with --kind uniform",
+            )
+        other, odd = ("--task", _OF_TASK) if self.task is None else ("--eval", ("mode", "model"))
+        if given := [self.named(name)[1] for name in odd if self.is_given(name)]:
+            raise ConfigError(self.key, f"{given[0]} must come with {other}, got none", "leave it out")
 
     def judge(self, first: Any) -> Judge:
         """Return what scores state dicts: the user's function, or a metric of the model in the first's folder."""
@@ -248,12 +268,7 @@ class Checkpoints:
 
     @classmethod
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
-        """Return those that the options name; the main process tells what is left out.
-
-        Raises:
-            CheckpointError: If there are fewer than two, or one cannot be read.
-            ConfigError: If weights do not fit, or something cannot be written where it is to be.
-        """
+        """Return those that the options name; the main process tells what is left out."""
         from shared_core.checkpoint_formats import expand
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients
@@ -261,13 +276,12 @@ class Checkpoints:
         from shared_core.soup.saving import check_beside, check_target
         from shared_core.soup.uniform import check_weights
 
-        found = expand(options.paths or [])
+        found = expand(options.paths)
         bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
         if len(bases) > 1:
             raise CheckpointError("eff soup", f"--base must name one checkpoint, got {len(bases)}", "name one of them")
-        opened = (
-            open_ingredients([*found, *bases]) if found else []
-        )  # first, so that a pattern that matched no file is named
+        # first, so that a pattern that matched no file is named
+        opened = open_ingredients([*found, *bases]) if found else []
         opened, base = opened[: len(found)], next(iter(opened[len(found) :]), None)
         if len(found) < 2:
             raise CheckpointError("eff soup", f"PATH must name at least two checkpoints, got {len(found)}", "give more")
@@ -314,23 +328,11 @@ def _soup(options: SoupOptions, job: Job) -> None:
     from shared_core.distributed.job import check_alone
     from shared_core.soup.scoring import score_share
 
-    if options.kind not in (None, *_KINDS):
-        raise ConfigError("eff soup", f"--kind must be {', '.join(_KINDS[:-1])} or slerp, got {options.kind!r}")
-    _check(options.asked(), options.kind)
-    if options.mode not in (None, "max", "min"):
-        raise ConfigError("eff soup", f"--mode must be max or min, got {options.mode!r}")
-    if options.order not in ("metric", "random", "given"):
-        raise ConfigError("eff soup", f"--order must be metric, random or given, got {options.order!r}")
-    if options.seed and options.order != "random" and options.kind not in _DARE:
-        raise ConfigError(
-            "eff soup", f"--seed must come with --order random, got it with --order {options.order}", "add it"
-        )
-    averages = options.kind not in (None, "greedy")
-    if averages or options.order != "metric" or options.rank_by or options.jobs > 1:
+    if options.averages or options.order != "metric" or options.rank_by or options.jobs > 1:
         # only one checkpoint, or none, is evaluated alone
         check_alone("eff soup", " with --order, --rank-by, --jobs or a --kind that searches nothing", job.size)
     checkpoints = Checkpoints.opened(options, is_main=job.is_main)
-    if averages:
+    if options.averages:
         _average(checkpoints, options, cast(Path, options.out))
         return
     judge = options.judge(checkpoints.first)
@@ -366,7 +368,7 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
     with _progress(alone + options.repeat + len(usable) - 1) as advance:
         result = greedy_soup(
             usable, judge.evaluate, mode=judge.mode, about=judge.about, progress=advance, strict=options.strict,
-            min_delta=options.min_delta, order=cast(Any, order), seed=options.seed, repeat=options.repeat,
+            min_delta=options.min_delta, order=order, seed=options.seed, repeat=options.repeat,
             jobs=options.jobs, journal=options.journal, max_ingredients=options.max_ingredients, rank=options.rank,
             after_average=checkpoints.remask, job=job,
         )  # fmt: skip
@@ -483,85 +485,6 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
         Console(width=max(Console().width, 120)).print(diagnosis_table(found))
     for warning in found.warnings:
         _aside(warning)
-
-
-_SEARCH = ("--strict", "--min-delta", "--order", "--rank-by", "--seed", "--max-ingredients", "--no-repeat")
-_JUDGED = ("--eval", "--model", "--task", "--mode", "--journal", "--plot", "--jobs")
-_TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
-
-
-def _check(asked: dict[str, bool], kind: str | None) -> None:
-    """Refuse options that play no part, and name those that lack, with `kind` or with none."""
-    averages = kind not in (None, "greedy")
-    if asked["--diagnose"] and kind is not None:
-        raise ConfigError(
-            "eff soup", f"--kind {kind} must stand without --diagnose, which makes no soup", "leave one out"
-        )
-    if asked["--out"] == asked["--diagnose"]:
-        if asked["--out"]:
-            raise ConfigError("eff soup", "--diagnose must stand without --out, as it writes no soup", "leave one out")
-        raise ConfigError("eff soup", "--out must be given, got none", "name the folder or file to write")
-    if asked["--rank"] and asked["--diagnose"]:
-        raise ConfigError("eff soup", "--rank must stand without --diagnose, which writes no average", "leave it out")
-    alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
-    search = tuple(name for name in _SEARCH if not (name == "--seed" and kind in _DARE))
-    useless: list[tuple[str, tuple[str, ...]]] = [
-        ("steer the greedy search", search if averages or asked["--diagnose"] else ()),
-        ("averages of adapters take", ("--rank",) if kind in _MERGES else ()),
-        ("say how candidates are evaluated", (*_JUDGED, *_TASK) if averages else ()),
-    ]
-    for why, names in useless:
-        if given := [name for name in names if asked[name]]:
-            raise ConfigError(
-                "eff soup",
-                f"{alone} must stand without {' and '.join(given)}, which {why}",
-                "leave one or the other out",
-            )
-    _check_merge(asked, kind)
-    if asked["--weights"] != (kind == "weighted") and kind not in _TASK_VECTORS:
-        lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
-        raise ConfigError("eff soup", f"{got} must come with {lacks}, got none", "add it")
-    if not averages:
-        _check_judged(asked)
-
-
-def _check_merge(asked: dict[str, bool], kind: str | None) -> None:
-    """Refuse the same among the options of merges."""
-    of_kinds = {"--base": _TASK_VECTORS, "--density": _TASK_VECTORS, "--lambda": _TASK_VECTORS, "--t": ("slerp",)}
-    for name, kinds in of_kinds.items():
-        if asked[name] and kind not in kinds:
-            raise ConfigError(
-                "eff soup",
-                f"{name} must come with --kind {' or '.join(kinds)}, got --kind {kind or 'greedy'}",
-                "leave it out",
-            )
-    for name, what in (("--base", "the model they were fine-tuned from"), ("--density", "the share to keep")):
-        if kind in _TASK_VECTORS and not asked[name]:
-            raise ConfigError("eff soup", f"--kind {kind} must come with {name}, got none", f"give {what}")
-
-
-def _check_judged(asked: dict[str, bool]) -> None:
-    """Refuse the same among the options of what is scored."""
-    if asked["--eval"] == asked["--task"]:
-        got = "both" if asked["--eval"] else "none"
-        raise ConfigError(
-            "eff soup",
-            f"--eval must be given as module:function, or --task with --data, got {got}",
-            "or average all with --kind uniform",
-        )
-    if asked["--task"] and not asked["--data"]:
-        raise ConfigError("eff soup", "--task must come with --data, got none", "name the file or saved data set")
-    odd = [name for name in (("--mode", "--model") if asked["--task"] else _TASK) if asked[name]]
-    if odd:
-        raise ConfigError(
-            "eff soup", f"{odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none", "leave it out"
-        )
-    if asked["--rank-by"] and asked["--order"]:
-        raise ConfigError("eff soup", "--rank-by must stand without --order, which it is", "leave one out")
-    if asked["--jobs"] and (asked["--rank-by"] or asked["--order"]):
-        raise ConfigError(
-            "eff soup", "--jobs must stand without --rank-by and --order: only one is evaluated alone then"
-        )
 
 
 def _numbers(text: str) -> list[float]:

@@ -32,11 +32,7 @@ def remember(function: Callable[..., Any], name: str) -> None:
 
 
 def user_error(error: Exception) -> str | None:
-    """Return the line that tells what rose in code of the user's, or None where none of it was running.
-
-    Args:
-        error: As it was caught.
-    """
+    """Return the line that tells what rose in code of the user's, or None where none of it was running."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_own(frame)]
     if not frames:
         return None
@@ -58,12 +54,7 @@ def in_short(error: Exception) -> str:
 
 
 def broken_module(error: Exception, file: Path | None) -> str:
-    """Return why a module of the user's cannot be imported, and at which line.
-
-    Args:
-        error: What its import raised.
-        file: The module's, if it is known.
-    """
+    """Return why a module of the user's cannot be imported, and at which line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} at {_short(error.filename)}:{error.lineno}"
     frames = list(traceback.walk_tb(error.__traceback__))

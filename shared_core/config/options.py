@@ -19,7 +19,7 @@ from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
 
 
-def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, help: str = "", **extra: Any) -> Any:
     """Return a dataclass field with help text; `extra` goes into its metadata.
 
     Args:
@@ -48,66 +48,40 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TechniqueConfig:
-    """Base of every ``<Technique>Config``: coerces and checks each option once, when it is made.
+class Options:
+    """Base of a dataclass of options: coerces and checks each once, when it is made.
 
-    A subclass sets `key` and `switch`, and may check options against each other in `validate`. Beside its options it
-    declares what the engine must know of the technique before one is made: order, conflicts, logged figures, memory.
+    A subclass sets `key`, which errors begin with, and may check options against each other in `validate`. What it
+    declares serves Python, YAML, flags and their help: `TechniqueConfig` and the options of commands are made of it.
+
+    Raises:
+        ConfigError: If an option breaks its rule, needs others that are not given, or does nothing beside them.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class Baking(Options):
+        ...     key = "bake"
+        ...     needs = {"glaze": ("minutes",)}
+        ...     minutes: int | None = option(None, "how long", low=1)
+        ...     glaze: bool = option(False, "whether it shines")
+        >>> Baking(minutes="9", glaze=True).to_dict()
+        {'minutes': 9, 'glaze': True}
+        >>> Baking(glaze=True)
+        Traceback (most recent call last):
+            ...
+        shared_core.errors.ConfigError: bake: glaze must come with minutes; add what is missing
     """
 
     key: ClassVar[str] = ""
-    """The name in a recipe and the prefix of the flags."""
-    switch: ClassVar[str] = ""
-    """The option whose flag switches the technique on."""
-    other_switch: ClassVar[str] = ""
-    """Another option that does so as well."""
-
-    after: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques that attach, and act in each step, before this one; else the order of registration counts."""
-    before: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques that do so after this one."""
-    finishes_after: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques whose `finish` comes before this one's; else the order of registration counts."""
-    finishes_before: ClassVar[tuple[str, ...]] = ()
-    """Keys of techniques whose `finish` comes after this one's."""
-
-    conflicts: ClassVar[Mapping[str, str]] = {}
-    """Another technique's key, or one of `conflicts.RUN_ENVIRONMENTS`, and why both cannot be combined."""
-    works_in: ClassVar[tuple[str, ...]] = ()
-    """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
-
-    figures: ClassVar[Mapping[str, Figure]] = {}
-    """The figures that `metrics` logs, by name, without ``<key>/``."""
-    logs_nothing: ClassVar[str] = ""
-    """Why there are no figures."""
-    saved_structure: ClassVar[tuple[str, str] | None] = None
-    """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
-    else can be done."""
-    own_checkpoints: ClassVar[tuple[str, str] | None] = None
-    """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
-    needs_values: ClassVar[bool] = False
-    """Whether `attach` reads weights, so that a preview needs a model that has them."""
-
-    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
-        """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""
-        return False
-
-    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
-        """Yield a line for each combination that these options rule out, or for what they need and `recipe` lacks."""
-        yield from ()
-
-    def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each combination that is allowed and that the user must know about."""
-        yield from ()
-
-    def needed_metrics(self) -> Mapping[str, str]:
-        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
-        return {}
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Of options that do nothing alone, the others that must be given too; those of base classes hold as well."""
+    without: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Of options, those that they leave nothing to do."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
         super().__init_subclass__(**options)
-        cls.__repr__ = TechniqueConfig.__repr__  # type: ignore[method-assign]
+        cls.__repr__ = Options.__repr__  # type: ignore[method-assign]
 
     def __new__(cls, **options: Any) -> Self:
         """Refuse what is not an option; Python's own error would not tell the nearest one."""
@@ -118,26 +92,52 @@ class TechniqueConfig:
         """Coerce every option to its annotation, check its bounds, then check them against each other."""
         hints = self.hints()
         for field in dataclasses.fields(self):
-            where = f"{self.key}.{field.name}"
-            value = coerce(getattr(self, field.name), hints[field.name], where)
-            _check_bounds(value, field.metadata, where)
+            value = coerce(getattr(self, field.name), hints[field.name], *self.named(field.name))
+            _check_bounds(value, field.metadata, *self.named(field.name))
             # Frozen: the dataclass's own __setattr__ refuses.
             object.__setattr__(self, field.name, value)
         # After all are coerced: an option may be compared with one that comes later.
         for field in dataclasses.fields(self):
-            for other, allowed in field.metadata.get("only_with", {}).items():
-                # Only where it was given: a default beside another kind does no harm.
-                if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
-                    raise ConfigError(
-                        self.key,
-                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, "
-                        f"got {getattr(self, field.name)!r} and {other}={found}",
-                        "leave it out",
-                    )
+            if self.is_given(field.name):  # only then: a default beside another kind does no harm
+                self._check_kind(field.name, field.metadata.get("only_with", {}))
+        self._check_company()
         self.validate()
+
+    def _check_kind(self, name: str, only_with: Mapping[str, tuple[Any, ...]]) -> None:
+        for other, allowed in only_with.items():
+            if (found := getattr(self, other)) not in allowed:
+                needed = f"{self.named(name)[1]} must come with {self.written(other, ' or '.join(allowed))}"
+                raise ConfigError(self.key, f"{needed}, got {self.written(other, found)}", "leave it out")
+
+    def _check_company(self) -> None:
+        """Refuse an option without others that it needs, or beside others that leave it nothing to do."""
+        bases = type(self).__mro__
+        for name, others in [pair for base in bases for pair in vars(base).get("needs", {}).items()]:
+            if self.is_given(name) and not all(map(self.is_given, others)):
+                told = " and ".join(self.named(other)[1] for other in others)
+                raise ConfigError(self.key, f"{self.named(name)[1]} must come with {told}", "add what is missing")
+        for name, others in [pair for base in bases for pair in vars(base).get("without", {}).items()]:
+            beside = [self.named(other)[1] for other in others if self.is_given(name) and self.is_given(other)]
+            if beside:
+                told = f"{self.named(name)[1]} must stand without {', '.join(beside)}"
+                raise ConfigError(self.key, told, "leave one or the other out")
 
     def validate(self) -> None:
         """Raise `ConfigError` where options contradict each other."""
+
+    @classmethod
+    def named(cls, name: str) -> tuple[str, str]:
+        """Return where an error of an option is, and what it calls the option."""
+        return f"{cls.key}.{name}", name
+
+    @classmethod
+    def written(cls, name: str, value: Any) -> str:
+        """Return an option with its value as the user writes it."""
+        return f"{name}={value}"
+
+    def is_given(self, name: str) -> bool:
+        """Return whether an option has another value than its default."""
+        return bool(getattr(self, name) != getattr(type(self), name, dataclasses.MISSING))
 
     @classmethod
     @functools.cache
@@ -194,7 +194,65 @@ class TechniqueConfig:
         return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
 
     def _error(self, name: str, rule: str) -> ConfigError:
-        return ConfigError(self.key, f"{name} {rule}, got {getattr(self, name)!r}")
+        return ConfigError(self.key, f"{self.named(name)[1]} {rule}, got {getattr(self, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TechniqueConfig(Options):
+    """Base of every ``<Technique>Config``.
+
+    A subclass sets `key` and `switch`. Beside its options it declares what the engine must know of the technique
+    before one is made: order, conflicts, logged figures, memory.
+    """
+
+    key: ClassVar[str] = ""
+    """The name in a recipe and the prefix of the flags."""
+    switch: ClassVar[str] = ""
+    """The option whose flag switches the technique on."""
+    other_switch: ClassVar[str] = ""
+    """Another option that does so as well."""
+
+    after: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques that attach, and act in each step, before this one; else the order of registration counts."""
+    before: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques that do so after this one."""
+    finishes_after: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques whose `finish` comes before this one's; else the order of registration counts."""
+    finishes_before: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques whose `finish` comes after this one's."""
+
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Another technique's key, or one of `conflicts.RUN_ENVIRONMENTS`, and why both cannot be combined."""
+    works_in: ClassVar[tuple[str, ...]] = ()
+    """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
+
+    figures: ClassVar[Mapping[str, Figure]] = {}
+    """The figures that `metrics` logs, by name, without ``<key>/``."""
+    logs_nothing: ClassVar[str] = ""
+    """Why there are no figures."""
+    saved_structure: ClassVar[tuple[str, str] | None] = None
+    """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
+    else can be done."""
+    own_checkpoints: ClassVar[tuple[str, str] | None] = None
+    """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
+    needs_values: ClassVar[bool] = False
+    """Whether `attach` reads weights, so that a preview needs a model that has them."""
+
+    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
+        """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""
+        return False
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out, or for what they need and `recipe` lacks."""
+        yield from ()
+
+    def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a line for each combination that is allowed and that the user must know about."""
+        yield from ()
+
+    def needed_metrics(self) -> Mapping[str, str]:
+        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
+        return {}
 
 
 class OverridableConfig(TechniqueConfig):
@@ -249,7 +307,7 @@ def _written(value: Any) -> str:
     return repr(value) if _plain(value) == value else str(_plain(value))
 
 
-def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
+def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str, name: str) -> None:
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return
     # written so that a NaN fails every one of them
@@ -263,10 +321,10 @@ def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
         low = f"[{bounds['low']}" if "low" in bounds else f"({bounds.get('above', '-inf')}"
         high = f"{bounds['high']}]" if "high" in bounds else f"{bounds.get('below', 'inf')})"
         hint = as_share(value) if bounds.get("high", bounds.get("below")) == 1 else ""
-        raise ConfigError(where, f"{where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}{hint}")
+        raise ConfigError(where, f"{name} must be in {low}, {high}, got {value!r}{hint}")
 
 
-def coerce(value: Any, hint: Any, where: str) -> Any:
+def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
     """Return `value` as the type that `hint` annotates, reading numbers and booleans from strings.
 
     YAML gives ``1e-3`` as a string and a command line gives everything as one, so strings are read; nothing else is
@@ -274,8 +332,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 
     Args:
         value: As YAML, a command line or Python gave it.
-        hint: An annotation: of a number, text, Literal, tuple, Position, or one of these and None.
+        hint: An annotation: of a number, text, path, Literal, tuple, Position, or one of these and None.
         where: ``prune.sparsity``, for the message.
+        name: What the message calls it, if not by the last word of `where`.
 
     Raises:
         ConfigError: If `value` cannot be such a value.
@@ -286,7 +345,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         >>> coerce("a, b", tuple[str, ...], "prune.skip")
         ('a', 'b')
     """
-    name = where.rsplit(".", 1)[-1]
+    name = name or where.rsplit(".", 1)[-1]
     if hint in (Position, Position | None):
         if value is None and hint != Position:
             return None
@@ -301,7 +360,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             if len(inner) < len(get_args(hint)):
                 return None
             raise ConfigError(where, f"{name} must be given, got {value!r}")
-        return coerce(value, inner[0], where)
+        return coerce(value, inner[0], where, name)
     if origin is Literal:
         # True == 1 in Python: a bool is no choice of numbers.
         if value in get_args(hint) and not isinstance(value, bool):
@@ -313,7 +372,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
             raise ConfigError(where, f"{name} must be a list, got {value!r}")
-        return tuple(coerce(item, get_args(hint)[0], where) for item in items)
+        return tuple(coerce(item, get_args(hint)[0], where, name) for item in items)
     if hint is bool:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
@@ -324,15 +383,17 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         if isinstance(value, str | Path) and str(value):
             return str(value)
         raise ConfigError(where, f"{name} must be a text, got {value!r}")
+    if hint is Path:
+        return Path(value)
     if hint in (int, float):
-        return _number(value, hint, where)
+        return _number(value, hint, where, name)
     raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
 
 
-def _number(value: Any, kind: type[int] | type[float], where: str) -> int | float:
+def _number(value: Any, kind: type[int] | type[float], where: str, name: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
     hint = as_share(value) if kind is float and "%" in str(value) else ""
-    error = ConfigError(where, f"{where.rsplit('.', 1)[-1]} must be {what}, got {value!r}{hint}")
+    error = ConfigError(where, f"{name} must be {what}, got {value!r}{hint}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise error
     try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError, nearest
+from shared_core.config.options import coerce
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
@@ -348,12 +349,7 @@ def wants_unsigned(weight_codes: str) -> bool:
         >>> wants_unsigned("unsigned"), wants_unsigned("signed")
         (True, False)
     """
-    if weight_codes not in get_args(WeightCodes):
-        known = get_args(WeightCodes)
-        raise ConfigError(
-            "export_onnx",
-            f"weight_codes must be one of {', '.join(known)}, got {weight_codes!r}{nearest(str(weight_codes), known)}",
-        )
+    coerce(weight_codes, WeightCodes, "export_onnx", "weight_codes")
     return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
 
 

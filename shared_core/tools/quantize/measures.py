@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, TrainingError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn  # `eff --help` must not wait for torch
-
-    from shared_core.quantization import QatConfig, QuantizationReport, SelectivePlan
+from shared_core.hardware import cpu_capabilities
+from shared_core.modules.weight_views import RECURRENT
+from shared_core.quantization import (
+    QatConfig,
+    QuantizationReport,
+    SelectivePlan,
+    keep_high,
+    layer_sensitivity,
+    plan_by_quality,
+)
+from shared_core.quantization.functional.quantizers import quantize_weight
+from shared_core.quantization.post_training.adversarial import adversarial_accuracy
+from shared_core.quantization.ranges.saved_ranges import saved_scheme
 
 WHERE = "quantize"
 SENSITIVITY_BATCHES = 8
-Judge = Callable[["nn.Module"], float]
+Judge = Callable[[nn.Module], float]
 
 
 def sensitivities(
@@ -34,11 +44,6 @@ def sensitivities(
     Raises:
         MatchError: If no layer is quantised but recurrent ones.
     """
-    from shared_core.modules.weight_views import RECURRENT
-    from shared_core.quantization import layer_sensitivity
-    from shared_core.quantization.functional.quantizers import quantize_weight
-    from shared_core.quantization.ranges.saved_ranges import saved_scheme
-
     widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
     # A recurrent layer holds several weights, which one cost would not tell apart.
     names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
@@ -62,14 +67,12 @@ def sensitivities(
     return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
 
 
-def check_plannable(config: QatConfig, largest_loss: float) -> None:
+def check_plannable(config: QatConfig) -> None:
     """Refuse options with which no plan of one width can be made.
 
     Raises:
         ConfigError: Naming the option.
     """
-    if not 0 <= largest_loss < math.inf:
-        raise ConfigError(WHERE, f"largest_loss must be at least 0 and finite, got {largest_loss}")
     if not config.scheme.startswith("int") or config.overrides:
         raise ConfigError(
             WHERE,
@@ -80,8 +83,6 @@ def check_plannable(config: QatConfig, largest_loss: float) -> None:
 
 def kept_in_float(network: nn.Module, costs: Mapping[str, Any], example: Any) -> dict[str, str]:
     """Return layer → why it should stay in float by rules of thumb, of the layers that have a cost."""
-    from shared_core.quantization import keep_high
-
     return {name: why for name, why in keep_high(network, example).items() if name in costs}
 
 
@@ -102,8 +103,6 @@ def selective_plan(
         ConfigError: If the largest loss breaks its rule, or `keep` holds every layer.
         TrainingError: If no layer can be quantised within that loss.
     """
-    from shared_core.quantization import plan_by_quality
-
     if costs.keys() <= keep.keys():
         raise ConfigError(
             WHERE,
@@ -164,8 +163,6 @@ def attacked(
         data: Inputs and class indices.
         settings: ``eps``, ``low``, ``high`` and ``steps``.
     """
-    from shared_core.quantization.post_training.adversarial import adversarial_accuracy
-
     # A float model is its own source: no transferred attack beside.
     origins = {"itself": None} if model is float_model else {"itself": None, "float": float_model}
     for attack in ("fgsm", "pgd"):
@@ -186,10 +183,6 @@ def attacked(
 
 def machine() -> dict[str, str]:
     """Return the CPU, its instructions for int8 and bf16 products, and torch's version."""
-    import torch
-
-    from shared_core.hardware import cpu_capabilities
-
     able = cpu_capabilities()
     names = ("avx2", "avx512_f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "i8mm", "bf16")
     return {

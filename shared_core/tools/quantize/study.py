@@ -24,6 +24,7 @@ from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.schemes import layer_schemes
 from shared_core.quantization.selection import select_layers
 from shared_core.tools.quantize import measures
+from shared_core.tools.quantize.options import StudyOptions
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
 """Called with what is about to run; surrounds it and returns a function of (done, total)."""
@@ -61,19 +62,10 @@ class QuantizationStudy:
         config: How to quantise it.
         gptq: Options of GPTQ, in place of rounding.
         data: Calibration batches: tensors, tuples or dicts of inputs.
-        num_batches: How many of them to run, at most.
-        equalize: Even out the ranges of channels first.
-        correct_bias: Subtract the mean error of outputs from the biases.
-        kv_cache: ``fp8``: measure scales of the cache of keys and values.
+        options: What is corrected, and what is measured.
         judge: Model → quality, a number.
-        mode: Whether quality is better when larger (max) or when smaller (min).
-        accept: Largest acceptable loss of quality: ``default``, ``recommender`` or a share from 0 to 1.
         qat_model: The same model after quantisation-aware training, judged beside the quantised one.
-        sensitivity: Measure what each layer costs alone, as ``rmse`` of the output or ``kl``.
-        largest_loss: Quantise as many layers as lose at most this much quality, in its own unit.
-        all_layers: With `largest_loss`, do not keep first, last and similar layers in float.
         images: Batches (inputs, classes) on which accuracy under attack is measured.
-        attack: ``eps``, ``low``, ``high`` and ``steps`` of the attacks.
         latency_inputs: Inputs of the forward that is timed; None: none is.
         allow_partial: Go on where less than half of the weights that multiply activations are within reach.
         progress: Shows what runs.
@@ -90,19 +82,10 @@ class QuantizationStudy:
     config: QatConfig
     gptq: GptqConfig | None = None
     data: list[Any] | None = None
-    num_batches: int = 100
-    equalize: bool = False
-    correct_bias: bool = False
-    kv_cache: str | None = None
+    options: StudyOptions = field(default_factory=StudyOptions)
     judge: measures.Judge | None = None
-    mode: str = "max"
-    accept: str = "default"
     qat_model: nn.Module | None = None
-    sensitivity: str | None = None
-    largest_loss: float | None = None
-    all_layers: bool = False
     images: list[tuple[Tensor, Tensor]] | None = None
-    attack: dict[str, Any] | None = None
     latency_inputs: Any = None
     allow_partial: bool = False
     progress: Progress = no_progress
@@ -115,17 +98,13 @@ class QuantizationStudy:
             ConfigError: If an option breaks its rule.
             CompatibilityError: If the model has no cache of keys and values that `kv_cache` could scale.
         """
-        if self.mode not in ("max", "min"):
-            raise ConfigError("quantize", f"mode must be max or min, got {self.mode!r}")
-        thresholds(self.accept)
+        thresholds(self.options.accept)
         if self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
             check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
-        if self.sensitivity not in (None, "kl", "rmse"):
-            raise ConfigError("quantize", f"sensitivity must be kl or rmse, got {self.sensitivity!r}")
-        if self.kv_cache is not None:
-            check_kv_cache(self.network, self.kv_cache, "quantize")
-        if self.largest_loss is not None:
-            measures.check_plannable(self.config, self.largest_loss)
+        if self.options.kv_cache is not None:
+            check_kv_cache(self.network, self.options.kv_cache, "quantize")
+        if self.options.largest_loss is not None:
+            measures.check_plannable(self.config)
 
     def share(self) -> None:
         """Calibrate this process's share for the main one, which does all the rest."""
@@ -149,7 +128,7 @@ class QuantizationStudy:
             model, report = self._quantized(self.config, advance, job=self.job)
         costs = self._costs(report)
         config, plan, keep = self.config, None, dict[str, str]()
-        if costs is not None and self.largest_loss is not None:
+        if costs is not None and self.options.largest_loss is not None:
             config, plan, keep = self._planned(costs)
             # Again, with the layers that the plan leaves in float.
             model, report = self._quantized(config)
@@ -162,8 +141,8 @@ class QuantizationStudy:
             **self._quality({name: quality for name, (quality, _) in measured.items()}),
             **self._latency(model),
             **self._bytes(model),
-            "sensitivity": None if costs is None else {"metric": self.sensitivity or "rmse", "layers": costs},
-            "plan": None if plan is None else measures.plan_values(plan, keep, self.mode),
+            "sensitivity": None if costs is None else {"metric": self.options.sensitivity or "rmse", "layers": costs},
+            "plan": None if plan is None else measures.plan_values(plan, keep, self.options.mode),
             "attacks": self._attacks([row for _, rows in measured.values() for row in rows]),
         }
         return StudyResult(model, values, config, plan)
@@ -180,13 +159,13 @@ class QuantizationStudy:
             self.network,
             config,
             self.data,
-            num_batches=self.num_batches,
-            equalize=self.equalize,
-            correct_bias=self.correct_bias,
+            num_batches=self.options.batches,
+            equalize=self.options.equalize,
+            correct_bias=self.options.correct_bias,
             # Candidates of a plan are judged by quality alone.
             measure_outputs=not candidate,
             gptq=self.gptq,
-            kv_cache=None if candidate else self.kv_cache,
+            kv_cache=None if candidate else self.options.kv_cache,
             allow_partial=self.allow_partial,
             progress=show,
             job=job,
@@ -198,27 +177,27 @@ class QuantizationStudy:
         if name == "float" and quality is not None and not math.isfinite(quality):
             raise ConfigError("quantize", f"the quality of the float model must be finite, got {quality}", "see --eval")
         rows: list[dict[str, Any]] = []
-        if self.images is not None and self.attack is not None:
+        if self.images is not None:
             with self.progress(f"attacks on the {name} model") as advance:
-                for row in measures.attacked(name, model, self.network, self.images, self.attack):
+                for row in measures.attacked(name, model, self.network, self.images, self.options.attack_settings()):
                     rows.append(row)
                     advance(len(rows), None)
         return quality, rows
 
     def _attacks(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        return None if self.images is None or self.attack is None else {**self.attack, "rows": rows}
+        return None if self.images is None else {**self.options.attack_settings(), "rows": rows}
 
     def _costs(self, report: Any) -> dict[str, dict[int, float]] | None:
-        if self.data is None or (self.sensitivity is None and self.largest_loss is None):
+        if self.data is None or (self.options.sensitivity is None and self.options.largest_loss is None):
             return None
         with self.progress("sensitivity of layers") as advance:
-            return measures.sensitivities(self.network, report, self.data, self.sensitivity or "rmse", advance)
+            return measures.sensitivities(self.network, report, self.data, self.options.sensitivity or "rmse", advance)
 
     def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
-        if self.data is None or self.judge is None or self.largest_loss is None:
+        if self.data is None or self.judge is None or self.options.largest_loss is None:
             raise ConfigError("quantize", "largest_loss must come with judge and data, got it without", "add them")
-        keep = {} if self.all_layers else measures.kept_in_float(self.network, costs, self.data[0])
+        keep = {} if self.options.all_layers else measures.kept_in_float(self.network, costs, self.data[0])
         with self.progress("plan"):
             config, plan = measures.selective_plan(
                 self.network,
@@ -226,8 +205,8 @@ class QuantizationStudy:
                 costs,
                 lambda chosen: self._quantized(chosen, candidate=True)[0],
                 self.judge,
-                largest_loss=self.largest_loss,
-                mode=self.mode,
+                largest_loss=self.options.largest_loss,
+                mode=self.options.mode,
                 keep=keep,
             )
         return config, plan, keep
@@ -235,9 +214,7 @@ class QuantizationStudy:
     def _quality(self, quality: dict[str, float | None]) -> dict[str, Any]:
         before = quality["float"]
         verdicts = {
-            name: _without_nan(
-                dataclasses.asdict(judge_loss(before, value, self.accept, "min" if self.mode == "min" else "max"))
-            )
+            name: _without_nan(dataclasses.asdict(judge_loss(before, value, self.options.accept, self.options.mode)))
             for name, value in quality.items()
             if name != "float" and value is not None and before is not None
         }

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup, Traced, trace
+from shared_core.config.options import coerce
 from shared_core.errors import CompatibilityError, ConfigError, nearest
 from shared_core.modules.calls import call_on_batch, evaluated
 from shared_core.modules.matching import check_model
@@ -25,8 +26,8 @@ from shared_core.tools.shrink.model_config import Path
 from shared_core.tools.shrink.shrink import ShrinkResult, changed_shapes
 from shared_core.tools.shrink.widths import Rescale, Work, check_eps, tolerance_of, why_not_narrow
 
-CRITERIA = ("activations", "magnitude", "random")
-LAYER_CRITERIA = ("block_influence", "loss", "random")
+Criterion = Literal["activations", "magnitude", "random"]
+LayerCriterion = Literal["block_influence", "loss", "random"]
 Loss = Callable[[nn.Module, Any], Any]
 
 
@@ -107,14 +108,8 @@ def shrink_to(
     Sources: Muralidharan et al. 2024, arXiv:2407.14679; Sreenivas et al. 2024, arXiv:2408.11796 (Minitron).
     """
     _check_sizes(sizes)
-    for name, value, known in (
-        ("criterion", criterion, CRITERIA),
-        ("layer_criterion", layer_criterion, LAYER_CRITERIA),
-    ):
-        if value not in known:
-            raise ConfigError(
-                "shrink", f"{name} must be one of {', '.join(known)}, got {value!r}{nearest(value, known)}"
-            )
+    coerce(criterion, Criterion, "shrink", "criterion")
+    coerce(layer_criterion, LayerCriterion, "shrink", "layer_criterion")
     check_model(model, "shrink")
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     batches = list(calibration)

@@ -320,11 +320,11 @@ def test_the_command_refuses_what_does_not_go_together(room):
 def test_a_function_of_a_model_scores_the_models_of_folders(room, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "folder_task.py").write_text(
+    (tmp_path / "scoring_task.py").write_text(
         "import torch\ndef score(model):\n    assert not model.training and model.config.vocab_size\n"
         "    return -float(model(torch.arange(8)[None]).logits.double().square().mean())\n"
     )
-    found = json.loads(eff(room / "llama", "--eval", "folder_task:score", "--out", tmp_path / "soup", "--json").stdout)
-    sys.modules.pop("folder_task")
+    found = json.loads(eff(room / "llama", "--eval", "scoring_task:score", "--out", tmp_path / "soup", "--json").stdout)
+    sys.modules.pop("scoring_task")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "soup").eval()
     assert found["score"] == -saved(torch.arange(8)[None]).logits.double().square().mean().item()

@@ -338,9 +338,9 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
     assert (tmp_path / "small" / "tokenizer.json").exists()
 
     for wrong, message in (
-        (given[2:-1], "sizes must have --calibration"),
+        (given[2:-1], "--layers must come with --calibration"),
         ([*given[:2], "--out"], "--calibration must come with sizes"),
-        (["--multiple-of", "8", *given[:-1]], "must be left out with sizes"),
+        (["--multiple-of", "8", *given[:-1]], "--multiple-of must stand without --layers"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(*wrong, "other")

@@ -227,7 +227,7 @@ TIES = ["--kind", "ties", "--density"]
         (["run", "--out", "soup", "--eval", "no_such_module:f", *NET], ConfigError, "can be imported"),
         (["run", "--out", "soup", "--eval", "soup_task:number", *NET], ConfigError, "'number'"),
         (["run", "--out", "soup", "--eval", "soup_task:nothing", *NET], ConfigError, "'nothing'"),
-        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be max or min"),
+        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be one of max, min"),
         (
             ["run", "--out", "soup", *WEIGHTED, "1,1,1", *GREEDY],
             ConfigError,
@@ -262,8 +262,16 @@ TIES = ["--kind", "ties", "--density"]
         ),
         (["run", "--out", "soup", "--kind", "uniform", "--t", "0.1"], ConfigError, "--t must come with --kind slerp"),
         (["run", "--out", "soup", "--kind", "slerp"], ConfigError, "slerp must have two ingredients, got 3"),
-        (["run", "--out", "soup", "--kind", "mean"], ConfigError, "must be greedy, uniform, .* or slerp, got 'mean'"),
-        (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
+        (
+            ["run", "--out", "soup", "--kind", "mean"],
+            ConfigError,
+            "--kind must be one of greedy, uniform, .*, slerp, got 'mean'",
+        ),
+        (
+            ["run", "--out", "soup", "--order", "best", *GREEDY],
+            ConfigError,
+            "--order must be one of metric, random, given",
+        ),
         (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
         (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
         (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shared_core import Recipe, Session
 from shared_core.cli import app
-from shared_core.cli.explain import run_length
+from shared_core.cli.explain import ExplainOptions
 from shared_core.cli.init import GOALS, commented_recipe
 from shared_core.contrib.planning import PlannedRun
 from shared_core.contrib.planning.plan import counted_costs, saved_bytes
@@ -140,7 +140,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
         ([], ConfigError, "--goal must be given"),
         (["--goal", "smallr"], ConfigError, "did you mean 'smaller'"),
         (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
-        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "trainer must be hf or lightning"),
+        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "--trainer must be one of hf, lightning"),
         (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
         (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^eff init: MODEL must name a function"),
     ],
@@ -211,11 +211,12 @@ def test_conflicts_are_the_errors_of_the_start(recipe, told):
 
 
 def test_steps_come_from_epochs_as_trainers_count_them():
-    assert run_length(None, 2, 10, 4) == (6, 3)
-    assert run_length(None, 0.5, 10, 4) == (2, 3)
-    for wrong in ((None, 2, None, None), (3, 2, 10, 4), (None, None, 10, None), (0, None, None, None)):
+    epoch = {"recipe": "recipe.yaml", "examples": 10, "batch_size": 4}
+    assert ExplainOptions(**epoch, epochs=2).length() == (6, 3)
+    assert ExplainOptions(**epoch, epochs=0.5).length() == (2, 3)
+    for wrong in ({"epochs": 2}, {**epoch, "steps": 3, "epochs": 2}, {"examples": 10}, {"steps": 0}):
         with pytest.raises(ConfigError, match="explain: "):
-            run_length(*wrong)
+            ExplainOptions(**{"recipe": "recipe.yaml", **wrong})
 
 
 def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def test_the_command_tells_a_diagnosis(room):
     for more, match in (
         (["--out", "a.pt"], "--diagnose must stand without --out"),
         (["--strict"], "stand without --strict"),
-        (["--kind", "uniform"], "--kind uniform must stand without --diagnose"),
+        (["--kind", "uniform"], "--diagnose must stand without --kind"),
     ):
         with pytest.raises(ConfigError, match=match):
             eff(*arguments, *more)

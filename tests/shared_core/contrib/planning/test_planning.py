@@ -126,13 +126,13 @@ def test_logits_in_chunks_are_not_counted_whole_on_a_model_that_is_there():
     [
         ([], "got neither"),
         (["--params", "1e9", "--config", "x"], "got both"),
-        (["--params", "nan"], "params must be a number"),
+        (["--params", "nan"], "--params must be a finite number"),
         (["--params", "1e6"], "params must exceed"),
         (["--params", "1e9", "--gpus", "0"], "ranks must be at least 1"),
         (["--params", "1e9", "--gpus", "2", "--strategy", "single"], "strategy must be single with one rank"),
         (["--params", "1e9", "--precision", "fp12"], "precision must be one of fp32, mixed, 16-true"),
-        (["--params", "1e9", "--memory", "nan"], "memory must be above 0"),
-        (["--params", "1e9", "--teacher-params", "inf"], "--teacher-params must be a number"),
+        (["--params", "1e9", "--memory", "nan"], "--memory must be a finite number"),
+        (["--params", "1e9", "--teacher-params", "inf"], "--teacher-params must be a finite number"),
     ],
 )
 def test_bad_input_is_refused(arguments, told):

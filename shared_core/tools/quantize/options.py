@@ -1,0 +1,73 @@
+"""Options of a study of quantisation: what is corrected, and what is measured beside the bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+from shared_core.config.options import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(Options):
+    """What a `QuantizationStudy` does beside quantising, and how.
+
+    Raises:
+        ConfigError: If one breaks its rule.
+
+    Example:
+        >>> StudyOptions(attack_eps="1/4,0.1").attack_settings()
+        {'eps': [0.1, 0.25], 'low': 0.0, 'high': 1.0, 'steps': 20}
+    """
+
+    key: ClassVar[str] = "quantize"
+    needs: ClassVar = {"all_layers": ("largest_loss",)}
+
+    batches: int = option(100, "Calibration batches to run, at most.")
+    equalize: bool = option(False, "Even out the ranges of channels first.")
+    correct_bias: bool = option(False, "Take the mean error out of the biases.")
+    kv_cache: str | None = option(
+        None,
+        "fp8: scales for a cache of keys and values in FP8, which eff export --format compressed-tensors "
+        "writes for vLLM. Needs --calibration.",
+    )
+    mode: Literal["max", "min"] = option("max", "Whether quality is better when larger (max) or smaller (min).")
+    accept: str = option(
+        "default",
+        "Largest loss of quality, as a share of the float model's: a number, default (0.5 % acceptable, over "
+        "1 % not) or recommender (0.01 %).",
+    )
+    sensitivity: Literal["rmse", "kl"] | None = option(
+        None, "Measure what each layer costs alone: rmse of the output, or kl. Needs batches."
+    )
+    largest_loss: float | None = option(
+        None, "Quantise as many layers as lose at most this much of --eval, in its own unit.", low=0
+    )
+    all_layers: bool = option(False, "With --largest-loss: do not keep first, last and the like in float.")
+    attack_eps: str = option("2/255,8/255", "Largest changes of an input, in its own unit, such as 2/255,0.03.")
+    attack_range: str = option("0,1", "Smallest and largest value of an input as LOW,HIGH; none.")
+    attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)
+
+    def validate(self) -> None:
+        """Refuse strengths and bounds of attacks that are none."""
+        self.attack_settings()
+
+    def attack_settings(self) -> dict[str, Any]:
+        """Return ``eps``, ``low``, ``high`` and ``steps`` of the attacks."""
+        try:
+            strengths = sorted({float(Fraction(part.strip())) for part in self.attack_eps.split(",")})
+        except (ValueError, ZeroDivisionError):
+            strengths = []
+        if not strengths or strengths[0] <= 0:
+            raise self._error("attack_eps", "must be numbers above 0 such as 2/255,0.03")
+        bounds: list[float | None]
+        try:
+            bounds = [None, None] if self.attack_range == "none" else [*map(float, self.attack_range.split(","))]
+            low, high = bounds
+        except ValueError:
+            low, high = math.nan, math.nan
+        if low is not None and high is not None and not low < high:
+            raise self._error("attack_range", "must be LOW,HIGH such as 0,1, or none")
+        return {"eps": strengths, "low": low, "high": high, "steps": self.attack_steps}
