@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,9 @@ from shared_core.errors import ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
-    from shared_core.tools.distillation_chain import ChainTable, Stage
+    from shared_core.runs import ChainTable, Stage
 
-_OPTIONS = "shared_core.tools.distillation_chain.options"
+_OPTIONS = "shared_core.runs.chain.options"
 _DISTILL = "distill_"
 
 
@@ -76,9 +77,8 @@ def chain(
     """
     from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
-    from shared_core.front_ends.executors import executor_of
     from shared_core.reports.console import Console
-    from shared_core.tools.distillation_chain import StageError, TeacherChain
+    from shared_core.runs import RunError, TeacherChain, executor_of
 
     if out is None:
         raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
@@ -110,12 +110,9 @@ def chain(
         for warning in row.warnings:
             say(f"warning: {warning}")
 
-    def show(written: bytes) -> None:
-        echo(written, nl=False, err=as_json)
-
     try:
-        table = work.run(resume=resume, output=show, begin=begin, end=end)
-    except StageError as error:
+        table = work.run(resume=resume, output=(sys.stderr if as_json else sys.stdout).buffer, begin=begin, end=end)
+    except RunError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
     if as_json:

@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from shared_core.errors import ConfigError, EffError
-from shared_core.front_ends.child_processes import HandedOn
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
 from shared_core.printing import echo
+from shared_core.runs.child_processes import HandedOn
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     and so is what follows `--`. A script that starts others, as $(which trl) and accelerate.commands.launch do, hands
     the techniques on to them.
     """
-    from shared_core.front_ends.training_command import is_launcher
+    from shared_core.runs.command import is_launcher
 
     if script.startswith("-"):
         raise ConfigError("eff run", f"script must come before the flags, got {script!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared_core.reports.page import Cell, Section, Table
-from shared_core.tools.try_out.verdicts import FLOORS, TRIMMED, Figure, Findings, Row
+from shared_core.runs.verdicts import FLOORS, TRIMMED, Figure, Findings, Row
 
 _RULES = (
     "Two runs take turns of {block} steps, so that what else the machine does slows both alike: a plain one and one "

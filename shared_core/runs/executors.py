@@ -1,4 +1,4 @@
-"""Where the runs of a search may be started beside this machine: as jobs of SLURM by submitit, or as tasks of Ray."""
+"""Where runs are started: as processes of this machine, as jobs of SLURM by submitit, or as tasks of Ray."""
 
 from __future__ import annotations
 
@@ -34,16 +34,75 @@ class Run(Protocol):
     def kill(self) -> None:
         """Stop it."""
 
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
 
 class Executor(Protocol):
-    """Starts trainings elsewhere."""
+    """Starts trainings."""
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> Run:
-        """Return a training that was started: its command, further variables, and the file that takes its output."""
+        """Return a training that was started: its command, further variables, and the file its output is added to."""
+
+
+def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> Executor | None:
+    """Return what starts the runs of a search; None: processes of this machine.
+
+    Args:
+        name: Of `EXECUTORS`.
+        options: ``NAME=VALUE``, as submitit's ``update_parameters`` or Ray's ``options`` take them.
+        folder: Of the search, on a file system that the other machines have too.
+        where: Who asks.
+
+    Raises:
+        ConfigError: If there is none of this name, or it does not take an option.
+        MissingExtraError: If its library is not installed.
+
+    Example:
+        >>> executor_of("local", [], Path("runs"), "eff chain") is None
+        True
+    """
+    if name not in EXECUTORS:
+        raise ConfigError(where, f"--executor must be one of {', '.join(EXECUTORS)}, got {name!r}")
+    values: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not (key and equals and value):
+            raise ConfigError(where, f"--executor-set must be NAME=VALUE, got {option!r}")
+        values[key] = int(value) if value.isdecimal() else value
+    if name == "submitit":
+        return SubmititExecutor(folder, values, where)
+    if name == "ray":
+        return RayExecutor(values, where)
+    if values:
+        raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
+    return None
+
+
+class LocalExecutor:
+    """A process of this machine for each training.
+
+    Args:
+        where: Who asks.
+        descriptors: Those that a process inherits.
+        options: Further ones of `subprocess.Popen`.
+    """
+
+    def __init__(self, where: str, *descriptors: int, **options: Any) -> None:
+        self._where, self._descriptors = where, descriptors if os.name == "posix" else ()
+        self._options = {"stdin": subprocess.DEVNULL, **options}
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Return the process.
+
+        Raises:
+            ConfigError: If the command cannot be started.
+        """
+        try:
+            with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
+                return subprocess.Popen(
+                    arguments, env={**os.environ, **variables}, pass_fds=self._descriptors, stdout=written,
+                    stderr=subprocess.STDOUT, **self._options,
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(self._where, f"command must be one that can be started, got {error}") from error
 
 
 class RemoteRun:
@@ -74,43 +133,6 @@ class RemoteRun:
     def kill(self) -> None:
         """Stop it."""
         self._cancel()
-
-    def __enter__(self) -> RemoteRun:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
-def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> Executor | None:
-    """Return what starts the runs of a search; None: processes of this machine.
-
-    Args:
-        name: Of `EXECUTORS`.
-        options: ``NAME=VALUE``, as submitit's ``update_parameters`` or Ray's ``options`` take them.
-        folder: Of the search, on a file system that the other machines have too.
-        where: Who asks.
-
-    Raises:
-        ConfigError: If there is none of this name, or it does not take an option.
-        MissingExtraError: If its library is not installed.
-
-    Example:
-        >>> executor_of("local", [], Path("runs"), "eff chain") is None
-        True
-    """
-    if name not in EXECUTORS:
-        raise ConfigError(where, f"--executor must be one of {', '.join(EXECUTORS)}, got {name!r}")
-    values: dict[str, Any] = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not (key and equals and value):
-            raise ConfigError(where, f"--executor-set must be NAME=VALUE, got {option!r}")
-        values[key] = int(value) if value.isdecimal() else value
-    if name == "local":
-        if values:
-            raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
-        return None
-    return (SubmititExecutor if name == "submitit" else RayExecutor)(folder, values, where)
 
 
 class SubmititExecutor:
@@ -178,12 +200,11 @@ class RayExecutor:
     """One task of Ray for each training, in the cluster of ``RAY_ADDRESS``, or one that is started here.
 
     Args:
-        folder: Of the search; not used, as Ray keeps its files elsewhere.
         options: Of Ray's ``options``, as num_gpus and num_cpus, and ``address``.
         where: Who asks.
     """
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], where: str) -> None:
+    def __init__(self, options: Mapping[str, Any], where: str) -> None:
         self._ray, self._where, given = optional("ray", "ray", f"{where}: --executor ray"), where, dict(options)
         try:
             self._ray.init(address=given.pop("address", None), ignore_reinit_error=True, log_to_driver=False)
@@ -218,15 +239,17 @@ def run_training(arguments: list[str], variables: dict[str, str], folder: str, l
         folder: Where it starts.
         log: The file that its output is added to.
     """
-    with open(log, "ab") as written:
-        try:
-            return subprocess.run(
-                arguments, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=written,
-                stderr=subprocess.STDOUT, check=False,
-            ).returncode  # fmt: skip
-        except OSError as error:
-            written.write(f"{error}\n".encode())
-            return 127
+    try:
+        process = LocalExecutor("run", cwd=folder).start(arguments, variables, Path(log))
+    except ConfigError as error:
+        with open(log, "a", encoding="utf-8") as written:
+            written.write(f"{error}\n")
+        return 127
+    try:
+        return process.wait()
+    except BaseException:  # a job that is cancelled
+        process.kill()
+        raise
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Hand a recipe on to the Python processes that a script starts: a launcher trains in others than its own.
 
 They find a ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
-trainers and imports nothing else, so that processes that do not train cost nothing.
+trainers and imports nothing else, so that processes that do not train cost nothing. Only `eff run` needs it, as its
+script may be a launcher; the runs of a search are started with their recipe (`TrainingCommand.with_recipe`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _PATH = "PYTHONPATH"
 _SITE = """try:
-    from shared_core.front_ends.child_processes import begin
+    from shared_core.runs.child_processes import begin
 except ImportError:  # another Python, without efftrain: the process that started it tells that nothing was switched on
     pass
 else:

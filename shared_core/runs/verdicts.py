@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared_core.errors import ConfigError, nearest
-from shared_core.tools.try_out.runs import PLAIN, Pair
+from shared_core.runs.rows import is_larger_better
+from shared_core.runs.try_out import PLAIN, Pair
 
 FLOORS = {"time": 0.02, "memory": 0.02, "bytes": 0.001, "packed": 0.01, "metric": 0.005}
 """Relative differences below these are called noise, however alike the plain runs were."""
 TRIMMED = 0.1
 _USUAL = ("eval_loss", "val_loss", "train_loss")
-_SMALLER = ("loss", "error", "wer", "cer", "perplexity", "ppl", "mse", "mae", "rmse")
 # two-sided 95 % quantiles of Student's t by degrees of freedom; from 30 on the normal distribution's 2
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
@@ -179,12 +178,7 @@ def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | Non
             "eff try", f"--metric must be one that the script reports, got {metric!r}{nearest(metric, known)}"
         )
     metric = metric or next((name for name in _USUAL if name in known), None)
-    return metric, mode == "min" or (mode == "auto" and metric is not None and _is_smaller_better(metric))
-
-
-def _is_smaller_better(name: str) -> bool:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return any(word in _SMALLER or word.endswith("loss") for word in words)
+    return metric, metric is not None and not is_larger_better(metric, mode)
 
 
 def _of(result: Mapping[str, Any], what: str, metric: str | None) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.after_import import after_import
-from shared_core.front_ends.child_processes import HandedOn
 from shared_core.front_ends.unseen_steps import UnseenSteps
+from shared_core.runs.child_processes import HandedOn
 
 RECIPE = Recipe.from_dict({"prune": {"sparsity": 0.5}})
 
@@ -47,7 +47,7 @@ def test_front_ends_get_the_recipe_once_a_module_of_theirs_is_there(tmp_path, mo
     # torchrun and others start a process of a process
     code = (
         "import subprocess, sys\n"
-        "code = '''import shared_core.front_ends.child_processes as ours\\n"
+        "code = '''import shared_core.runs.child_processes as ours\\n"
         "class End:\\n    modules = (1,)\\n    def install(self, recipe): print(type(recipe).__name__, dict(recipe))\\n"
         "ours.front_ends = lambda: [End()]\\nprint(1)\\nimport sched\\nimport turtle_is_none\\n'''\n"
         "print(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout)\n"
