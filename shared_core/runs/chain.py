@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,13 +16,12 @@ from rich.table import Table
 from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.files.atomic import make_folder
-from shared_core.files.journal import read_object
+from shared_core.files.journal import check_same, read_object
 from shared_core.runs.command import TrainingCommand, without_secrets
 from shared_core.runs.executors import Executor, LocalExecutor
 from shared_core.runs.journal import Journal
 from shared_core.runs.rows import table_of, usual_metric
 from shared_core.runs.stages import Stage, plan_stages
-from shared_core.runs.started_run import StartedRun
 from shared_core.runs.trained_model import count_parameters, find_model, model_metrics
 
 JOURNAL_FILE = "chain.json"
@@ -99,13 +98,10 @@ class TeacherChain:
             stage's folder, ``{student}`` for its student, ``{teacher}`` for its teacher's path, ``{stage}`` for its
             number, ``{recipe}`` for the file of its recipe.
         folder: Everything is written into it. A chain that was stopped, or killed, goes on from it.
-        teacher: Of the first stage: folder, file or Hub name. None: that stage learns from the labels alone.
-        students: What ``{student}`` stands for, stage after stage; or
-        generations: How many times the same student is trained.
-        options: Options of distillation by name, each with one value or one for each stage that has a teacher.
         model: Where under ``{out}`` the script writes its model, as a glob; by default it is looked for.
         metric: What the table shows; by default the validation loss.
         executor: Starts the stages elsewhere; None: here.
+        plan: Its stages, as `plan_stages` takes them: teacher, students or generations, options.
 
     Raises:
         ConfigError: If an option or the command is wrong.
@@ -119,28 +115,19 @@ class TeacherChain:
         command: Sequence[str],
         folder: Path | str,
         *,
-        teacher: Path | str | None = None,
-        students: Sequence[str] = (),
-        generations: int | None = None,
-        options: Mapping[str, Sequence[Any]] | None = None,
         model: str | None = None,
         metric: str | None = None,
         executor: Executor | None = None,
+        **plan: Any,
     ) -> None:
-        self.folder, self._executor = Path(folder), executor
+        self.folder, self._executor, self._model, self.metric = Path(folder), executor, model, metric
         self._command = TrainingCommand.parse(command, "chain")
-        first = None if teacher is None else str(teacher)
-        self.stages = plan_stages(
-            self._command, teacher=first, students=students, generations=generations, options=options
-        )
-        # A comma separates several teachers.
-        if "," in str(self.folder.resolve()):
-            raise ConfigError(
-                "chain", f"out must have no comma in its path, which separates teachers, got {self.folder}"
-            )
-        plan = {"command": without_secrets(command)}
-        self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", plan, own="[!.]*")
-        self._model, self.metric = model, metric
+        self.stages = plan_stages(self._command, **plan)
+        if "," in str(self.folder.resolve()):  # it separates several teachers
+            told = f"out must have no comma in its path, which separates teachers, got {self.folder}"
+            raise ConfigError("chain", told)
+        shown = {"command": without_secrets(command)}
+        self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", shown, own="[!.]*")
         self._rows: list[ChainRow] = []
         self._trained: dict[str, Any] = {}  # a stage whose training has ended, until it has a row
         self._read()
@@ -191,24 +178,25 @@ class TeacherChain:
         return self.table
 
     def _check_metric(self) -> None:
-        lacks = next((row for row in self._rows if self.metric is not None and self.metric not in row.metrics), None)
-        if lacks is not None:
-            raise TrainingError(
-                "chain",
-                f"metric must be one that stage-{lacks.stage} logged, got {self.metric!r}"
-                f"{nearest(str(self.metric), lacks.metrics)}",
-                "run the chain again with that name: finished stages are kept",
-            )
+        for row in self._rows:
+            if self.metric is not None and self.metric not in row.metrics:
+                raise TrainingError(
+                    "chain",
+                    f"metric must be one that stage-{row.stage} logged, got {self.metric!r}"
+                    f"{nearest(self.metric, row.metrics)}",
+                    "run the chain again with that name: finished stages are kept",
+                )
 
     def _trained_before(self, stage: Stage) -> ChainRow | None:
-        """Return a stage whose training ended, but whose model was not found then (a wrong --model); None if it is not."""
+        """Return the row of a stage that is trained already, but whose model was not found then (a wrong --model)."""
         if self._trained and stage.plan().items() <= self._trained.items():
             with contextlib.suppress(CheckpointError):
                 return self._row(stage)
         return None
 
     def _train(self, stage: Stage, resume: bool, executor: Executor, output: BinaryIO | None) -> None:
-        out, log, receipt = self._out(stage), self._beside(stage, "log"), self._beside(stage, "receipt.json")
+        out = self.folder / stage.name
+        log, file, receipt = (out.with_name(f"{out.name}.{end}") for end in ("log", "yaml", "receipt.json"))
         if not resume:
             log.unlink(missing_ok=True)
             if out.exists():
@@ -219,8 +207,8 @@ class TeacherChain:
         signs = {"student": stage.student, "out": out.resolve(), "teacher": teacher, "stage": stage.number}
         stands_for = {f"{{{name}}}": str(value or "") for name, value in signs.items()}
         started = time.monotonic()
-        StartedRun(
-            stage.name, self._command, stage.recipe(teacher), self._beside(stage, "yaml"), stands_for, log, executor,
+        self._command.start(
+            stage.name, stage.recipe(teacher), file, stands_for, log, executor,
             {RECEIPT_VARIABLE: str(receipt.resolve())},
         ).finish(output)  # fmt: skip
         # On disk before its model is looked for: the costly part is over.
@@ -229,8 +217,8 @@ class TeacherChain:
         self._write()
 
     def _row(self, stage: Stage) -> ChainRow:
-        told = self._distilled(stage)
-        model = find_model(self._out(stage), self._model)
+        told, out = self._distilled(stage), self.folder / stage.name
+        model = find_model(out, self._model)
         parameters = count_parameters(model, self.stages[-1].flags.get("distill_student"))
         of_teacher = told.get("teacher_parameters")
         return ChainRow(
@@ -239,19 +227,13 @@ class TeacherChain:
             parameters=parameters,
             teacher_parameters=of_teacher,
             batches=int(told.get("batches", 0)),
-            metrics=model_metrics(self._out(stage), model, self._receipt(stage)),
+            metrics=model_metrics(out, model, self._receipt(stage)),
             seconds=self._trained["seconds"],
             warnings=tuple(_size_warnings(stage, parameters, of_teacher)),
         )
 
-    def _out(self, stage: Stage) -> Path:
-        return self.folder / stage.name
-
-    def _beside(self, stage: Stage, suffix: str) -> Path:
-        return self.folder / f"{stage.name}.{suffix}"
-
     def _receipt(self, stage: Stage) -> dict[str, Any]:
-        file = self._beside(stage, "receipt.json")
+        file = self.folder / f"{stage.name}.receipt.json"
         return read_object(file) if file.is_file() else {}
 
     def _distilled(self, stage: Stage) -> Mapping[str, Any]:
@@ -272,15 +254,15 @@ class TeacherChain:
 
     def _read(self) -> None:
         """Read the finished stages, and the one that was trained but has no row yet."""
-        noted = self._journal.read("stages", "trained")
-        stages, self._trained = noted.get("stages", None if noted else []), noted.get("trained", {})
-        names, file = {field.name for field in fields(ChainRow)}, self._journal.file
-        if not isinstance(stages, list) or any(not isinstance(row, dict) or set(row) != names for row in stages):
-            raise CheckpointError(file, "file must hold the stages of a chain", "it is damaged, remove it")
-        self._rows = [ChainRow(**{**row, "warnings": tuple(row["warnings"])}) for row in stages]
+        noted, file = self._journal.read("stages", "trained"), self._journal.file
+        self._trained = noted.get("trained") or {}
+        try:
+            self._rows = [ChainRow(**{**row, "warnings": tuple(row["warnings"])}) for row in noted.get("stages", ())]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(file, "file must hold the stages of a chain", "it is damaged, remove it") from error
         for row, stage in zip(self._rows, self.stages, strict=False):
             plan = stage.plan()
-            self._journal.check({name: getattr(row, name) for name in plan}, plan)
+            check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
             # A stage's model is the next one's teacher.
             if not (self.folder / row.model).exists():
                 raise CheckpointError(
@@ -291,7 +273,7 @@ class TeacherChain:
         if len(self._rows) > len(self.stages):
             raise CheckpointError(
                 file,
-                f"chain must have at least the {len(stages)} stages that are finished, got {len(self.stages)}",
+                f"chain must have at least the {len(self._rows)} stages that are finished, got {len(self.stages)}",
                 "give the same ones or more, or another folder",
             )
 

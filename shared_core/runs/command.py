@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, check_steps, take_flags
+from shared_core.runs.executors import Executor
+from shared_core.runs.started_run import StartedRun
 
 VARIABLE = "EFF_RECIPE"
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
@@ -105,11 +108,11 @@ class TrainingCommand:
     def with_recipe(
         self, recipe: Recipe, file: Path, stands_for: Mapping[str, str], child: str = _CHILD
     ) -> tuple[list[str], dict[str, str]]:
-        """Write a recipe, and return the command that trains with it and the variables that its process needs.
+        """Write a recipe into a file, and return the command that trains with it and the variables that it needs.
 
         Args:
             recipe: All that is trained with.
-            file: Where it is written to; ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
+            file: ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
             stands_for: What further signs in arguments stand for.
             child: Python code that runs a script in its process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
         """
@@ -125,6 +128,22 @@ class TrainingCommand:
         steps = {} if self.steps is None else {STEPS_VARIABLE: self.steps}
         return arguments, {VARIABLE: str(file), **steps}
 
+    def start(
+        self,
+        name: str,
+        recipe: Recipe,
+        file: Path,
+        stands_for: Mapping[str, str],
+        log: Path,
+        executor: Executor,
+        variables: Mapping[str, str] | None = None,
+    ) -> StartedRun:
+        """Return a run of this name; its output is added to the log, and its environment has further variables."""
+        arguments, needed = self.with_recipe(recipe, file, stands_for)
+        seen = log.stat().st_size if log.exists() else 0
+        run = executor.start(arguments, {**(variables or {}), **needed}, log)
+        return StartedRun(f"{self.where}: {name}", shlex.join(self.arguments), run, log, seen)
+
 
 def train_script() -> None:
     """Run a script or module with the recipe in every trainer that it builds: ``RECIPE SCRIPT|-m MODULE ARGUMENTS``."""
@@ -137,11 +156,7 @@ def train_script() -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or ``-m`` and a module, in this process as Python would.
-
-    Args:
-        arguments: The script and what it is given.
-    """
+    """Run a script, or ``-m`` and a module, with what it is given, in this process as Python would."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,21 +20,34 @@ from shared_core.files.journal import read_object, write_object
 from shared_core.libraries import optional
 
 EXECUTORS = ("local", "submitit", "ray")
-_TIME_LIMITS = ("timeout_min", "slurm_time")
+_TIME_LIMITS = {"timeout_min", "slurm_time"}
 _POLL_SECONDS = 0.5
 
 
-class Run(Protocol):
-    """A training that was started, as `subprocess.Popen` shows one."""
+@dataclass(frozen=True)
+class RemoteRun:
+    """A training that runs elsewhere, as `subprocess.Popen` shows one."""
+
+    is_done: Callable[[], bool]
+    result: Callable[[], int]
+    """Returns its exit code, once it has ended."""
+    kill: Callable[[], object]
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
+        return self.result() if self.is_done() else None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Return the exit code once it has ended, or raise `subprocess.TimeoutExpired`."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("training", timeout)
+            time.sleep(min(_POLL_SECONDS, timeout))
+        return code
 
-    def kill(self) -> None:
-        """Stop it."""
+
+Run = subprocess.Popen[bytes] | RemoteRun
 
 
 class Executor(Protocol):
@@ -61,33 +76,25 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
     """
     if name not in EXECUTORS:
         raise ConfigError(where, f"--executor must be one of {', '.join(EXECUTORS)}, got {name!r}")
+    if name == "local" and options:
+        raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
     values: dict[str, Any] = {}
     for option in options:
-        key, equals, value = option.partition("=")
-        if not (key and equals and value):
+        key, _, value = option.partition("=")
+        if not (key and value):
             raise ConfigError(where, f"--executor-set must be NAME=VALUE, got {option!r}")
         values[key] = int(value) if value.isdecimal() else value
     if name == "submitit":
         return SubmititExecutor(folder, values, where)
-    if name == "ray":
-        return RayExecutor(values, where)
-    if values:
-        raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
-    return None
+    return RayExecutor(values, where) if name == "ray" else None
 
 
 class LocalExecutor:
-    """A process of this machine for each training.
-
-    Args:
-        where: Who asks.
-        descriptors: Those that a process inherits.
-        options: Further ones of `subprocess.Popen`.
-    """
+    """A process of this machine for each training, which inherits descriptors; options are those of `Popen`."""
 
     def __init__(self, where: str, *descriptors: int, **options: Any) -> None:
-        self._where, self._descriptors = where, descriptors if os.name == "posix" else ()
-        self._options = {"stdin": subprocess.DEVNULL, **options}
+        self._where, self._options = where, options
+        self._descriptors = descriptors if os.name == "posix" else ()
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Return the process.
@@ -98,55 +105,19 @@ class LocalExecutor:
         try:
             with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
                 return subprocess.Popen(
-                    arguments, env={**os.environ, **variables}, pass_fds=self._descriptors, stdout=written,
-                    stderr=subprocess.STDOUT, **self._options,
+                    arguments, env={**os.environ, **variables}, pass_fds=self._descriptors, stdin=subprocess.DEVNULL,
+                    stdout=written, stderr=subprocess.STDOUT, **self._options,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(self._where, f"command must be one that can be started, got {error}") from error
 
 
-class RemoteRun:
-    """A training that runs elsewhere.
-
-    Args:
-        is_done: Returns whether it has ended.
-        result: Returns its exit code then.
-        cancel: Stops it.
-    """
-
-    def __init__(self, is_done: Callable[[], bool], result: Callable[[], int], cancel: Callable[[], object]) -> None:
-        self._is_done, self._result, self._cancel = is_done, result, cancel
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        return self._result() if self._is_done() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired("training", timeout or 0)
-            time.sleep(min(_POLL_SECONDS, timeout or _POLL_SECONDS))
-        return code
-
-    def kill(self) -> None:
-        """Stop it."""
-        self._cancel()
-
-
 class SubmititExecutor:
-    """One job of SLURM for each training; without SLURM, or with ``cluster=local``, a process as submitit starts it.
-
-    Args:
-        folder: Of the search; submitit's files lie in ``.submitit`` in it.
-        parameters: Of submitit's ``update_parameters``, and ``cluster``.
-        where: Who asks.
-    """
+    """One job of SLURM for each training; without SLURM, or with ``cluster=local``, a process as submitit starts it."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
         submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
-        if not any(name in parameters for name in _TIME_LIMITS):
+        if not parameters.keys() & _TIME_LIMITS:
             raise ConfigError(
                 where,
                 "--executor-set must name a time limit, as submitit stops a job after 5 minutes without, got none",
@@ -197,12 +168,7 @@ class SubmititExecutor:
 
 
 class RayExecutor:
-    """One task of Ray for each training, in the cluster of ``RAY_ADDRESS``, or one that is started here.
-
-    Args:
-        options: Of Ray's ``options``, as num_gpus and num_cpus, and ``address``.
-        where: Who asks.
-    """
+    """One task of Ray for each training, in the cluster of ``address`` or ``RAY_ADDRESS``, or one started here."""
 
     def __init__(self, options: Mapping[str, Any], where: str) -> None:
         self._ray, self._where, given = optional("ray", "ray", f"{where}: --executor ray"), where, dict(options)
@@ -221,9 +187,8 @@ class RayExecutor:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
                 first = (str(error).splitlines() or [""])[0]
-                raise TrainingError(
-                    self._where, f"Ray's task must come to its end, got {first}", f"see {log}"
-                ) from error
+                told = f"Ray's task must come to its end, got {first}"
+                raise TrainingError(self._where, told, f"see {log}") from error
 
         return RemoteRun(
             lambda: bool(self._ray.wait([reference], timeout=0)[0]), result, lambda: self._ray.cancel(reference)
@@ -231,38 +196,27 @@ class RayExecutor:
 
 
 def run_training(arguments: list[str], variables: dict[str, str], folder: str, log: str) -> int:
-    """Train once, on the machine that this is called on, and return the exit code.
-
-    Args:
-        arguments: The command.
-        variables: Further variables of its environment.
-        folder: Where it starts.
-        log: The file that its output is added to.
-    """
-    try:
-        process = LocalExecutor("run", cwd=folder).start(arguments, variables, Path(log))
-    except ConfigError as error:
-        with open(log, "a", encoding="utf-8") as written:
-            written.write(f"{error}\n")
-        return 127
-    try:
-        return process.wait()
-    except BaseException:  # a job that is cancelled
-        process.kill()
-        raise
+    """Train once, on the machine that this is called on, started in a folder, and return the exit code."""
+    with open(log, "ab") as written:
+        try:
+            return subprocess.run(
+                arguments, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.DEVNULL, stdout=written,
+                stderr=subprocess.STDOUT, check=False,
+            ).returncode  # fmt: skip
+        except OSError as error:
+            written.write(f"{error}\n".encode())
+            return 127
 
 
 @contextlib.contextmanager
 def _interruptible_children() -> Iterator[None]:
-    """Start processes that heed SIGINT, by which submitit cancels those of this machine.
-
-    A shell starts background jobs with SIGINT ignored, and so would their children.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    """Start processes that heed SIGINT, by which submitit cancels them; a shell's background jobs ignore it."""
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if is_ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
         yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,8 +12,6 @@ from shared_core.errors import CheckpointError
 from shared_core.files.atomic import clean_strays, make_folder
 from shared_core.files.journal import check_same, locked, read_object, write_object
 
-_FORMAT = 1
-
 
 class Journal:
     """A JSON file of the folder, which its owner alone can read: it holds the plan, and what is noted beside it.
@@ -27,43 +25,31 @@ class Journal:
     """
 
     def __init__(self, file: Path, where: str, what: str, plan: Mapping[str, Any], own: str) -> None:
-        self.file, self.folder = file, file.parent
-        self._where, self._what, self._own = where, what, own
+        self.file, self._where, self._what, self._own = file, where, what, own
         # Through JSON and back: a tuple compares unequal to the list that the file holds.
-        self._plan = json.loads(json.dumps({"format": _FORMAT, **plan}))
+        self._plan = json.loads(json.dumps({"format": 1, **plan}))
 
     def read(self, *noted: str) -> dict[str, Any]:
-        """Return what was noted under these names; those that are missing are left out.
+        """Return what was noted under these names, nothing in a new folder.
 
         Raises:
             CheckpointError: If the folder is of another search, or of something else, or the file is damaged.
         """
-        if not self.file.exists():
-            self._check_new()
-            return {}
-        known = read_object(self.file)
-        found = {name: known.pop(name) for name in noted if name in known}
-        self.check(known, self._plan)
-        return found
-
-    def check(self, known: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
-        """Refuse to go on where another plan was noted.
-
-        Raises:
-            CheckpointError: If that is so; it names the first difference.
-        """
-        check_same(self.file, known, planned, self._what)
-
-    def _check_new(self) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError(self._where, f"out must be a folder, got the file {self.folder}")
-        odd = min((path.name for path in self.folder.glob(self._own)), default=None)
-        if odd is not None:
+        folder = self.file.parent
+        if self.file.exists():
+            known = read_object(self.file)
+            found = {name: known.pop(name, None) for name in noted}
+            check_same(self.file, known, self._plan, self._what)
+            return found
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(self._where, f"out must be a folder, got the file {folder}")
+        if odd := sorted(path.name for path in folder.glob(self._own)):
             raise CheckpointError(
                 self._where,
-                f"out must be new or hold a {self._what}, got {self.folder} with {odd!r} and no {self.file.name}",
+                f"out must be new or hold a {self._what}, got {folder} with {odd[0]!r} and no {self.file.name}",
                 "give another folder",
             )
+        return {}
 
     def write(self, **noted: Any) -> None:
         """Write the plan, and what is noted beside it."""
@@ -76,6 +62,6 @@ class Journal:
         Raises:
             TrainingError: If somebody works on this search now.
         """
-        clean_strays(make_folder(self.folder))
-        with locked(self.folder / f".{self.file.stem}.lock", self._where, self._what) as descriptor:
+        clean_strays(make_folder(self.file.parent))
+        with locked(self.file.with_name(f".{self.file.stem}.lock"), self._where, self._what) as descriptor:
             yield descriptor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from shared_core.config.training_time import Position, parse_position
 from shared_core.engine.compatibility import check
@@ -30,7 +30,7 @@ from shared_core.runs.ticket_curve import TicketCurve, curve_of
 JOURNAL_FILE, LOG_FILE = "lottery.json", "output.log"
 CONTROLS = ("random_reinit", "random_mask")
 _CHOSEN_HERE = ("out", "ticket", "control")
-_MODES, _QUALITIES = ("auto", "max", "min"), ("last", "best")
+Quality = Literal["last", "best"]
 
 Launch = Callable[[Recipe, Path, int], StartedRun | None]
 """Trains with a recipe into a folder, under a lock; what it returns is waited for, None: it has trained already."""
@@ -93,7 +93,7 @@ class LotterySearch:
         control_rounds: Sequence[int] = (),
         metric: str | None = None,
         mode: Mode = "auto",
-        quality: Literal["last", "best"] = "last",
+        quality: Quality = "last",
         **options: Any,
     ) -> None:
         _check_options(rounds, controls, control_rounds, mode, quality)
@@ -116,9 +116,7 @@ class LotterySearch:
         self.metric, self.mode, self.quality = metric, mode, quality
 
     def run(self, train: Callable[[Recipe], object], folder: Path | str) -> TicketCurve:
-        """Search with a function that trains once, in this process, and return the curve.
-
-        A training of several processes (torchrun) belongs into `run_command`.
+        """Search with a function that trains once, in this process alone, and return the curve.
 
         Args:
             train: Builds the model, seeded the same way every time, and trains it with the recipe that it is given: in
@@ -170,10 +168,8 @@ class LotterySearch:
         def launch(recipe: Recipe, out: Path, lock: int) -> StartedRun | None:
             make_folder(out)
             signs = {"{round}": out.name, "{out}": str(out.resolve())}
-            run = StartedRun(
-                out.name, training, recipe.merged(ours), out / "recipe.yaml", signs, out / LOG_FILE,
-                executor or LocalExecutor("lottery", lock),
-            )  # fmt: skip
+            starter = executor or LocalExecutor("lottery", lock)
+            run = training.start(out.name, recipe.merged(ours), out / "recipe.yaml", signs, out / LOG_FILE, starter)
             # Nothing else needs what a control finds, and the next round needs this one's ticket.
             if executor is not None and out.name.endswith(CONTROLS):
                 return run
@@ -214,7 +210,7 @@ class LotterySearch:
             for run in self._runs():
                 out = _folder_of(folder, *run)
                 if not (out / RESULT_FILE).exists() and (started := launch(self._recipe(folder, *run), out, lock)):
-                    stopping.callback(started.stop)
+                    stopping.callback(started.run.kill)
                     waiting[run] = started
                 else:
                     add(run)
@@ -273,7 +269,8 @@ def _result(out: Path) -> dict[str, Any]:
 def _check_options(
     rounds: int, controls: Sequence[str], control_rounds: Sequence[int], mode: str, quality: str
 ) -> None:
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+    is_number = isinstance(rounds, int) and not isinstance(rounds, bool)
+    if not is_number or rounds < 1:
         raise ConfigError("lottery", f"rounds must be a whole number of at least 1, got {rounds!r}")
     if isinstance(controls, str):
         raise ConfigError("lottery", f"controls must be a list, got {controls!r}", f"write [{controls!r}]")
@@ -284,12 +281,8 @@ def _check_options(
         if not 1 <= number <= rounds:
             raise ConfigError("lottery", f"control_rounds must be rounds from 1 to {rounds}, got {number!r}")
     if control_rounds and not controls:
-        raise ConfigError(
-            "lottery",
-            f"control_rounds must come with controls, got {[*control_rounds]} without",
-            f"add {' or '.join(CONTROLS)}",
-        )
-    if mode not in _MODES:
-        raise ConfigError("lottery", f"mode must be auto, max or min, got {mode!r}")
-    if quality not in _QUALITIES:
-        raise ConfigError("lottery", f"quality must be last or best, got {quality!r}")
+        told = f"control_rounds must come with controls, got {[*control_rounds]} without"
+        raise ConfigError("lottery", told, f"add {' or '.join(CONTROLS)}")
+    for name, value, known in (("mode", mode, get_args(Mode)), ("quality", quality, get_args(Quality))):
+        if value not in known:
+            raise ConfigError("lottery", f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {value!r}")

@@ -56,8 +56,7 @@ class ShortRunConfig(TechniqueConfig):
     folder: str = option(help="all that the run writes")
     eval_batches: int = option(help="batches of a validation at most; 0: all")
     seed: int = option(help="added to the seed of the script's random numbers; 0 leaves them alone")
-    tell: int = option(help="file descriptor that a byte is written to at the end of a turn")
-    turns: int = option(help="file descriptor that a byte is read from before a turn")
+    turns: int = option(help="socket that a byte is written to at the end of a turn, and read from before the next")
 
     @property
     def output(self) -> str:
@@ -165,7 +164,7 @@ class ShortRun(Technique):
         self._aside, self._started = 0.0, time.perf_counter()
 
     def _wait(self) -> None:
-        os.write(self.config.tell, b".")
+        os.write(self.config.turns, b".")
         if not os.read(self.config.turns, 1):
             os._exit(1)  # whoever tries is gone
 
@@ -200,10 +199,8 @@ def _peak_memory() -> int | None:
         return torch.cuda.max_memory_allocated()
     if not _STATUS.exists():
         return None
-    status = _STATUS.read_text(encoding="ascii")
-    kilobytes = {name: re.search(rf"{name}:\s+(\d+)", status) for name in ("VmHWM", "RssFile")}
-    peak, mapped = kilobytes["VmHWM"], kilobytes["RssFile"]
-    return None if peak is None or mapped is None else 1024 * (int(peak[1]) - int(mapped[1]))
+    kilobytes = dict(re.findall(r"^(VmHWM|RssFile):\s+(\d+)", _STATUS.read_text(encoding="ascii"), flags=re.MULTILINE))
+    return 1024 * (int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"])) if len(kilobytes) == 2 else None
 
 
 def _sizes(model: Path) -> tuple[int, int]:
@@ -224,11 +221,8 @@ def shorten_script() -> None:
     from shared_core.front_ends.finding import front_ends
     from shared_core.runs.command import run_script
 
-    turns = os.dup(0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
     register(ShortRun, ShortRunConfig)
-    config = ShortRunConfig(**json.loads(os.environ.pop(VARIABLE)), turns=turns)
+    config = ShortRunConfig(**json.loads(os.environ.pop(VARIABLE)))
     recipe, *arguments = sys.argv[1:]
     try:
         wanted = Recipe.from_yaml(Path(recipe)).merged(Recipe({KEY: config}))

@@ -57,7 +57,7 @@ class Stage:
 def plan_stages(
     command: TrainingCommand,
     *,
-    teacher: str | None = None,
+    teacher: Path | str | None = None,
     students: Sequence[str] = (),
     generations: int | None = None,
     options: Mapping[str, Sequence[Any]] | None = None,
@@ -80,56 +80,41 @@ def plan_stages(
         >>> [stage.teacher for stage in plan_stages(command, generations=3)]
         [None, 'stage-1', 'stage-2']
     """
-    if (generations is None) == (not students):
-        raise ConfigError("chain", "one of students and generations must be given", "students a b, or generations 3")
-    if generations is not None and (isinstance(generations, bool) or generations < 1):
-        raise ConfigError("chain", f"generations must be at least 1, got {generations!r}")
+    _check(command, teacher, students, generations)
     names: list[str | None] = list(students) or [None] * (generations or 0)
-    if teacher is None and len(names) == 1:
-        raise ConfigError("chain", "one stage must have a teacher, got none", "give it, or another stage")
-    _check_signs(command, names, teacher)
-    teachers = [None if teacher is None else _checked_teacher(teacher)]
+    teachers = [None if teacher is None else _checked_teacher(str(teacher))]
     teachers += [f"stage-{number}" for number in range(1, len(names))]
     # One value for all stages, or one a stage that has a teacher: without a first teacher, one stage less has one.
-    by_stage = _by_stage(command, options or {}, len(names) - (teacher is None))
-    if teacher is None:
-        by_stage = [{}, *by_stage]
-    stages = [
-        Stage(number, student, learns_from, {**command.flags, **own})
-        for number, (student, learns_from, own) in enumerate(zip(names, teachers, by_stage, strict=True), 1)
-    ]
+    own = _by_stage(command, options or {}, len(names) - (teacher is None))
+    own = own if teacher is not None else [{}, *own]
+    stages = [Stage(number, *one, {**command.flags, **own[number - 1]}) for number, one in
+              enumerate(zip(names, teachers, strict=True), 1)]  # fmt: skip
     for stage in stages:  # every recipe is built once now, so that a wrong option does not cost a training
         if "distill" in stage.recipe(None):
-            raise ConfigError(
-                "chain", "eff_recipe must have no distill section", "give its options as flags, --distill_…"
-            )
+            told = "eff_recipe must have no distill section"
+            raise ConfigError("chain", told, "give its options as flags, --distill_…")
         stage.recipe(stage.teacher)
     return stages
 
 
-def _check_signs(command: TrainingCommand, names: Sequence[str | None], teacher: str | None) -> None:
+def _check(command: TrainingCommand, teacher: object, students: Sequence[str], generations: int | None) -> None:
+    number = len(students) or generations
     rules = (
-        (
-            not command.uses("{out}"),
-            "command must contain {out}, the stage's folder, got none",
-            "write it where the script takes its output folder: --output_dir {out}",
-        ),
-        (
-            len(set(names)) > 1 and not command.uses("{student}"),
-            "command must contain {student}, else every stage trains the same one",
-            "write it where the script takes the model: --model_name_or_path {student}",
-        ),
-        (
-            names[0] is None and command.uses("{student}"),
-            "command must not contain {student} with generations",
-            "name students instead",
-        ),
-        (
-            teacher is None and command.uses("{teacher}"),
-            "command must not contain {teacher} where the first stage has none",
-            "give the teacher",
-        ),
-    )
+        ((generations is None) == (not students), "one of students and generations must be given",
+         "students a b, or generations 3"),
+        (generations is not None and (isinstance(generations, bool) or generations < 1),
+         f"generations must be at least 1, got {generations!r}", ""),
+        (teacher is None and number == 1, "one stage must have a teacher, got none", "give it, or another stage"),
+        (not command.uses("{out}"), "command must contain {out}, the stage's folder, got none",
+         "write it where the script takes its output folder: --output_dir {out}"),
+        (len({*students}) > 1 and not command.uses("{student}"),
+         "command must contain {student}, else every stage trains the same one",
+         "write it where the script takes the model: --model_name_or_path {student}"),
+        (not students and command.uses("{student}"), "command must not contain {student} with generations",
+         "name students instead"),
+        (teacher is None and command.uses("{teacher}"),
+         "command must not contain {teacher} where the first stage has none", "give the teacher"),
+    )  # fmt: skip
     for is_broken, rule, remedy in rules:
         if is_broken:
             raise ConfigError("chain", rule, remedy)
@@ -138,7 +123,7 @@ def _check_signs(command: TrainingCommand, names: Sequence[str | None], teacher:
 def _checked_teacher(name: str) -> str:
     """Return the first teacher, where it lies on disk by its absolute path and, of a run's folder, the model in it."""
     found = []
-    for part in (part.strip() for part in name.split(",")):
+    for part in map(str.strip, name.split(",")):
         # A moving average is of the same run: it cannot be a stage's first teacher.
         if part == EMA:
             raise ConfigError("chain", "teacher must be a model that is there, got ema", "the first may go without one")
@@ -146,25 +131,19 @@ def _checked_teacher(name: str) -> str:
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix and not path.is_dir():
             raise CheckpointError("chain", f"teacher must be a cached one that exists, got {part!r}")
-        if not path.exists():
-            if _looks_like_path(part):
-                raise CheckpointError("chain", f"teacher must be an existing model or a Hub name, got {part!r}")
-            found.append(part)
-            continue
-        if not prefix:
+        if not path.exists() and _looks_like_path(part):
+            raise CheckpointError("chain", f"teacher must be an existing model or a Hub name, got {part!r}")
+        if path.exists() and not prefix:
             path = find_model(path) if path.is_dir() else path
             open_ingredient(path).close()
-        found.append(f"{prefix}{path.resolve()}")
+        found.append(f"{prefix}{path.resolve()}" if path.exists() else part)
     return ",".join(found)
 
 
 def _looks_like_path(name: str) -> bool:
     folder, slash, _ = name.rpartition("/")
-    return (
-        name.startswith((".", "~"))
-        or name.endswith((".ckpt", ".safetensors"))
-        or (bool(slash) and ("/" in folder or Path(folder or "/").is_dir()))
-    )
+    is_path = name.startswith((".", "~")) or name.endswith((".ckpt", ".safetensors"))
+    return is_path or (bool(slash) and ("/" in folder or Path(folder or "/").is_dir()))
 
 
 def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], taught: int) -> list[dict[str, Any]]:
@@ -175,11 +154,8 @@ def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], ta
         if f"{_DISTILL}{name}" in command.flags:
             raise ConfigError("chain", f"distill_{name} must be given once, got it before and after --")
         if len(values) not in (1, taught):
-            raise ConfigError(
-                "chain",
-                f"distill_{name} must have one value, or one for each of the {taught} stages with a teacher, got "
-                f"{len(values)}",
-            )
+            told = f"must have one value, or one for each of the {taught} stages with a teacher, got {len(values)}"
+            raise ConfigError("chain", f"distill_{name} {told}")
     return [
         {f"{_DISTILL}{name}": values[index if len(values) > 1 else 0] for name, values in options.items()}
         for index in range(taught)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+import contextlib
 import subprocess
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError
-from shared_core.runs.command import TrainingCommand
-from shared_core.runs.executors import Executor
+from shared_core.runs.executors import Run
 
 _LAST_LINES = 15
 _POLL_SECONDS = 0.1
@@ -31,39 +29,19 @@ class RunError(TrainingError):
         self.exit_code = exit_code
 
 
+@dataclass
 class StartedRun:
-    """A run that was started.
+    """A run that was started."""
 
-    Args:
-        name: Of the run, for errors.
-        command: The training.
-        recipe: What it trains with.
-        file: Where the recipe is written to.
-        stands_for: What signs in the command stand for.
-        log: The file that its output is added to.
-        executor: Starts it.
-        variables: Further ones of its environment.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: TrainingCommand,
-        recipe: Recipe,
-        file: Path,
-        stands_for: Mapping[str, str],
-        log: Path,
-        executor: Executor,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self._name, self._command, self._log = name, command, log
-        self._seen = log.stat().st_size if log.exists() else 0
-        arguments, needed = command.with_recipe(recipe, file, stands_for)
-        self._run = executor.start(arguments, {**(variables or {}), **needed}, log)
-
-    def stop(self) -> None:
-        """Stop it."""
-        self._run.kill()
+    name: str
+    """Of who asks and of the run, for errors."""
+    command: str
+    """What trains, for errors."""
+    run: Run
+    log: Path
+    """The file that its output is added to."""
+    shown: int
+    """Bytes of the log that were shown, or are of an earlier try."""
 
     def finish(self, output: BinaryIO | None = None) -> None:
         """Wait for its end, and show what it writes into its log meanwhile.
@@ -72,36 +50,28 @@ class StartedRun:
             RunError: If it failed.
         """
         try:
-            code = self._follow(output)
+            while (code := self.run.poll()) is None:
+                self._show(output)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.run.wait(_POLL_SECONDS)
+            self._show(output)
         except BaseException:
-            self.stop()
+            self.run.kill()
             raise
         if code:
+            text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+            lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
             raise RunError(
-                f"{self._command.where}: {self._name} must end well, but `{shlex.join(self._command.arguments)}` ended "
-                f"with exit code {code}; see {self._log}. Started again, it goes on from here. The last lines:\n"
-                f"{_last_lines(self._log)}",
+                f"{self.name} must end well, but `{self.command}` ended with exit code {code}; see {self.log}. "
+                "Started again, it goes on from here. The last lines:\n"
+                + "\n".join(f"  {line}" for line in lines[-_LAST_LINES:]),
                 code if code > 0 else 128 - code,
             )
 
-    def _follow(self, output: BinaryIO | None) -> int:
-        while True:
-            code = self._run.poll()  # before reading: what was written last must be shown
-            if output is not None and self._log.exists():
-                with self._log.open("rb") as log:
-                    log.seek(self._seen)
-                    output.write(log.read())
-                    output.flush()
-                    self._seen = log.tell()
-            if code is not None:
-                return code
-            try:
-                self._run.wait(_POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
-
-
-def _last_lines(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
-    return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])
+    def _show(self, output: BinaryIO | None) -> None:
+        if output is not None and self.log.exists():
+            with self.log.open("rb") as log:
+                log.seek(self.shown)
+                output.write(log.read())
+                output.flush()
+                self.shown = log.tell()

@@ -85,19 +85,15 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
     """
     # From the least to the most telling: later ones take the place of earlier figures of the same name.
     found = figures(receipt.get("validation", {}))
-    last: int | None = None
+    last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None
     checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
-    if checkpoint:
-        last = _steps(checkpoint)
-    elif model.name.startswith("checkpoint-"):
-        last = int(model.name.removeprefix("checkpoint-"))
+    last = _steps(checkpoint) if checkpoint else last
     for file in folder.rglob("metrics.csv"):
         with file.open(newline="", encoding="utf-8") as rows:
             found |= _up_to(last, map(_numbers, csv.DictReader(rows)))
     state = next(filter(None, map(_state, (model, folder, *reversed(_checkpoints(folder))))), {})
     found |= _up_to(last, state.get("log_history", ()))
-    monitor = _monitor(checkpoint)
-    if monitor:
+    if monitor := _monitor(checkpoint):
         is_best = Path(str(monitor.get("best_model_path"))).resolve() == model.resolve()
         score = monitor.get("best_model_score" if is_best else "current_score")
         found |= figures({monitor["monitor"]: score})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
-import select
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,7 @@ from shared_core.runs.short_run import RESULT_FILE, VARIABLE
 PLAIN, ALL = "plain", "all together"
 _WHERE = "eff try"
 _CHILD = "from shared_core.runs.short_run import shorten_script; shorten_script()"
-_FOLDERS = ("output_dir", "logging_dir", "project_dir", "default_root_dir")
+_FOLDER = re.compile(r"^(--(?:output|logging|project|default[-_]root)[-_]dir=).*", re.DOTALL)
 _BLOCKS = 40
 _POLL_SECONDS = 0.5
 
@@ -40,19 +42,11 @@ def without_output(arguments: Sequence[str], folder: str) -> list[str]:
         >>> without_output(["train.py", "--output_dir", "runs/a", "--lr", "0.1", "--logging-dir=b"], "/tmp/x")
         ['train.py', '--output_dir', '/tmp/x', '--lr', '0.1', '--logging-dir=/tmp/x']
     """
-    replaced, before = [], ""
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if _names_folder(before) and not argument.startswith("--"):
-            replaced.append(folder)
-        else:
-            replaced.append(f"{name}={folder}" if equals and _names_folder(name) else argument)
-        before = argument
+    replaced = [_FOLDER.sub(lambda flag: flag[1] + folder, argument) for argument in arguments]
+    for number, (name, value) in enumerate(itertools.pairwise(arguments), 1):
+        if "=" not in name and _FOLDER.match(f"{name}=") and not value.startswith("--"):
+            replaced[number] = folder
     return replaced
-
-
-def _names_folder(flag: str) -> bool:
-    return flag.startswith("--") and flag.removeprefix("--").replace("-", "_") in _FOLDERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,52 +162,48 @@ class TryOut:
         log = self.folder / "logs" / f"{number + 1}-{place}-{name.replace(' ', '-')}.log"
         log.unlink(missing_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder)).resolve()
-        output = str(scratch / "output")
-        told, tell = os.pipe()
+        output, (ours, theirs) = str(scratch / "output"), socket.socketpair()
         plan = {
             "steps": self.steps, "block": self.block, "folder": str(scratch), "eval_batches": self._eval_batches,
-            "seed": number, "tell": tell,
+            "seed": number, "turns": theirs.fileno(),
         }  # fmt: skip
         command = dataclasses.replace(self._command, arguments=tuple(without_output(self._command.arguments, output)))
-        try:
-            arguments, variables = command.with_recipe(
-                self.variants.get(name, Recipe({})), scratch / "recipe.yaml", {"{out}": output}, _CHILD
-            )
-            executor = LocalExecutor(_WHERE, tell, stdin=subprocess.PIPE, start_new_session=True)
-            run = _Run(executor.start(arguments, {**variables, VARIABLE: json.dumps(plan)}, log), told, scratch, log)
-            os.close(tell)
-            tell = -1
-            try:
-                yield run
-            finally:
-                run.end()
-        finally:
-            os.close(told)
-            if tell >= 0:
-                os.close(tell)
-            shutil.rmtree(scratch, ignore_errors=True)
+        executor = LocalExecutor(_WHERE, theirs.fileno(), start_new_session=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+            stack.enter_context(ours)
+            with theirs:
+                recipe = self.variants.get(name, Recipe({}))
+                arguments, variables = command.with_recipe(recipe, scratch / "recipe.yaml", {"{out}": output}, _CHILD)
+                process = executor.start(arguments, {**variables, VARIABLE: json.dumps(plan)}, log)
+            run = _Run(process, ours, scratch, log)
+            stack.callback(run.end)
+            yield run
 
 
 class _Run:
     """A process that trains when it is its turn."""
 
-    def __init__(self, process: subprocess.Popen[bytes], told: int, scratch: Path, log: Path) -> None:
-        self._process, self._told, self._scratch, self.log = process, told, scratch, log
+    def __init__(self, process: subprocess.Popen[bytes], turns: socket.socket, scratch: Path, log: Path) -> None:
+        self._process, self._turns, self._scratch, self.log = process, turns, scratch, log
+        turns.settimeout(_POLL_SECONDS)
 
     def wait(self) -> bool:
         """Return whether the turn ended and another may follow, once it has; else the process has ended."""
-        while not select.select([self._told], [], [], _POLL_SECONDS)[0]:
-            # not its end of the pipe alone: workers of a loader hold that too
-            if self._process.poll() is not None:
+        while True:
+            try:
+                return bool(self._turns.recv(1))
+            except TimeoutError:
+                # not its end of the socket alone: workers of a loader hold that too
+                if self._process.poll() is not None:
+                    return False
+            except ConnectionError:
                 return False
-        return bool(os.read(self._told, 1))
 
     def go(self) -> None:
         """Begin its next turn."""
-        stream: Any = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            stream.write(b".")
-            stream.flush()
+        with contextlib.suppress(ConnectionError):
+            self._turns.send(b".")
 
     def result(self) -> dict[str, Any]:
         """Return what the process wrote, or how it ended."""
@@ -235,9 +225,6 @@ class _Run:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
 
 
 def _take_turns(runs: list[_Run]) -> Iterator[int]:

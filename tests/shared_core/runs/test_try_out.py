@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import socket
 import statistics
 from pathlib import Path
 
@@ -133,16 +133,15 @@ def test_flags_that_name_an_output_folder_name_another():
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A short run in this process, whose turns have all been given."""
-    turns, give = os.pipe()
-    told, tell = os.pipe()
-    os.write(give, b"." * 100)
-    options = {"steps": 8, "block": 2, "folder": str(tmp_path), "eval_batches": 0, "seed": 3, "tell": tell}
+    ours, theirs = socket.socketpair()
+    ours.send(b"." * 100)
+    options = {"steps": 8, "block": 2, "folder": str(tmp_path), "eval_batches": 0, "seed": 3}
     monkeypatch.setattr(short_run.os, "_exit", lambda code: None)
     register(ShortRun, ShortRunConfig)
-    yield Recipe.from_dict({KEY: {**options, "turns": turns}}), told
+    yield Recipe.from_dict({KEY: {**options, "turns": theirs.fileno()}}), ours
     REGISTRY.remove(KEY)
-    for end in (turns, give, told, tell):
-        os.close(end)
+    ours.close()
+    theirs.close()
 
 
 def train(recipe):
@@ -170,7 +169,7 @@ def test_a_measured_run_trains_what_it_would_without_and_tells_each_turn(measure
     recipe, told = measured
     weights, session, losses = train(recipe)
     assert torch.equal(weights["weight"], train(Recipe({}))[0]["weight"])
-    assert os.read(told, 100) == b"....."  # before the first step, and behind each of four blocks
+    assert told.recv(100) == b"....."  # before the first step, and behind each of four blocks
     metrics = {"eval_loss": 0.5, "eval_runtime": 3.0}
     short_run_of(session).conclude(session, lambda: metrics, lambda place: save_file(weights, place))
     found = json.loads((tmp_path / RESULT_FILE).read_text())
