@@ -15,7 +15,6 @@ from shared_core.errors import CheckpointError
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
 
-_STATE = "trainer_state.json"
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -120,20 +119,20 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """Return what a JSON file holds; nothing where it is none, or another's that holds something else."""
-    with contextlib.suppress(CheckpointError):
-        return read_object(file)
-    return {}
-
-
 def _checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    return _object(folder / _STATE)
+    return _object(folder / "trainer_state.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where it is none, or another's that holds something else."""
+    with contextlib.suppress(CheckpointError):
+        return read_object(file)
+    return {}
 
 
 def _steps(checkpoint: Any) -> int:
