@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
-from shared_core.files.atomic import make_folder
 from shared_core.files.journal import write_object
 from shared_core.lottery_ticket.ticket import Ticket, read_ticket, write_ticket
 
@@ -32,7 +31,10 @@ class RunFolder:
         Raises:
             CheckpointError: If that cannot be.
         """
-        make_folder(self._path)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError("lottery", f"out must be a folder that can be made, got {error}") from error
 
     def check_unfinished(self) -> None:
         """Refuse to train into the folder of a run that is finished.
