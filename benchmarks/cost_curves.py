@@ -73,8 +73,8 @@ def after_step(parameters: int, recipe: dict[str, Any]) -> float:
         parameter.grad = torch.randn_like(parameter)
 
     def step() -> None:
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
 
     return milliseconds(step)
 
@@ -88,9 +88,9 @@ def held(parameters: int, recipe: dict[str, Any], steps: int = 2, dtype: torch.d
         session, optimizer = begun(model, options, momentum=0.9)
         for _ in range(steps):
             session.loss(model(torch.ones(1, model[0].in_features, dtype=dtype)).float().square().mean()).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
         return live_tensor_bytes() - before
 

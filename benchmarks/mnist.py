@@ -126,9 +126,9 @@ def train(
     for images, labels in batches:
         optimizer.zero_grad()
         session.loss(F.cross_entropy(model(images), labels)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         schedule.step()
     session.finish()
     model.eval()

@@ -6,7 +6,7 @@ from pathlib import Path
 from shared_core.cli.compat import distributed_markdown, pairs_markdown
 from shared_core.cli.flags import markdown as flags
 from shared_core.cli.formats import markdown as formats
-from shared_core.engine.metrics import markdown as logged
+from shared_core.engine.logged_figures import markdown as logged
 
 DOCS = Path(__file__).resolve().parent
 TABLES = {

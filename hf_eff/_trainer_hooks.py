@@ -47,7 +47,8 @@ from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fit_to, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError, TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -185,8 +186,8 @@ class SessionCallback(TrainerCallback):
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._before_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": functools.partial(self._within, "evaluating"),
-            "predict": functools.partial(self._within, "evaluating"),
+            "evaluate": self._evaluate,
+            "predict": self._evaluate,
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._save_model,
             "_save": self._save,
@@ -524,7 +525,7 @@ class SessionCallback(TrainerCallback):
             self._complete = True
             # Techniques look at gradients: they must not be a loss scale's multiple of themselves, which changes.
             self._scale.unscale()
-            self.session.before_optimizer_step()
+            self.session.before_step()
         return method(*args, **kwargs)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -542,7 +543,7 @@ class SessionCallback(TrainerCallback):
         self._complete = True
         lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
         with lent:
-            self.session.before_optimizer_step()
+            self.session.before_step()
         self._follow()
         return method(*args, **kwargs)
 
@@ -591,8 +592,8 @@ class SessionCallback(TrainerCallback):
                 "switch loss_scale on (kind: dynamic) to hold it too"
             )
         if skipped:
-            self.session.skipped_optimizer_step()
-        elif not self.session.after_optimizer_step():
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
         self._follow()
@@ -605,14 +606,14 @@ class SessionCallback(TrainerCallback):
 
     # --- evaluation, saving, logging
 
-    def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with getattr(self.session, what)():
+    def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.session.swapped("evaluate"):
             return method(*args, **kwargs)
 
     def _save_checkpoint(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         trainer, session = self._trainer, self.session
-        with session.saving():
-            # Inside `saving`: on every process, as sharded state is gathered by all.
+        with session.swapped("checkpoint"):
+            # Inside `swapped`: on every process, as sharded state is gathered by all.
             save_whole(trainer, method, *args, **kwargs)
         for adapter in self._asked:
             adapter.saved(args[1])
@@ -631,7 +632,7 @@ class SessionCallback(TrainerCallback):
         is_complete = not _internal_call and trainer.args.should_save and session.has_begun
         with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
             try:
-                with session.saving(baked=not _internal_call):
+                with session.swapped("checkpoint" if _internal_call else "export"):
                     method(output_dir, _internal_call)
                     if is_complete:
                         write_deployment(folder, session.deployment())

@@ -33,7 +33,8 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fits, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits, loading
 from shared_core.engine.state_file import load_state, rng_state, save_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, TrainingError
@@ -233,10 +234,9 @@ class AcceleratedLoop(ScriptLoop):
 
     def _place_scaler(self) -> None:
         """Give accelerate the scaler of a technique that has one, before it prepares the optimizer."""
-        for technique in self.session.techniques.values():
-            if (scaler := technique.make_scaler(self.accelerator.device.type)) is not None:
-                self.accelerator.scaler = scaler
-                self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
+        if (scaler := self.session.make_scaler(self.accelerator.device.type)) is not None:
+            self.accelerator.scaler = scaler
+            self.accelerator.native_amp |= self.accelerator.mixed_precision == "fp16"
 
     def with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what accelerate prepared, the first loader with batches of a technique that draws them.
@@ -372,7 +372,7 @@ class AcceleratedLoop(ScriptLoop):
         if self.is_live and self.accelerator.sync_gradients and not self.is_complete:
             self.is_complete = True
             self._scale.unscale()
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def _clip(self, method: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         self._complete()
@@ -407,8 +407,8 @@ class AcceleratedLoop(ScriptLoop):
         self.is_complete, self.micro_batches = False, 0
         is_hidden = self._scale.hid_a_skip()
         if is_hidden or self.optimizer.step_was_skipped:
-            self.session.skipped_optimizer_step()
-        elif not self.session.after_optimizer_step():
+            self.session.after_step(applied=False)
+        elif not self.session.after_step():
             self.optimizer._is_overflow = self._is_discarded = True  # the scheduler must not move
         if self._is_done:
             self.session.join_buffers()  # here, as one process alone may ask for the finished model
@@ -418,7 +418,7 @@ class AcceleratedLoop(ScriptLoop):
         if self.accelerator.sync_gradients and not self._is_checkpointing:
             if self.is_complete and self.is_live:
                 self._scale.hid_a_skip()
-                self.session.skipped_optimizer_step()
+                self.session.after_step(applied=False)
             self.is_complete, self.micro_batches = False, 0
 
     # --- the state beside accelerate's own
@@ -433,7 +433,7 @@ class AcceleratedLoop(ScriptLoop):
         if not self.session.is_attached:
             return method(*args, **kwargs)
         self._begin()
-        with self._checkpointing(), self.training_weights(), self.session.saving():
+        with self._checkpointing(), self.training_weights(), self.session.swapped("checkpoint"):
             return method(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -510,7 +510,7 @@ class AcceleratedLoop(ScriptLoop):
 
     @contextlib.contextmanager
     def _saving_baked(self) -> Iterator[None]:
-        with self.training_weights(), self.session.saving(baked=True) if self.is_live else contextlib.nullcontext():
+        with self.training_weights(), self.session.swapped("export") if self.is_live else contextlib.nullcontext():
             yield
 
     def _save_model(

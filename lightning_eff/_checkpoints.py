@@ -29,7 +29,8 @@ from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import fill_parameters_, is_sharded
 from shared_core.engine.claims import Where
-from shared_core.engine.session import Session, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import loading
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -342,7 +343,7 @@ class Recount:
         final, context = self._module.state_dict(), self._session.context
         # Sharded weights are not compared; ranges that are estimated again at the end show in no weight.
         alone = any(map(is_sharded, final.values())) or (
-            context is not None and any(one.wants_batches(context) for one in self._session.techniques.values())
+            context is not None and any(plan.looks_at_batches for plan in context.plans.values())
         )
         for path, (step, is_final) in self._files.items():
             if not path.exists():

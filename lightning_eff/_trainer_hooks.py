@@ -26,10 +26,11 @@ from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
-from shared_core.engine.metrics import is_in_bar
+from shared_core.engine.logged_figures import is_in_bar
 from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fit_to
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to
 from shared_core.errors import CompatibilityError, EffError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -87,16 +88,16 @@ class WatchedSteps:
         # Manual optimisation steps when it likes: only automatic steps are expected once a window.
         window_ended = not self._trainer.fit_loop._should_accumulate()
         automatic = self._trainer.lightning_module.automatic_optimization
-        # A discarded step was told by `after_optimizer_step` already.
+        # A discarded step was told by `after_step` already.
         if automatic and window_ended and self._tried and not (self._applied or self._discarded):
-            self._session.skipped_optimizer_step()
+            self._session.after_step(applied=False)
         return window_ended
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # An epoch of Lightning's SWA steps without gradients, and torch for states that it saves.
         if self._trainer.fit_loop._skip_backward or self._session.is_saving:
             return
-        self._applied = self._session.after_optimizer_step()
+        self._applied = self._session.after_step()
         self._discarded = not self._applied
 
     def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -392,7 +393,7 @@ class EffCallback(Callback):
         # SWA's last epoch updates BatchNorm only: no backward, no step.
         if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
             self._steps.before_step()
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a skipped step; log figures when the Trainer logs; now and then look whether steps come as planned."""
@@ -432,7 +433,7 @@ class EffCallback(Callback):
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         # In `saving`: state of shards is gathered by all processes, also by those that write nothing.
-        with self._session.saving():
+        with self._session.swapped("checkpoint"):
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
         if self._recount is not None:

@@ -19,7 +19,8 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import rank_states
 from shared_core.engine.model_guards import wrapped_by_user
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session, fits, loading
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fits, loading
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
@@ -171,8 +172,7 @@ class FabricLoop(ScriptLoop):
         self._precision = fabric.strategy.precision
         self._precision.convert_module(self.inner)  # now: techniques must see the type that is trained
         self.session = Session(recipe, front_end="fabric", services=FabricServices(self))
-        made = [technique.make_scaler(fabric.device.type) for technique in self.session.techniques.values()]
-        self._scaler = next((scaler for scaler in made if scaler is not None), None)
+        self._scaler = self.session.make_scaler(fabric.device.type)
         """That of a technique, in the place of the one that Fabric's precision may have."""
         self._own_scaler = getattr(self._precision, "scaler", None)
         self.session.attach_with(self.inner, [optimizer], environment)
@@ -283,7 +283,7 @@ class FabricLoop(ScriptLoop):
         if not self.is_complete:
             self.is_complete = True
             self._precision.unscale_gradients(self._optimizer)
-            self.session.before_optimizer_step()
+            self.session.before_step()
 
     def _clip(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._complete()
@@ -321,9 +321,9 @@ class FabricLoop(ScriptLoop):
         self.micro_batches = 0
         session = self.session
         if self._has_stepped:
-            session.after_optimizer_step()
+            session.after_step()
         else:  # its scaler found an overflow
-            session.skipped_optimizer_step()
+            session.after_step(applied=False)
         if session.step + session.skipped >= self.total_steps:
             self.finish()
         return result
@@ -331,7 +331,7 @@ class FabricLoop(ScriptLoop):
     def _drop_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count a step that was prepared for and not made as skipped."""
         if self.is_complete:
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         if self.micro_batches:
             self.is_complete = self._is_unscaled = False
             self.micro_batches = 0
@@ -356,7 +356,7 @@ class FabricLoop(ScriptLoop):
         if _KEY in state:
             raise ConfigError("fabric", f"state must not have a key {_KEY!r}, which is the techniques'", "rename it")
         self._begin()
-        with self.training_weights(), self.session.saving():
+        with self.training_weights(), self.session.swapped("checkpoint"):
             return method(path, {_KEY: _SavedState(self), **state}, *args, **kwargs)
 
     def _check_saved(self, path: Path, key: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shared_core.cli.compat import distributed_markdown, pairs_markdown
 from shared_core.cli.flags import markdown
-from shared_core.engine import metrics as logged_figures
+from shared_core.engine import logged_figures
 from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -169,10 +169,10 @@ def training_step(at: At, recipe: str) -> Case:
                 loss = model(x).float().square().mean()
             scaler.scale(session.loss(loss)).backward()
             scaler.unscale_(optimizer)
-            session.before_optimizer_step()
+            session.before_step()
             scaler.step(optimizer)
             scaler.update()
-            session.after_optimizer_step()
+            session.after_step()
             return loss
 
         return step
@@ -231,9 +231,9 @@ def narrow_step(at: At, recipe: str) -> Case:
             with torch.autocast(at.device.type, torch.bfloat16):
                 loss = model(x).float().square().mean()
             session.loss(loss).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             return loss.detach()
 
         return step

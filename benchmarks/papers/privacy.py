@@ -69,9 +69,9 @@ def run(seed: int, target: float, data: tuple[Batch, Batch], quick: bool) -> dic
     for _ in range(epochs):
         for inputs, wanted in loader:
             session.loss(F.cross_entropy(model(inputs), wanted)).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
             falls.step()
     session.finish()

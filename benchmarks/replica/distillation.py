@@ -62,9 +62,9 @@ class Experiment:
             # images without a label, -100, have no task loss; the teacher judges them all the same
             task = F.cross_entropy(model(augment(images, generator) if anew else images), labels)
             session.loss(task).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             schedule.step()
         session.finish()
         return model.eval()

@@ -156,17 +156,17 @@ def train(seed: int, steps: int, recipe: dict[str, Any], prepare: str = "bf16") 
         (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is not None:
             scaler.unscale_(optimizer)
-        session.before_optimizer_step()
+        session.before_step()
         if scaler is None:
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             continue
         scaler.step(optimizer)
         scaler.update()
-        (session.skipped_optimizer_step if scaler.last_step_skipped else session.after_optimizer_step)()
+        session.after_step(applied=not scaler.last_step_skipped)
     model.eval()
     starts = torch.linspace(0, len(validation) - LENGTH - 1, VALIDATION).long()
-    with torch.no_grad(), session.evaluating():
+    with torch.no_grad(), session.swapped("evaluate"):
         parts = [loss_of(model, *sequences(validation, part), bf16).item() for part in starts.split(64)]
     report = session.techniques["fp8"].report() if "fp8" in session.techniques else {"layers": 0}
     return {"loss": mean(parts), "layers": report["layers"], "inner_layers": len(names), "skipped": session.skipped}

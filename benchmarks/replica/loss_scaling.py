@@ -150,7 +150,7 @@ class Training:
         counts = recount.counts() if recount is not None else (0, 0)
         if self.session is not None:
             self.scaler.unscale_(self.optimizer)
-            self.session.before_optimizer_step()
+            self.session.before_step()
         elif due:
             self.probe.measure(step)
         if due and self.probe.step == step:
@@ -163,9 +163,9 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.session is not None and self.scaler.last_step_skipped:
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         elif self.session is not None:
-            self.session.after_optimizer_step()
+            self.session.after_step()
 
 
 def share(counts: list[tuple[int, int]]) -> float:

@@ -117,9 +117,9 @@ class Experiment:
         smallest, at_smallest = math.inf, model
         for step, (images, labels) in enumerate(self.batches, 1):
             F.cross_entropy(model(images), labels).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
             if step % self.every == 0 or step == len(self.batches):
                 with torch.no_grad():

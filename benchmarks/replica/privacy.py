@@ -75,9 +75,9 @@ class Training:
         for _ in range(self.epochs):
             for inputs, wanted in loader:
                 session.loss(F.cross_entropy(model(inputs), wanted)).backward()
-                session.before_optimizer_step()
+                session.before_step()
                 optimizer.step()
-                session.after_optimizer_step()
+                session.after_step()
                 optimizer.zero_grad()
         told = technique.report()
         session.finish()

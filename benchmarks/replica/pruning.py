@@ -92,9 +92,9 @@ class Experiment:
         for images, labels in self.batches:
             optimizer.zero_grad()
             session.loss(F.cross_entropy(model(images), labels)).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             schedule.step()
         session.finish()
         with torch.no_grad():

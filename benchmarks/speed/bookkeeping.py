@@ -120,10 +120,10 @@ class PlainLoop:
         return nanoseconds / 1e9
 
     def _before_step(self) -> None:
-        self._session.before_optimizer_step()
+        self._session.before_step()
 
     def _after_step(self) -> None:
-        self._session.after_optimizer_step()
+        self._session.after_step()
 
     def host_reads(self) -> int:
         """Return how often the verbs of a step wait for what the device computes."""

@@ -64,9 +64,9 @@ def quantized(model: nn.Module, *x: Tensor) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     session.begin([optimizer], total_steps=1)
     session.loss(model(*x).square().mean()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     return model.eval()
 
 

@@ -83,10 +83,10 @@ class Loop:
     def step(self) -> None:
         self.model(self._tokens).float().square().mean().backward()
         if self._session:
-            self._session.before_optimizer_step()
+            self._session.before_step()
         self._optimizer.step()
         if self._session:
-            self._session.after_optimizer_step()
+            self._session.after_step()
         self._optimizer.zero_grad()
 
 

@@ -78,9 +78,9 @@ def steps(make: Callable[[], nn.Module], inputs: Tensor) -> dict[str, Callable[[
 
     def ours() -> None:
         session.loss(cross_entropy(model(inputs), labels)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
     torch.manual_seed(0)

@@ -100,14 +100,14 @@ def step_of(
             loss = session.loss(loss)
         loss.backward()
         if session is not None:
-            session.before_optimizer_step()
+            session.before_step()
         if one_pass:
             torch._foreach_mul_([gradient for p in model.parameters() if (gradient := p.grad) is not None], 0.999)
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if session is not None:
-            session.after_optimizer_step()
+            session.after_step()
 
     return step
 

@@ -37,8 +37,8 @@ def main() -> None:
         if update == "first":
             session.begin([optimizer], total_steps=1)
         else:
-            session.before_optimizer_step()
-            session.after_optimizer_step()
+            session.before_step()
+            session.after_step()
         seconds.append(time.process_time() - start)
     numel = LAYERS * width**2
     zeros = sum(int((weight == 0).sum()) for weight in model.parameters())

@@ -76,9 +76,9 @@ def step_of(
     def step() -> None:
         optimizer.zero_grad()
         session.loss(forward(inputs).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
 
     return step
 

@@ -122,9 +122,9 @@ def measure(recipe: dict[str, Any], strategy: str) -> dict[str, float]:
         with Sent(dist.get_world_size() if dist.is_initialized() else 1) as sent:
             loss = session.loss(nn.functional.cross_entropy(wrapped(tokens).flatten(0, 1), tokens.flatten()))
             loss.backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
         optimizer.zero_grad()
         counted.append(sent.bytes)
     del loss, tokens

@@ -60,7 +60,7 @@ def update(width: int, layers: int, rounds: int) -> Row:
     peer = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
     technique, context = WeightAverage(AverageConfig(kind="ema", warmup=False)), Context(model=model, step=1)
     variants = {
-        "ours": lambda: technique.after_optimizer_step(context),
+        "ours": lambda: technique.after_step(context, True),
         "torch": lambda: peer.update_parameters(model),
     }
     times = interleaved(variants, rounds=rounds, calls=5, warmup=2)

@@ -32,7 +32,7 @@ class GradientNoise(Technique):
     config: GradientNoiseConfig
     deviation, num_noised = 0.0, 0
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Add noise to complete gradients, before they are clipped."""
         self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
         for parameter in context.model.parameters():
@@ -41,9 +41,9 @@ class GradientNoise(Technique):
                 # the whole noise is drawn on every rank; FSDP2 holds a part of the gradient
                 local_part(parameter.grad).add_(part_of(noise.to(parameter.device), parameter.grad))
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Count the step; one that a scaler skipped does not come here."""
-        self.num_noised += 1
+        self.num_noised += applied
 
     def metrics(self) -> dict[str, float]:
         """Return what the progress bar and the logger show."""

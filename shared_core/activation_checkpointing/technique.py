@@ -16,7 +16,7 @@ from shared_core.activation_checkpointing.memory_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, Tally, apply_segments
 from shared_core.engine.model_guards import refuse_scripted
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
 
@@ -35,7 +35,7 @@ class ActivationCheckpointing(Technique):
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=1)
         >>> session.loss(net(torch.ones(2, 4)).sum()).backward()
-        >>> session.before_optimizer_step()
+        >>> session.before_step()
         >>> session.techniques["checkpointing"].report()["recomputations"]
         2
     """
@@ -68,9 +68,9 @@ class ActivationCheckpointing(Technique):
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the blocks that are wrapped."""
-        return self.handle.blocks if self.handle else {}
+    def plan(self, context: Context) -> Plan:
+        """Return that the blocks must stay: their forwards are wrapped."""
+        return Plan(guards=self.handle.blocks if self.handle else {})
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the blocks that are wrapped, or from which a budget will choose."""
@@ -99,7 +99,7 @@ class ActivationCheckpointing(Technique):
         if self._budget is not None and self._model is not None and self._model.training and torch.is_grad_enabled():
             self._budget.before_forward()
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Refuse to go on as if memory were saved when backward recomputed nothing."""
         if not context.has_gradients:  # every micro-batch was left out: the next step shows
             if self._budget is not None:

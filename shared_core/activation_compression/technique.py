@@ -13,7 +13,7 @@ from shared_core.activation_compression.config import ActivationsConfig
 from shared_core.activation_compression.host_offload import CudaLane, HostMover
 from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.preview import Ability
+from shared_core.engine.plan import Ability
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -37,7 +37,7 @@ class ActivationCompression(Technique):
         >>> with session.forward():
         ...     loss = model(torch.randn(32, 8)).square().mean()
         >>> loss.backward()
-        >>> session.before_optimizer_step()
+        >>> session.before_step()
         >>> session.techniques["activations"].report()["kinds"]["bitmap"]["tensors"]
         1
     """
@@ -101,7 +101,7 @@ class ActivationCompression(Technique):
             self._mover.start()
         return Packing(Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on))
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Look once whether anything was packed, and rounded where that was asked for.
 
         Raises:
@@ -131,7 +131,7 @@ class ActivationCompression(Technique):
                 "inputs alone",
             )
         # Once is enough, and `report` counts on.
-        context.done_with(self.before_optimizer_step)
+        context.done_with(self.before_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far into its step the run is, and what was counted."""

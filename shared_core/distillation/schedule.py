@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared_core.config.training_time import ParsedPosition, parse_position
 from shared_core.distillation.config import DistillConfig
-from shared_core.engine.preview import Event
+from shared_core.engine.plan import Event
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 

@@ -39,8 +39,8 @@ from shared_core.distillation.schedule import Schedule
 from shared_core.distillation.task_gradient import TaskLoss
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
 from shared_core.engine.micro_batches import StepMeans
-from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
@@ -344,12 +344,6 @@ class Distillation(Technique):
         if self._peers is not None:
             self._peers.one_by_one(clip)
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """The gradients of this step are of no use to anyone."""
-        self._means.close()
-        if self._peers is not None:
-            self._peers.drop_gradients()
-
     def write(self, folder: Path) -> None:
         """Write the other students' weights; the student is the user's model."""
         if self._peers is not None:
@@ -357,29 +351,30 @@ class Distillation(Technique):
 
     # -- events
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Let hooks and an average follow; raise `TrainingError` if no loss of the run had a soft term in it."""
+        self._means.close()
+        if not applied:
+            if self._peers is not None:
+                self._peers.drop_gradients()
+            return
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
         # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
             raise TrainingError(
                 "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
             )
-        self._means.close()
         # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Release the last batch."""
-        self._forget_batch()
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold an average that is sharded in whole, so that saving needs no other process."""
-        teachers = self._comparison.teachers if self._comparison is not None else None
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Release the last batch for a validation; for a file hold a sharded average whole."""
+        if purpose == "evaluate":
+            self._forget_batch()
+        teachers = None if purpose == "evaluate" or self._comparison is None else self._comparison.teachers
         if teachers is not None:
             teachers.gather()
         try:
@@ -389,6 +384,10 @@ class Distillation(Technique):
                 teachers.release()
 
     # -- saved state
+
+    def plan(self, context: Context) -> Plan:
+        """Return when the soft term joins the loss, and when it leaves."""
+        return Plan(Schedule.resolved(self.config, context).events())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
@@ -432,10 +431,6 @@ class Distillation(Technique):
         """Return what is distilled."""
         student = self._find_student(model)
         return Touched.modules({self.config.student or type(model).__name__: student}, what="student")
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return when the soft term joins the loss, and when it leaves."""
-        return Schedule.resolved(self.config, context).events()
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:

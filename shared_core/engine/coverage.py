@@ -19,7 +19,7 @@ from shared_core.modules.matching import named_by, own_class, plain_name
 
 if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
-    from shared_core.engine.preview import Touched
+    from shared_core.engine.plan import Touched
     from shared_core.engine.technique import Technique
 
 ENOUGH = 0.5

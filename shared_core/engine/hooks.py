@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,31 +48,19 @@ class Hooks:
         )
         self.loss: Calls[[Tensor, Context], Tensor] = _own([(key, one.loss) for key, one in pairs], Technique.loss)
         # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
-        self.before_optimizer_step: Calls[[Context], None] = _own(
+        self.before_step: Calls[[Context], None] = _own(
             [
-                (key, one.before_optimizer_step)
+                (key, one.before_step)
                 # sorted is stable: False comes first, so private ones are first, the others keep their order.
                 for key, one in sorted(pairs, key=lambda pair: not pair[1].makes_gradients_private)
             ],
-            Technique.before_optimizer_step,
+            Technique.before_step,
         )
-        self.after_optimizer_step: Calls[[Context], None] = _own(
-            [(key, one.after_optimizer_step) for key, one in pairs], Technique.after_optimizer_step
+        self.after_step: Calls[[Context, bool], None] = _own(
+            [(key, one.after_step) for key, one in pairs], Technique.after_step
         )
-        self.skipped_optimizer_step: Calls[[Context], None] = _own(
-            [(key, one.skipped_optimizer_step) for key, one in pairs], Technique.skipped_optimizer_step
-        )
-        self.evaluating: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
-            [(key, one.evaluating) for key, one in pairs], Technique.evaluating
-        )
-        self.evaluated: Calls[[Context, Mapping[str, float | Tensor]], None] = _own(
-            [(key, one.evaluated) for key, one in pairs], Technique.evaluated
-        )
-        self.saving: Calls[[Context, bool], contextlib.AbstractContextManager[None]] = _own(
-            [(key, one.saving) for key, one in pairs], Technique.saving
-        )
-        self.weights_replaced: Calls[[Context], None] = _own(
-            [(key, one.weights_replaced) for key, one in pairs], Technique.weights_replaced
+        self.swapped: Calls[[Context, Purpose], contextlib.AbstractContextManager[None]] = _own(
+            [(key, one.swapped) for key, one in pairs], Technique.swapped
         )
 
     def leave_out(self, method: Callable[..., Any]) -> None:

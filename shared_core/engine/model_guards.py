@@ -17,8 +17,9 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.errors import CompatibilityError, TrainingError
 
 if TYPE_CHECKING:
+    from shared_core.engine.plan import Plan
     from shared_core.engine.session import Session
-    from shared_core.engine.technique import Context, Technique
+    from shared_core.engine.technique import Context
 
 # Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
 # singular values), Adafactor (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (scales of blocks) do.
@@ -69,19 +70,19 @@ def _others(session: Session, model: nn.Module) -> Iterator[Session]:
             yield other
 
 
-def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> None:
+def refuse_changed(plans: Mapping[str, Plan], context: Context) -> None:
     """Refuse a model of which something was replaced or unfrozen: a technique would work on what is left over.
 
     Args:
-        techniques: By their keys.
+        plans: Of the techniques, by their keys.
         context: With the model.
 
     Raises:
         TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
     """
-    held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
+    held = [(key, *one) for key, plan in plans.items() for one in plan.guards.items()]
     for key, name, value in held:
-        if techniques[key].holds_frozen and isinstance(value, Tensor) and value.requires_grad:
+        if plans[key].keeps_frozen and isinstance(value, Tensor) and value.requires_grad:
             raise TrainingError(
                 key,
                 f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",

@@ -19,14 +19,18 @@ from torch.utils.data import DataLoader
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.collectives import all_finite, broadcast_, local_part, world_size
+from shared_core.distributed.collectives import broadcast_, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
-from shared_core.engine import claims, compatibility, coverage, model_guards, preview
+from shared_core.engine import claims, compatibility, coverage, model_guards
 from shared_core.engine.claims import Where
-from shared_core.engine.expert_use import ExpertUse
 from shared_core.engine.hooks import Calls, Hooks, P
-from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.observers.ending import Ending, not_finite_note
+from shared_core.engine.observers.expert_use import ExpertUse
+from shared_core.engine.observers.history import History
+from shared_core.engine.observers.pace import Pace
+from shared_core.engine.observers.step_watch import StepWatch
+from shared_core.engine.observers.validation import Validation
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import (
     OptimizerParameters,
@@ -37,110 +41,25 @@ from shared_core.engine.optimizer_parameters import (
     unheld_note,
     untrained_modules,
 )
-from shared_core.engine.preflight import check_all, reported_names
-from shared_core.engine.receipt import Receipt, environment, figures
+from shared_core.engine.protocols import (
+    Bakes,
+    Deploys,
+    DrawsBatches,
+    LeavesUnheld,
+    LooksFirst,
+    MakesScaler,
+    PreparesOptimizer,
+    SeesMetrics,
+    TrainsPeers,
+    offering,
+)
+from shared_core.engine.receipt import Receipt, environment
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
-from shared_core.engine.step_watch import StepWatch
-from shared_core.engine.technique import BareServices, Context, Services, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, EffError, ReceiptError, TrainingError
+from shared_core.engine.session_state import reading, restore, state_of, unstepped
+from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
+from shared_core.errors import CompatibilityError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
-
-
-def _state_of(
-    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History,
-    experts: ExpertUse,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the state as plain values and tensors."""
-    return {
-        "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
-        "generator": context.generator.get_state(), "history": history.state_dict(),
-        "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
-        "buffers": context.left_out.changed(), "experts": experts.state_dict(),
-    }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _reading(key: str) -> Iterator[None]:
-    """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
-
-    Raises:
-        CheckpointError: If reading fails, other than for want of memory or of a file, or with an error of ours.
-    """
-    try:
-        yield
-    except (EffError, OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a damaged state holds any value, and a reader may do anything with it
-        raise CheckpointError(
-            "resume",
-            f"checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is damaged or "
-            "of another version, or this error is a bug",
-            "go on from another checkpoint",
-        ) from error
-
-
-def _restore(
-    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History,
-    experts: ExpertUse,
-) -> tuple[Mapping[str, Any], int]:  # fmt: skip
-    """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
-
-    Raises:
-        CheckpointError: If the state is not a session's.
-    """
-    with _reading("session"):
-        saved, recipe = dict(state["techniques"]), dict(state["recipe"])
-        step, skipped = int(state["step"]), int(state["skipped"])
-        if step < 0 or skipped < 0:
-            raise ValueError(f"step {step}, skipped {skipped}")
-        context.generator.set_state(state["generator"])
-        history.load_state_dict(state.get("history", {}))
-        context.left_out.put_back(state.get("buffers", {}))
-        experts.load_state_dict(state.get("experts", {}))
-    context.step = step
-    _refuse_foreign(saved, techniques)
-    for key, technique in techniques.items():
-        if key in saved:
-            with _reading(key):
-                technique.load_state_dict(saved[key])
-    return recipe, skipped
-
-
-def _refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
-    for key in techniques.keys() - saved.keys():
-        if why := techniques[key].config.own_checkpoints:
-            raise CheckpointError(key, f"checkpoint must be of a run with {key}, got one without, {why[0]}", why[1])
-
-
-@contextlib.contextmanager
-def _unstepped(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Surround saving: an optimizer of shards that has not stepped yet is not stepped by it.
-
-    torch.distributed.checkpoint (2.13) steps one that has neither state nor gradients, with a rate and gradients of 0,
-    so that the file has states. Adam would count that step in its bias correction, in this run and in a resumed one. So
-    the file gets a count of 0, and the optimizer no state.
-    """
-
-    def count_none(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for state in optimizer.state.values():
-            if "step" in state:
-                state["step"] *= 0
-
-    fresh = [
-        optimizer
-        for optimizer in optimizers
-        if any(is_sharded(value) for group in optimizer.param_groups for value in group["params"])
-        and not optimizer.state
-    ]
-    handles = [optimizer.register_step_post_hook(count_none) for optimizer in fresh]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for optimizer in fresh:
-            optimizer.state.clear()
 
 
 def _layers_in_parts(model: nn.Module) -> set[str]:
@@ -165,9 +84,9 @@ class Session:
         >>> session.begin([optimizer], total_steps=3)
         >>> for _ in range(3):
         ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         >>> session.finish()
         >>> int((model.weight == 0).sum())
@@ -187,7 +106,7 @@ class Session:
         }
         self.context: Context | None = None
         self._run = object()
-        self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
+        self._eval_depth, self._seconds = 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
         self.loader: DataLoader[Any] | None = None
         """The DataLoader to read in `training`; None if `training` was given none."""
@@ -203,15 +122,10 @@ class Session:
         self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
-        self._planned: dict[str, list[preview.Event]] = {}
-        self._final_unreached: dict[str, str] | None = None
-        self._furthest, self._early_skips = (0, 0), 0
         self._joined: tuple[int, int] | None = None
-        self._validated: tuple[int, dict[str, float]] | None = None
-        self._final_evaluation: dict[str, float] = {}
-        self._tells_of_best = self._is_on_plan = True
-        self._experts = ExpertUse()
-        self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
+        self._steps, self._experts, self._history = StepWatch(), ExpertUse(), History()
+        self._pace, self._validation, self._ending = Pace(), Validation(), Ending()
+        self._means = MicroBatchMeans()
         self._claims: claims.Claims = {}
         self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
 
@@ -244,6 +158,11 @@ class Session:
     def step(self) -> int:
         """Applied optimizer steps so far."""
         return self.context.step if self.context else 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped or discarded so far."""
+        return self.context.skipped if self.context else 0
 
     def join(self, recipe: Recipe) -> None:
         """Add techniques before `attach`: callbacks given one by one share one session.
@@ -285,12 +204,11 @@ class Session:
         model_guards.refuse_second_session(self, model)
         # Keys as the user's model has them, to compare saved ones with.
         self._plain = PlainKeys(model)
-        context = Context(model, self._front_end, self._services, resumed=resumed or {})
+        context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
-        context.weights_replaced = functools.partial(self._weights_replaced, context)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         attached: list[Technique] = []
         reduced = model_guards.trained_in_ddp(model)
@@ -303,8 +221,8 @@ class Session:
         # model.
         # Whatever default device the script has set, or Lightning sets around configure_model.
         with torch.device("cpu"):
-            for technique in self.techniques.values():
-                technique.before_attach(model, context)
+            for _, looking in offering(self.techniques, LooksFirst):
+                looking.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
                 attached.append(technique)
@@ -327,8 +245,8 @@ class Session:
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
-        for technique in self.techniques.values():
-            technique.prepare_optimizers(context)
+        for _, preparing in offering(self.techniques, PreparesOptimizer):
+            preparing.prepare_optimizers(context)
 
     def begin(
         self,
@@ -370,7 +288,7 @@ class Session:
         context.left_out.mark()
         self._refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, technique in self.techniques.items() if technique.acts_on_gradients), "")
+        acting = next((key for key, plan in context.ask_plans().items() if plan.acts_on_gradients), "")
         if self._parameters is not None and self._parameters.adds:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
@@ -389,10 +307,10 @@ class Session:
         context = self._attached("begin_again")
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
-            reading = _reading(key) if key in self._restored else contextlib.nullcontext()
-            with self._timed(key), reading, torch.device("cpu"):
+            guard = reading(key) if key in self._restored else contextlib.nullcontext()
+            with self._timed(key), guard, torch.device("cpu"):
+                context.plans[key] = technique.plan(context)  # first: a later technique goes by it
                 technique.begin(context)
-            self._planned[key] = technique.timeline(context)
         if self.techniques:
             forget_compiled()
 
@@ -407,9 +325,9 @@ class Session:
         # Before techniques take out what they added to them.
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
-        for key, technique in self.techniques.items():
+        for key, leaving in offering(self.techniques, LeavesUnheld):
             with self._timed(key), torch.device("cpu"):
-                technique.leave_unheld(context.model, context)
+                leaving.leave_unheld(context.model, context)
         self._counted = dataclasses.replace(self._counted, unheld=places)
         self._measure_coverage(context.model, allow_partial=self.recipe.allow_partial)
         self.note(told)
@@ -421,7 +339,7 @@ class Session:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
         remedy = getattr(context.services, "lacks_batches", "")
         replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, one in self.techniques.items() if one.wants_batches(context)]
+        wanting = [key for key, plan in context.ask_plans().items() if plan.looks_at_batches]
         if remedy and replacing and wanting:
             raise CompatibilityError(
                 wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
@@ -495,9 +413,9 @@ class Session:
             ...         with session.forward():
             ...             loss = session.loss(model(torch.ones(2, 8)).square().mean())
             ...         loss.backward()
-            ...         session.before_optimizer_step()
+            ...         session.before_step()
             ...         optimizer.step()
-            ...         _ = session.after_optimizer_step()
+            ...         _ = session.after_step()
             ...         optimizer.zero_grad()
             >>> int((model.weight == 0).sum())
             16
@@ -523,13 +441,23 @@ class Session:
     @property
     def draws_batches(self) -> bool:
         """True if a technique draws the training batches; then call `draw` before `begin`."""
-        return any(technique.draws_batches for technique in self.techniques.values())
+        return bool(offering(self.techniques, DrawsBatches))
 
     def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on: the script's, or that of a technique; see `Technique.loader`."""
-        for technique in self.techniques.values():
-            loader = technique.loader(loader, accumulate, batch_size, **more)
+        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
+        for _, drawing in offering(self.techniques, DrawsBatches):
+            loader = drawing.loader(loader, accumulate, batch_size, **more)
         return loader
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        made = [one.make_scaler(device) for _, one in offering(self.techniques, MakesScaler)]
+        return next((scaler for scaler in made if scaler is not None), None)
+
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The models that techniques train beside the script's, by its optimizer."""
+        return [peer for _, one in offering(self.techniques, TrainsPeers) for peer in one.peers]
 
     @property
     def needs_forward(self) -> bool:
@@ -539,7 +467,7 @@ class Session:
     @property
     def needs_gradients(self) -> bool:
         """True while a technique has work before optimizer steps."""
-        return bool(self._hooks.before_optimizer_step)
+        return bool(self._hooks.before_step)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
@@ -593,15 +521,15 @@ class Session:
         self._steps.mark()
         return task_loss
 
-    def before_optimizer_step(self) -> None:
+    def before_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
         self._tell_counts(self._means.close())
-        context = self._attached("before_optimizer_step")
+        context = self._attached("before_step")
         self._steps.before_step()
         context.takes_gradients_in_backward = bool(self._steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
-        self._call(self._hooks.before_optimizer_step)
+        self._call(self._hooks.before_step)
         if context.discard_step:
             if name := self._steps.inside_backward:
                 raise TrainingError(
@@ -621,19 +549,27 @@ class Session:
                 f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
             )
 
-    def after_optimizer_step(self) -> bool:
-        """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
-        context = self._attached("after_optimizer_step")
-        # The step did happen in the trainer's eyes, with no gradients.
-        if context.discard_step:
-            self.skipped_optimizer_step()
-            return False
-        self._steps.after_step()
-        context.step += 1
-        if context.is_beyond_plan:
-            self._tell_beyond_plan(context)
-        self._call(self._hooks.after_optimizer_step)
-        return True
+    def after_step(self, applied: bool = True) -> bool:
+        """Tell that the optimizer stepped; return whether the step counts: a discarded one does not.
+
+        Args:
+            applied: False if a scaler skipped it.
+
+        Raises:
+            TrainingError: If another optimizer made the step.
+        """
+        context = self._attached("after_step")
+        # A discarded step did happen in the trainer's eyes, with no gradients.
+        applied, context.discard_step = applied and not context.discard_step, False
+        self._steps.after_step(skipped=not applied)
+        if applied:
+            context.step += 1
+            if context.is_beyond_plan:
+                self._tell_beyond_plan(context)
+        else:
+            context.skipped += 1
+        self._call(self._hooks.after_step, applied)
+        return applied
 
     def _tell_beyond_plan(self, context: Context) -> None:
         self.note(
@@ -641,21 +577,34 @@ class Session:
             "everything without an end of its own continues"
         )
 
-    def skipped_optimizer_step(self) -> None:
-        """An optimizer step was skipped (overflow): nothing advances."""
-        self._steps.after_step(skipped=True)
-        self.skipped += 1
-        self._call(self._hooks.skipped_optimizer_step)
-        self._attached("skipped_optimizer_step").discard_step = False
-
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Surround validation; re-entrant, and undone by an exception too."""
-        self.before_eval()
-        try:
+    def swapped(self, purpose: Purpose) -> Iterator[None]:
+        """Surround a validation or saving, on every process: the model holds what is evaluated or saved.
+
+        Of nested calls for one purpose, or for two kinds of files, the outermost counts.
+
+        Args:
+            purpose: ``"evaluate"``; ``"checkpoint"``, weights to go on from; ``"export"``, what the user gets.
+        """
+        if purpose == "evaluate":
+            self.before_eval()
+            try:
+                yield
+            finally:
+                self.after_eval()
+            return
+        if self._is_saving:
             yield
+            return
+        self._is_saving = True
+        try:
+            self._refuse_changed()
+            self._experts.join()
+            optimizers = self.context.optimizers if self.context else ()
+            with unstepped(optimizers), self._entered(purpose):
+                yield
         finally:
-            self.after_eval()
+            self._is_saving = False
 
     def before_eval(self) -> None:
         """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
@@ -663,7 +612,7 @@ class Session:
         if self._eval_depth == 1:
             # Once a validation, not once a step: it walks through the model.
             self._refuse_changed()
-            self._evaluation = self._entered(self._hooks.evaluating)
+            self._evaluation = self._entered("evaluate")
 
     def after_eval(self) -> None:
         """Validation ended; without a matching `before_eval` nothing happens."""
@@ -673,136 +622,49 @@ class Session:
         if self._eval_depth == 0:
             self._evaluation.close()
 
-    @contextlib.contextmanager
-    def saving(self, *, baked: bool = False) -> Iterator[None]:
-        """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
-        if self._is_saving:
-            yield
-            return
-        self._is_saving = True
-        try:
-            self._refuse_changed()
-            self._experts.join()
-            optimizers = self.context.optimizers if self.context else ()
-            with _unstepped(optimizers), self._entered(self._hooks.saving, baked):
-                yield
-        finally:
-            self._is_saving = False
-
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
-        """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
-
-        Args:
-            done: The share of the run's data that was trained on, by which the trainer will end the run.
-            stops_as_planned: Whether it also ends after the planned number of steps.
-        """
-        context = self._attached("look_ahead")
-        total = context.total_steps or 0
-        expected, applied = done * total, self.step
-        if done < 0.25:
-            self._early_skips = self.skipped  # a loss scale that is too large at first soon fits
-        if not self._is_on_plan or expected < 10:
-            return
-        counted = float(applied + self._early_skips)
-        counted = min(counted, expected) if stops_as_planned else counted
-        # 10 % and a step: rounding of the last window, a few skips.
-        if abs(counted - expected) <= 0.1 * expected + 1:
-            return
-        self._is_on_plan, end = False, round(applied / done)
-        never = "; ".join(f"{key}: {what} (step {step})" for key, step, what in self._events_after(end))
-        self.note(
-            f"OPTIMIZER STEPS DO NOT COME AS PLANNED: {applied} were applied where {expected:.0f} were planned; at "
-            f"this rate the run ends after {end} of {total}" + (f", before {never}" if never else "") + ". Positions "
-            "stay where they are: give them as numbers of steps, or the trainer its true number of steps"
-        )
-
-    def _events_after(self, step: int) -> list[tuple[str, int, str]]:
-        told = [(key, at, what) for key, events in self._planned.items() for at, what in events if at is not None]
-        return [event for event in told if event[1] > step]
+        """Say once that optimizer steps come at another rate than planned; see `Pace.look_ahead`."""
+        self._pace.look_ahead(self._attached("look_ahead"), done, stops_as_planned=stops_as_planned)
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
         if self.context is not None and self._begun and not self._finished:
-            # Several validations of one step (one a data set) add up.
-            before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
-            self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
-        self._call(self._hooks.evaluated, metrics)
+            self._validation.saw(self.context, metrics)
+            for key, seeing in offering(self.techniques, SeesMetrics):
+                with self._timed(key):
+                    seeing.evaluated(self.context, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Check at the start, by one evaluated batch, that evaluation will report what is needed.
-
-        Where the user's evaluation fails on so little data, a note says that its first run will tell. Nothing is
-        evaluated in a resumed run, or where nothing needs it.
+        """Check at the start that evaluation reports what the recipe, and `also` (metrics by option), need.
 
         Args:
-            evaluate: Evaluates one batch and leaves no trace; returns the names of the metrics, on every process.
+            evaluate: As in `Validation.preflight`.
             also: Metrics that the trainer needs itself, by option.
 
         Raises:
             ConfigError: If one is not reported.
         """
         wanted = {**self.recipe.needed_metrics(), **(also or {})}
-        if not wanted or self.step:
-            return
-        names, reason = reported_names(evaluate)
-        if names is not None:
-            check_all(wanted, names)
-            return
-        self.note(
-            f"whether evaluation reports {', '.join(sorted(set(wanted.values())))} is only known after its first run: "
-            f"one batch could not be evaluated at the start ({reason})"
-        )
+        self._validation.preflight(self._attached("preflight"), wanted, evaluate)
 
     @property
     def is_validated(self) -> bool:
         """Whether the user's last validation saw the model as it is now."""
-        return bool(
-            self.context and not self.context.unvalidated and self._validated and self._validated[0] == self.step
-        )
+        return self.context is not None and self._validation.is_current(self.context)
 
     def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
-        """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
-
-        Args:
-            evaluate: Returns the metrics of the weights of now, on every process.
-            anew: Whether steps of training after the last validation count, too.
-        """
-        if self.context is not None and (self.context.unvalidated or (anew and not self.is_validated)):
-            self._final_evaluation = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
-            told = ", ".join(f"{name} {value:.6g}" for name, value in self._final_evaluation.items())
-            self.note(f"the final model was evaluated after its last change: {told}")
-
-    @property
-    def furthest_step(self) -> int:
-        """Steps applied in this run; `step` is behind where the best checkpoint was loaded at its end."""
-        return self._furthest_place[0]
-
-    @property
-    def _furthest_place(self) -> tuple[int, int]:
-        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
-        return max(self._furthest, (self.step, self.skipped))
+        """Evaluate the finished model where no validation has seen it; see `Validation.of_final`."""
+        if self.context is not None:
+            self._validation.of_final(self.context, evaluate, after_steps=anew)
 
     def unreached(self) -> dict[str, str]:
-        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`.
-
-        After the run it is what the final model does not hold.
-        """
-        if self._final_unreached is not None:
-            return dict(self._final_unreached)
-        if self.context is None or not self._begun:
-            return {}
-        told = {key: technique.unreached(self.context) for key, technique in self.techniques.items()}
-        return {key: text for key, text in told.items() if text is not None}
+        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`."""
+        return self._ending.unreached(self.context) if self.context is not None and self._begun else {}
 
     def may_be_best(self) -> bool:
-        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
-        unreached = self.unreached()
-        if unreached and self._tells_of_best:
-            self._tells_of_best = False
-            so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
-            self.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
-        return not unreached
+        """Return whether the weights of now hold what was asked for: others do not compete for the best."""
+        return self.context is None or not self._begun or self._ending.may_be_best(self.context)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing.
@@ -817,11 +679,10 @@ class Session:
             self.settle_optimizers()
             self._refuse_changed()
             self.join_buffers()
-            # Before techniques finish: afterwards nothing tells what they did not reach.
-            self._final_unreached = self.unreached()
             self._experts.join()
             self._tell_counts(self._means.differing())
-            self._tell_end(self.context)
+            self._ending.tell(self.context)
+            self.note(self._experts.told())
             # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
@@ -832,7 +693,7 @@ class Session:
             claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
             self._claims = claims.settled(claimed, self.context.model)
-            self._tell_not_finite(self.context.model)
+            self.note(not_finite_note(self.context.model))
         elif self.recipe:
             self.note(
                 f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
@@ -860,34 +721,6 @@ class Session:
         for name, buffer in context.model.named_buffers():
             if name not in own and not (buffer.is_meta or is_sharded(buffer) or buffer.dtype == torch.bool):
                 broadcast_(buffer)
-
-    def _tell_end(self, context: Context) -> None:
-        planned, (applied, skipped) = context.total_steps, self._furthest_place
-        is_short = planned is not None and applied + skipped < planned
-        ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
-        unreached = self.unreached()
-        for key, text in unreached.items():
-            self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
-        for key, step, what in self._events_after(applied):
-            if key not in unreached:
-                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
-        if is_short or (planned is not None and applied > planned):
-            self.note(f"steps: {applied} were applied, {planned} were planned")
-        if experts := self._experts.told():
-            self.note(experts)
-
-    def _tell_not_finite(self, model: nn.Module) -> None:
-        """Say that the trained weights, or this process's part of them, hold NaN or infinity."""
-        parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
-        held = {
-            name: part
-            for name, part in parts.items()
-            # float8 (1 byte) and other libraries' packed tensors have no norm
-            if part.is_floating_point() and part.itemsize > 1 and part.layout == torch.strided and type(part) is Tensor
-        }
-        if not all_finite(held.values()):
-            wrong = next(name for name, value in held.items() if not all_finite([value]))
-            self.note(f"WEIGHTS ARE NOT FINITE, such as {wrong}: training diverged, or a callback wrote into them")
 
     def claims_of(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""
@@ -953,7 +786,8 @@ class Session:
             return baked
         # As `finish` would, on tensors: what one technique bakes the next one sees.
         for key in in_order(self.techniques, "finish"):
-            baked = self.techniques[key].bake(baked)
+            if isinstance(baking := self.techniques[key], Bakes):
+                baked = baking.bake(baked)
         # Nobody gets a file that the plain model cannot load.
         if self._plain is not None:
             self._plain.check(baked)
@@ -961,12 +795,12 @@ class Session:
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
-        return {key: values for key, technique in self.techniques.items() if (values := technique.deployment())}
+        return {key: values for key, one in offering(self.techniques, Deploys) if (values := one.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return _state_of(context, self.techniques, self.recipe, self.skipped, self._history, self._experts)
+        return state_of(context, self.recipe, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
@@ -974,12 +808,13 @@ class Session:
         Raises:
             CheckpointError: If the state is not a session's.
         """
-        context, self._furthest = self._attached("load_state_dict"), self._furthest_place
-        recipe, self.skipped = _restore(state, context, self.techniques, self._history, self._experts)
+        context = self._attached("load_state_dict")
+        context.reached = context.furthest
+        recipe = restore(state, context, self._history, self._experts)
         self._restored = {*state["techniques"]}
-        # Weights of a checkpoint are others than those that were last validated.
-        context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
-        with _reading("session"):
+        if self._begun:
+            self._validation.restored(context)
+        with reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
         for change in changes:
@@ -992,11 +827,11 @@ class Session:
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
-        with _reading("session"):
+        with reading("session"):
             found = dict(state)
         for name, window in self._attached("load_window_state").windows.items():
             if name in found:
-                with _reading(name):
+                with reading(name):
                     window.load_window_state(found[name])
 
     def metrics(self) -> dict[str, float]:
@@ -1006,15 +841,15 @@ class Session:
         return self._history.logged(self.step, metrics)
 
     def note(self, text: str) -> None:
-        """Tell the user one line now, and keep it for the receipt; the same line only once."""
-        if text not in self.notes:
+        """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""
+        if text and text not in self.notes:
             self.notes.append(text)
             self._services.say(f"efftrain: {text}")
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        planned, (applied, skipped) = self.context and self.context.total_steps, self._furthest_place
-        last_seen = self._validated if self.is_validated else None
+        planned = self.context and self.context.total_steps
+        applied, skipped = self.context.furthest if self.context else (0, 0)
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
@@ -1026,23 +861,18 @@ class Session:
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
                 "unreached": self.unreached(),
-                "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
+                "final_evaluation": self._validation.finals(self.context),
                 "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
                 "experts_without_tokens": self._experts.without_tokens(),
                 **self._history.told(),
                 "notes": list(self.notes),
             },
-            [technique.write for technique in self.techniques.values()] if self._begun else (),
+            [one.write for _, one in offering(self.techniques, TrainsPeers)] if self._begun else (),
             self._run,
         )
 
     def _reports(self) -> dict[str, Any]:
         return {key: technique.report() for key, technique in self.techniques.items()}
-
-    def _weights_replaced(self, context: Context) -> None:
-        context.project()
-        for _, weights_replaced in self._hooks.weights_replaced:
-            weights_replaced(context)
 
     def _weights_moved(self, context: Context) -> None:
         reshard_(context.model)
@@ -1057,7 +887,7 @@ class Session:
         # not in every step: to go through a model takes long
         if self._begun and not self._finished:
             context = self._attached("begin")
-            model_guards.refuse_changed(self.techniques, context)
+            model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):
                 self.note(joined)
 
@@ -1068,19 +898,14 @@ class Session:
                 hook(self.context, *args, **kwargs)
                 self._seconds[key] += time.perf_counter() - start
 
-    def _entered(
-        self,
-        hooks: Calls[Concatenate[Context, P], contextlib.AbstractContextManager[None]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> contextlib.ExitStack:
-        """Return what leaves the contexts of all hooks, entered; those before one that raises are left."""
+    def _entered(self, purpose: Purpose) -> contextlib.ExitStack:
+        """Return what leaves the `swapped` of all techniques, entered; those before one that raises are left."""
         # pop_all only if all were entered: with an error, those that were are left.
         with contextlib.ExitStack() as stack:
             if self._begun and not self._finished and self.context is not None:
-                for key, hook in hooks:
+                for key, hook in self._hooks.swapped:
                     # Made outside of the time that is counted: calling a context manager's function does nothing yet.
-                    surrounding = hook(self.context, *args, **kwargs)
+                    surrounding = hook(self.context, purpose)
                     with self._timed(key):
                         surrounding.__enter__()
                     stack.push(functools.partial(self._left, key, surrounding))
@@ -1097,60 +922,3 @@ class Session:
             yield
         finally:
             self._seconds[key] += time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def loading(session: Session) -> Iterator[None]:
-    """Surround the loading of plain weights by a trainer that goes by the parameters' names, as torch does under FSDP2.
-
-    Args:
-        session: Attached; its own state is loaded afterwards.
-    """
-    with contextlib.ExitStack() as stack:
-        if session.context is not None:
-            for technique in session.techniques.values():
-                stack.enter_context(technique.loading(session.context.model))
-        yield
-
-
-def fits(session: Session, state: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's weights have the structure that the model has now.
-
-    Args:
-        session: Attached, not begun.
-        state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
-
-    Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
-    """
-    with _reading("session"):
-        saved: Mapping[str, Any] = dict(state.get("techniques", {}))
-    for key in REGISTRY.keys() & saved.keys() - session.techniques.keys():
-        if structure := REGISTRY[key].config_class.saved_structure:
-            raise CheckpointError(
-                "resume", f"recipe must keep {key}, {structure[0]}, got none", f"keep it, or {structure[1]}"
-            )
-    _refuse_foreign(saved, session.techniques)
-    if session.context is None:
-        return True
-    with _reading("session"):
-        return all(technique.fits(saved.get(key, {})) for key, technique in session.techniques.items())
-
-
-def fit_to(session: Session, state: Mapping[str, Any], run_environment: Iterable[str]) -> None:
-    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
-
-    Args:
-        session: Attached, not begun.
-        state: As in `fits`.
-        run_environment: As in `Session.attach`.
-
-    Raises:
-        CheckpointError: If a technique cannot go on from this checkpoint.
-    """
-    if fits(session, state) or session.context is None:
-        return
-    model = session.context.model
-    # Structure before weights: layers are put in as the checkpoint has them, then loaded.
-    session.detach()
-    session.attach(model, run_environment, state["techniques"])

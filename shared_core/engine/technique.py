@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,15 @@ from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
 from shared_core.engine.claims import Claim
 from shared_core.engine.model_guards import is_element_wise
+from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.preview import Ability, Event, Touched
-from shared_core.engine.unsaved_buffers import LeftOutBuffers
+from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.protocols import FollowsWeights, offering
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import buffers_restored
 from shared_core.printing import printable
+
+Purpose = Literal["evaluate", "checkpoint", "export"]
 
 
 @dataclass(frozen=True)
@@ -196,14 +199,16 @@ class Context:
     """The shapes of the parameters of each module, before techniques attached."""
     step: int = 0
     """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
+    skipped: int = 0
+    """Steps that were skipped or discarded."""
+    reached: tuple[int, int] = (0, 0)
+    """Steps applied and skipped before an earlier state was loaded."""
     total_steps: int | None = None
     steps_per_epoch: StepsPerEpoch | None = None
     clips_gradients: bool = True
     """Whether the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
-    weights_replaced: Callable[[], None] = lambda: None
-    """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
     note: Callable[[str], None] = lambda text: None
@@ -231,13 +236,14 @@ class Context:
     """Keeps optimizers that have modes from moving weights that are not theirs: a technique that puts others into the
     model calls `hold` before, and `release` once the weights are back."""
     discard_step: bool = False
-    """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
+    """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
-    first_usable_step: int = 0
-    """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
-    Techniques raise it in `begin` with ``max``."""
+    techniques: Mapping[str, Technique] = field(default_factory=dict)
+    """All of the recipe, by key, in the order of composition."""
+    plans: dict[str, Plan] = field(default_factory=dict)
+    """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
     unvalidated: bool = False
     """Whether the model holds what no validation of the user's has seen: a technique sets it where it puts in other
     weights or ranges; steps of training do not."""
@@ -265,6 +271,12 @@ class Context:
         for projection in self.projections:
             projection(values)
 
+    def weights_replaced(self) -> None:
+        """Tell every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+        self.project()
+        for _, following in offering(self.techniques, FollowsWeights):
+            following.weights_replaced(self)
+
     @property
     def gradients_mix(self) -> bool:
         """Whether elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
@@ -281,6 +293,31 @@ class Context:
             return True  # nothing tells that there were none
         held = (value for one in self.optimizers for group in one.param_groups for value in group["params"])
         return any(value.grad is not None for value in held)
+
+    @property
+    def furthest(self) -> tuple[int, int]:
+        """Steps applied and skipped in this run: an earlier state that is loaded does not undo what happened."""
+        return max(self.reached, (self.step, self.skipped))
+
+    def ask_plans(self) -> dict[str, Plan]:
+        """Ask every technique again what it plans, lacks and guards.
+
+        Raises:
+            ConfigError: If a position does not fit the run.
+        """
+        for key, technique in self.techniques.items():
+            self.plans[key] = technique.plan(self)
+        return self.plans
+
+    def events_after(self, step: int) -> list[tuple[str, int, str]]:
+        """Return what is planned for later than a step: recipe key, step and event."""
+        planned = ((key, event) for key, plan in self.plans.items() for event in plan.events)
+        return [(key, at, what) for key, (at, what) in planned if at is not None and at > step]
+
+    @property
+    def first_usable_step(self) -> int:
+        """The step from which all plans hold of a checkpoint's weights."""
+        return max((plan.usable_from for plan in self.plans.values()), default=0)
 
     @property
     def is_beyond_plan(self) -> bool:
@@ -320,24 +357,15 @@ class Technique:
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
-    holds_frozen: ClassVar[bool] = False
-    """Whether tensors that `holds` returns must not train: if somebody unfreezes one, the run ends."""
     reaches_frozen: ClassVar[bool] = False
     """True if it works on frozen weights too: then those that it leaves count against its coverage."""
-    draws_batches: ClassVar[bool] = False
-    """True if `loader` returns another DataLoader, and training must read that one."""
     replaces_weights: ClassVar[bool] = False
-    """Whether it puts other weights into the model at the end; techniques with `wants_batches` then look at batches."""
+    """Whether it puts other weights into the model at the end; those that look at batches then do."""
     makes_gradients_private: ClassVar[bool] = False
-    """Whether `before_optimizer_step` is called before that of every other technique."""
+    """Whether `before_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
-
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True if `before_optimizer_step` must come before weights move: then no optimizer may step inside backward."""
-        return False
 
     # -- describe
 
@@ -350,29 +378,16 @@ class Technique:
         """Return what was chosen in the model."""
         return Touched()
 
-    def timeline(self, context: Context) -> list[Event]:
-        """Return what happens when, positions resolved and checked as `begin` does."""
-        return [(0, "on, in every step")]
+    def plan(self, context: Context) -> Plan:
+        """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.
 
-    def unreached(self, context: Context) -> str | None:
-        """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
-
-        Such a model is no candidate for the best of a run, and a run that ends with it says so.
+        Raises:
+            ConfigError: If a position does not fit the run.
+            UnknownLengthError: If one is a share of a run whose length is not known.
         """
-        return None
-
-    def wants_batches(self, context: Context) -> bool:
-        """Return whether training batches are looked at when a technique has replaced the weights."""
-        return False
-
-    def holds(self) -> Mapping[str, nn.Module | Tensor]:
-        """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
-        return {}
+        return Plan()
 
     # -- attach
-
-    def before_attach(self, model: nn.Module, context: Context) -> None:
-        """No technique has touched the model yet: the moment to copy it."""
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
@@ -382,41 +397,12 @@ class Technique:
 
     # -- train
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
-        """Leave alone, as frozen, the parameters in `context.unheld`: no optimizer holds them.
-
-        Called once after `attach`, before saved state is restored, and only if there are any.
-        """
-
-    def prepare_optimizers(self, context: Context) -> None:
-        """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
-        return None
-
-    def loader(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on, in place of the script's, where a technique draws the batches itself.
-
-        Args:
-            loader: The script's, over the same whole data set on every process.
-            accumulate: Micro-batches of an optimizer step.
-            batch_size: Examples of a micro-batch, by default as many as a batch of `loader` has.
-            more: Arguments of a class other than DataLoader, if `loader` is of one.
-        """
-        return loader
-
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
 
         Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
         first call put in.
         """
-
-    @property
-    def peers(self) -> Sequence[nn.Module]:
-        """Other models that the script's optimizer trains: a loop clips the gradients of each by their own norm."""
-        return ()
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the forward and the loss of each training micro-batch."""
@@ -426,31 +412,20 @@ class Technique:
         """Return the loss to train on, after the student's forward."""
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """The step was applied; ``context.step`` already counts it."""
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """The step was skipped or discarded: nothing advances."""
-
-    def weights_replaced(self, context: Context) -> None:
-        """Weights came from elsewhere (a soup's candidate), and were projected: restore what else belongs to them."""
+    def after_step(self, context: Context, applied: bool) -> None:
+        """The step was applied, and ``context.step`` counts it; or it was skipped or discarded: nothing advances."""
 
     # -- evaluate and save
 
-    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds a validation; it is left by an exception too."""
-        return contextlib.nullcontext()
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a validation or saving, on every process; it is left by an exception too.
 
-    def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
-
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds saving, on every process: of weights as the user gets them (`baked`), or to go on from.
-
-        What a sharded technique gathers on entering, one process saves alone.
+        Inside, the model holds what is evaluated, saved to go on from (``"checkpoint"``), or given to the user
+        (``"export"``). A file may be saved inside a validation: then leave what was found. What a sharded technique
+        gathers on entering, one process saves alone.
         """
         return contextlib.nullcontext()
 
@@ -459,20 +434,9 @@ class Technique:
     def finish(self, model: nn.Module, context: Context) -> None:
         """End of training: bake into plain weights in place and leave stock modules behind."""
 
-    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
-        return state_dict
-
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
         """Return by name in the model's state dict what the final report says of weights; every technique finished."""
         return {}
-
-    def deployment(self) -> dict[str, Any]:
-        """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
-        return {}
-
-    def write(self, folder: Path) -> None:
-        """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
     # -- state
 
@@ -482,14 +446,6 @@ class Technique:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the model has the structure that the weights beside a saved state have."""
-        return True
-
-    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
-        return contextlib.nullcontext()
 
     # -- report
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.preview import Ability, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
@@ -132,10 +132,11 @@ class Fp8(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers, and the modules that stack experts."""
+    def plan(self, context: Context) -> Plan:
+        """Return that the layers must stay, and the modules that stack experts."""
         linear = {name: one for name, one in self.layers.items() if not isinstance(one, ExpertMatrix)}
-        return linear | {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
+        stacks = {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
+        return Plan(guards=linear | stacks)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that multiply in FP8."""
@@ -191,7 +192,7 @@ class Fp8(Technique):
         self._loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank.
 
         A window already pending belongs to a skipped step and is dropped.
@@ -225,8 +226,11 @@ class Fp8(Technique):
         bad = torch.isinf(self._pending) if isinstance(self._bank, AmaxBank) else self._pending[:, -1] > 0
         return bool(bad.any())
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
+        if not applied:
+            self._pending = None
+            return
         self._in_a_row = 0
         self._watch.casts += 1  # weights may have changed in ways that leave no trace, or their scales have
         if self._bank is not None and self._pending is not None:
@@ -238,13 +242,12 @@ class Fp8(Technique):
             generator = torch.Generator(weight_of(next(iter(self.layers.values()))).device).manual_seed(seed)
             round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Drop the pending window."""
-        self._pending = None
-
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Remember nothing meanwhile, also in a validation that puts layers into training mode."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Remember nothing of a validation, also of one that puts layers into training mode."""
+        if purpose != "evaluate":
+            yield
+            return
         self._observe(False)
         try:
             yield

@@ -43,14 +43,13 @@ class ScriptLoop:
     @property
     def peers(self) -> list[nn.Module]:
         """The models that techniques train beside the script's, by its optimizer."""
-        return [peer for technique in self.session.techniques.values() for peer in technique.peers]
+        return self.session.peers
 
     def check_positions(self) -> None:
         """Refuse positions that do not fit the run now, though it begins with the first micro-batch."""
         context = cast(Any, self.session.context)
         context.total_steps, context.steps_per_epoch = self.total_steps, self.steps_per_epoch
-        for technique in self.session.techniques.values():
-            technique.timeline(context)
+        context.ask_plans()
 
     def surround(self, trains: bool) -> None:
         """Enter what surrounds a forward; `leave` leaves it."""

@@ -14,8 +14,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
-from shared_core.engine.preview import Ability, Event, Touched, trained
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Ability, Plan, Touched, trained
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
@@ -61,11 +61,6 @@ class GradientCompression(Technique):
         self._discarded = self._in_a_row = 0
         self._saved: Mapping[str, Any] = {}
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: a step with gradients that overflowed in fp16 is discarded."""
-        return True
-
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
         """Return refused where torch has no processes."""
@@ -88,15 +83,15 @@ class GradientCompression(Technique):
                 "comm out",
             )
 
+    def plan(self, context: Context) -> Plan:
+        """Return from when on gradients are compressed; a step that overflowed in fp16 is discarded."""
+        if self.config.hook == "powersgd":
+            self._first = context.resolve(self.config.begin, "comm.begin")
+        return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the parameters whose gradients are sent."""
         return trained(model)
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return from when on gradients are compressed."""
-        if self.config.hook == "powersgd":
-            self._first = context.resolve(self.config.begin, "comm.begin")
-        return [(self._first, f"gradients are sent as {self.config.hook}")]
 
     def begin(self, context: Context) -> None:
         """Register with the DDP module, or with those that FSDP2 sharded.
@@ -124,7 +119,7 @@ class GradientCompression(Technique):
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
-            self.timeline(context)
+            self.plan(context)
             parameters = {name: parameter for parameter, name in names.items()}
             # The seed from the run's generator, which is equal on all processes: each must draw the same first Q.
             self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
@@ -149,7 +144,7 @@ class GradientCompression(Technique):
         # The hook's future must give the bucket's buffer; the chain's own value is None.
         return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike.
 
         Raises:
@@ -192,18 +187,16 @@ class GradientCompression(Technique):
         # agree.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """Begin to compress at the first step that is to be."""
-        self._is_active = context.step >= self._first
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Forget what a step with NaN or infinity left in the errors."""
-        if self.power_sgd is not None:
+    def after_step(self, context: Context, applied: bool) -> None:
+        """Begin to compress at its first step; forget what a step with NaN or infinity left in the errors."""
+        if applied:
+            self._is_active = context.step >= self._first
+        elif self.power_sgd is not None:
             self.power_sgd.forget()
 
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """Share the errors, on every process, so that the main one's are all that need saving."""
-        if self.power_sgd is not None and not baked:
+        if self.power_sgd is not None and purpose == "checkpoint":
             self.power_sgd.share_errors_()
         return contextlib.nullcontext()
 

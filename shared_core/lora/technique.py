@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Gone, Same
 from shared_core.engine.optimizer_parameters import layers_of_copies
-from shared_core.engine.preview import Ability, Event, Touched, needs
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Ability, Plan, Touched, needs
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
 from shared_core.lora.adapters import (
@@ -68,7 +68,6 @@ class Lora(Technique):
 
     key: ClassVar[str] = "lora"
     reaches_frozen: ClassVar[bool] = True
-    holds_frozen: ClassVar[bool] = True
     config: LoraConfig
 
     def __init__(self, config: LoraConfig) -> None:
@@ -180,19 +179,17 @@ class Lora(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
-    def holds(self) -> Mapping[str, nn.Module | Tensor]:
-        """Return the layers, and their own weights."""
+    def plan(self, context: Context) -> Plan:
+        """Return what happens before and after training; the layers must stay, and their weights frozen."""
         linear = {name: layer for name, layer in self.layers.items() if not isinstance(layer, AdaptedStack)}
-        return linear | {_key(name, layer): layer.base_layer.weight for name, layer in self.layers.items()}
+        weights = {_key(name, layer): layer.base_layer.weight for name, layer in self.layers.items()}
+        events = [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
+        return Plan(events, guards=linear | weights, keeps_frozen=True)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that get adapters, without what those add; others are trained whole."""
         sizes = {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}
         return Touched(sizes, self.left_out, "layers", self.whole)
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return what happens before and after training."""
-        return [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
 
     def leave_unheld(self, model: nn.Module, context: Context) -> None:
         """Restore the user's layers where no optimizer holds the adapters, but in copies of what is trained."""
@@ -281,9 +278,9 @@ class Lora(Technique):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
-        if self._is_sharded and not baked:
+        if self._is_sharded and purpose == "checkpoint":
             self._gathered = self._state()
         try:
             yield

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.plan import Plan
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.loss_scaling.activation_flush import FlushProbe
@@ -42,10 +43,9 @@ class LossScaling(Technique):
         self._steps_at_begin = 0
         self._flush_due = False
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: gradients are multiples of themselves until then."""
-        return True
+    def plan(self, context: Context) -> Plan:
+        """Return that gradients are multiples of themselves until they are unscaled."""
+        return Plan(acts_on_gradients=True)
 
     def make_scaler(self, device: str) -> LossScaler:
         """Return a fresh scaler with these options for a device type, and keep it as `scaler`.
@@ -92,7 +92,7 @@ class LossScaling(Technique):
         self.loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Measure underflow if it is time; a step that overflows leaves it to the next one."""
         every = self.config.telemetry_every
         if every and context.step % every == 0 and self.telemetry.step != context.step:
@@ -104,21 +104,18 @@ class LossScaling(Technique):
         if self.histograms.is_armed:
             self.histograms.before_step(self.scaler.get_scale(), context.step)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
-        if self.scaler.num_steps == self._steps_at_begin:
+        if applied and self.scaler.num_steps == self._steps_at_begin:
             raise TrainingError(
                 "loss_scale",
                 "the scaler must step the optimizer, got a step that it has not seen",
                 "call scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
             )
-        self._arm_flush(context)
-        if self.histograms.is_armed:
-            self.histograms.after_step()
-        self._arm_histograms(context)
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Leave the histograms to the next step: there is no update to count."""
+        if applied:
+            self._arm_flush(context)
+            if self.histograms.is_armed:
+                self.histograms.after_step()
         self._arm_histograms(context)
 
     def state_dict(self) -> dict[str, Any]:

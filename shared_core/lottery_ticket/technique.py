@@ -12,7 +12,7 @@ from shared_core.distributed.collectives import from_main, is_main
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
-from shared_core.engine.preview import Event, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
@@ -68,11 +68,6 @@ class LotteryTicket(Technique):
         self._rates_held = HeldRates()
         self._result: dict[str, Any] = {}
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: rewinding clears the optimizer's state, and learning rates are held for a step."""
-        return True
-
     # -- before the first step
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -118,15 +113,7 @@ class LotteryTicket(Technique):
         """Leave dense what no optimizer holds."""
         self._targets = self._targets.without(context.unheld, "lottery")
 
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the weights that tickets are of."""
-        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
-
-    def holds(self) -> Mapping[str, Tensor]:
-        """Return the weights."""
-        return self._weights
-
-    def timeline(self, context: Context) -> list[Event]:
+    def plan(self, context: Context) -> Plan:
         """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
         config = self.config
         self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
@@ -136,16 +123,20 @@ class LotteryTicket(Technique):
                 f"rewind_to must lie before the end of the run, {context.total_steps} steps, got {config.rewind_to!r} "
                 f"= step {self._at}",
             )
-        told = (
-            f"masks of {config.ticket} go on, rewind {config.rewind}"
-            if config.ticket
-            else "weights to rewind to are kept"
+        goes_on = f"masks of {config.ticket} go on, rewind {config.rewind}"
+        return Plan(
+            [
+                (self._at, goes_on if config.ticket else "weights to rewind to are kept"),
+                (None, "the next ticket is found"),
+            ],
+            "" if self._rewound else f"weights are from before rewind_to, step {self._at}",
+            guards=self._weights,
+            acts_on_gradients=True,  # rewinding clears the optimizer's state, and learning rates are held for a step
         )
-        return [(self._at, told), (None, "the next ticket is found")]
 
-    def unreached(self, context: Context) -> str | None:
-        """Return that the run has not rewound yet."""
-        return None if self._rewound else f"weights are from before rewind_to, step {self._at}"
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights that tickets are of."""
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context) -> None:
         """Resolve step k; put masks back in a resumed run, or rewind now if k is 0.
@@ -155,7 +146,7 @@ class LotteryTicket(Technique):
             CheckpointError: If the ticket is of another model, or the folder holds a finished run.
         """
         config = self.config
-        self.timeline(context)
+        self.plan(context)
         reshard_(context.model)  # a validation may have come before
         self._weights = self._masks.weights = self._targets.weights()
         refuse_lbfgs(context.optimizers, "lottery", "whose line search trains pruned weights within a step")
@@ -264,26 +255,23 @@ class LotteryTicket(Technique):
 
     # -- one step
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
         if self._masks and context.gradients_mix:
             self._masks.apply_to_gradients(context.optimizers)
         if self.config.rewind == "none":
             self._rates_held.hold(context.optimizers, rewound=self._rewound)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
         # Held for the step alone: schedulers compute the next rate from the one that they find.
         self._rates_held.give_back(context.optimizers)
-        if context.step == self._at:
+        if not applied:
+            self._masks.forget_gradients()
+        elif context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
             self._masks.hold(context.optimizers)
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Nothing advances."""
-        self._masks.forget_gradients()
-        self._rates_held.give_back(context.optimizers)
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep the figures of a validation, but not its times."""

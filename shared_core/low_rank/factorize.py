@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine import coverage
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig, read_report
 from shared_core.low_rank.decomposition import InputMoments, relative_error

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import broadcast_
 from shared_core.engine.claims import Claim, Gone, Rank, Shape, Where
 from shared_core.engine.optimizer_parameters import layers_of_copies
-from shared_core.engine.preview import Event, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig
@@ -174,17 +174,14 @@ class LowRank(Technique):
                     "let the trainer make the optimizer, or make it from the parameters after attach",
                 )
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers."""
-        return self.layers
+    def plan(self, context: Context) -> Plan:
+        """Return what happens before and after training; the layers must stay."""
+        after = [(None, "factors are multiplied out")] if self.config.merge else []
+        return Plan([(0, "layers are factorised"), *after], guards=self.layers)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the factorised layers, with the sizes of their factors."""
         return Touched.modules(self.layers, self.left_out, "factorised layers")
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return what happens before and after training."""
-        return [(0, "layers are factorised"), *([(None, "factors are multiplied out")] if self.config.merge else [])]
 
     def begin(self, context: Context) -> None:
         """Look at inputs if the decomposition does, then release the user's weights.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.plan import Ability, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
 from shared_core.matmul_precision.config import MatmulPrecisionConfig

@@ -14,8 +14,8 @@ from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.optimizer_modes import has_modes
-from shared_core.engine.preview import Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
 from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_
@@ -48,7 +48,7 @@ class PrimaryWeights(Technique):
     step; with ``stochastic_rounding`` it is w itself, and the rounding is drawn so that its mean is P.
 
     Modules, parameters and checkpoints stay as they are: P is in the optimizers only between
-    `before_optimizer_step` and `after_optimizer_step`, which must surround the optimizer's step; with
+    `before_step` and `after_step`, which must surround the optimizer's step; with
     ``stochastic_rounding``, and an optimizer that updates each parameter by itself, only within the step, a few
     parameters at a time.
 
@@ -68,9 +68,9 @@ class PrimaryWeights(Technique):
         >>> session.begin([optimizer], total_steps=100)
         >>> for _ in range(100):  # bfloat16's neighbour of 1 is 0.00390625 away
         ...     model[0].grad = torch.full((1,), 1e-3)
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         >>> model[0].item()
         0.8984375
     """
@@ -106,11 +106,6 @@ class PrimaryWeights(Technique):
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: the optimizer steps float32 values in place of the weights."""
-        return True
-
     # -- start and end
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -143,6 +138,10 @@ class PrimaryWeights(Technique):
         formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
         self._exchanges = [Exchange(optimizer, parameters, formats) for optimizer in self._optimizers]
         self._swap_in()
+
+    def plan(self, context: Context) -> Plan:
+        """Return that the optimizer steps float32 values in place of the weights."""
+        return Plan(acts_on_gradients=True)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the trainable parameters in 16 bit."""
@@ -221,7 +220,7 @@ class PrimaryWeights(Technique):
 
     # -- the step
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
         self._optimizers = context.optimizers
@@ -248,12 +247,16 @@ class PrimaryWeights(Technique):
         self._handed = gradients, [parameter._version for parameter in parameters]
 
     @torch.no_grad()
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Write the new values, rounded, into the parameters.
 
         Raises:
             TrainingError: If the optimizer did not step on what was handed to it.
         """
+        if not applied:
+            self._put_back()
+            self._gradients.restore()
+            return
         self._check_step()
         every = self.config.telemetry_every
         # step counts applied ones and is raised by now: step - 1 is the number that the sliced path saw before its
@@ -267,11 +270,6 @@ class PrimaryWeights(Technique):
         elif not self._in_slices:
             self._write_all(context.generator)
         self._put_back()
-
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Put the parameters back as they were."""
-        self._put_back()
-        self._gradients.restore()
 
     @property
     def _keeps_16_bit(self) -> bool:
@@ -433,8 +431,8 @@ class PrimaryWeights(Technique):
         if not self._is_in:
             raise TrainingError(
                 "primary_weights",
-                "before_optimizer_step must come before the optimizer's step, got a step without it",
-                "call session.before_optimizer_step() when the gradients are complete",
+                "before_step must come before the optimizer's step, got a step without it",
+                "call session.before_step() when the gradients are complete",
             )
         if self._in_slices:
             ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
@@ -460,7 +458,7 @@ class PrimaryWeights(Technique):
             one is not None and one is not other for one, other in zip(now, gradients, strict=True)
         ):
             return (
-                "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
+                "gradients must be changed in place once before_step has been called, got a new tensor "
                 "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
             )
         return None
@@ -490,11 +488,13 @@ class PrimaryWeights(Technique):
     # -- state and figures
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold what is saved of sharded parameters in whole; every process must call."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Hold what a checkpoint has of sharded parameters in whole; every process must call."""
+        if purpose != "checkpoint":
+            yield
+            return
         try:
-            if not baked:
-                self._gather()
+            self._gather()
             yield
         finally:
             self._shards = CopiesOfShards()

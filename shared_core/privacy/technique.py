@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
-from shared_core.engine.preview import Ability, Touched, needs, trained
+from shared_core.engine.plan import Ability, Plan, Touched, needs, trained
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
@@ -49,9 +49,9 @@ class DifferentialPrivacy(Technique):
         efftrain: dp: ...
         >>> for (batch,) in loader:  # doctest: +ELLIPSIS
         ...     session.loss(model(batch).square().sum(1).mean()).backward()
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
+        ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
         >>> round(session.metrics()["dp/epsilon"], 2)
@@ -60,7 +60,6 @@ class DifferentialPrivacy(Technique):
     """
 
     key: ClassVar[str] = "dp"
-    draws_batches: ClassVar[bool] = True
     makes_gradients_private: ClassVar[bool] = True
     weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig
@@ -88,11 +87,6 @@ class DifferentialPrivacy(Technique):
         """Set by a front end before `loss`: the factor that makes each row's share of the loss the row's own loss; None
         where the loss is the mean over rows."""
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: weights may only be stepped on noised gradients."""
-        return True
-
     # -- start
 
     @classmethod
@@ -115,10 +109,6 @@ class DifferentialPrivacy(Technique):
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._note = context.note
         self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers: one that takes the place of another would get noise and no signal."""
-        return self._layers
 
     def detach(self, model: nn.Module) -> None:
         """Take the hooks off."""
@@ -178,14 +168,18 @@ class DifferentialPrivacy(Technique):
             )
         return value
 
+    def plan(self, context: Context) -> Plan:
+        """Return how much more was spent than `target_epsilon`, as by steps beyond the plan; the layers must stay."""
+        target, shown = self.config.target_epsilon, self._shown_epsilon()
+        return Plan(
+            missing="" if target is None or shown <= target else f"epsilon {shown:.4g} was spent, not {target:g}",
+            guards=self._layers,  # one that takes the place of another would get noise and no signal
+            acts_on_gradients=True,
+        )
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the parameters whose gradients are clipped and noised."""
         return trained(model)
-
-    def unreached(self, context: Context) -> str | None:
-        """Return how much more privacy was spent than `target_epsilon`, as by steps after the planned ones."""
-        target, shown = self.config.target_epsilon, self._shown_epsilon()
-        return None if target is None or shown <= target else f"epsilon {shown:.4g} was spent, not {target:g}"
 
     def begin(self, context: Context) -> None:
         """Settle the noise and say what the run will have spent.
@@ -338,7 +332,7 @@ class DifferentialPrivacy(Technique):
             self._sums[name] = total
         self._factor, self._ghosts = None, per_sample.ghosts
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Put the noised mean in place of every gradient, and count the step.
 
         Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.experts import StackedExperts, matrices, matrix_names

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shared_core.engine.preview import Event, every
+from shared_core.engine.plan import Event, every
 from shared_core.engine.technique import Context
 from shared_core.pruning.config import PruneConfig
 
@@ -27,7 +27,7 @@ class Schedule:
 
     @classmethod
     def resolve(cls, config: PruneConfig, context: Context) -> Schedule:
-        """Return the schedule of a run; checkpoints from before its end are marked.
+        """Return the schedule of a run.
 
         Raises:
             ConfigError: If it does not fit the run.
@@ -37,8 +37,6 @@ class Schedule:
         if config.needs_a_step:
             # Gradients, units and costs are known after the first step at the earliest.
             first, last = max(1, first), max(1, last)
-        # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
-        context.first_usable_step = max(context.first_usable_step, last)
         return cls(config, first, last)
 
     def is_due(self, step: int) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Kind, Slice, find_groups
 from shared_core.distributed.collectives import any_rank, broadcast_, from_main
 from shared_core.distributed.sharded_tensors import whole
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import ExampleCalls, evaluated

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, MatchError, by_reason
 from shared_core.modules.block_calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names

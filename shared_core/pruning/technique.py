@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
-from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.pruning.config import UNITS, PruneConfig
@@ -92,11 +92,6 @@ class Pruning(Technique):
     def _targets(self) -> Targets:
         return self._policy.targets
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True if the options read or change gradients, or show the optimizer the weights under the masks."""
-        return self.config.acts_on_gradients
-
     def attach(self, model: nn.Module, context: Context) -> None:
         """Find the weights to prune, choose the policy, and listen to what the criterion needs.
 
@@ -134,25 +129,27 @@ class Pruning(Technique):
         self._policy.scorer.attach()
         context.windows["prune.scorer"] = self._policy.scorer
 
-    def holds(self) -> Mapping[str, Tensor]:
-        """Return the weights."""
-        return self._policy.weights
-
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights to prune."""
         return self._targets.touched()
 
-    def timeline(self, context: Context) -> list[Event]:
-        """Return when masks are made."""
+    def plan(self, context: Context) -> Plan:
+        """Return when masks are made, and how sparse the weights are until they are as sparse as asked."""
         self._schedule = Schedule.resolve(self.config, context)
-        return self._schedule.events(self._targets.own)
+        return Plan(
+            self._schedule.events(self._targets.own),
+            self._missing(),
+            self._schedule.end,  # a checkpoint from before is less sparse than what the run promises
+            guards=self._policy.weights,
+            acts_on_gradients=self.config.acts_on_gradients,
+        )
 
-    def unreached(self, context: Context) -> str | None:
+    def _missing(self) -> str:
         """Return how sparse the weights are, until they are as sparse as asked."""
         short = [name for name, share in self._targets.own.items() if self._own.get(name, 0.0) < share]
         if self._last_update >= 0 and self._sparsity >= self.config.sparsity and not short:
             if not self._policy.is_short(self.config.sparsity):
-                return None
+                return ""
             return (
                 f"sparsity {self._pruned_share:.4g} of {self.config.sparsity:.4g}: "
                 f"{self._policy.why_short}, and no further update of the masks is due"
@@ -163,7 +160,7 @@ class Pruning(Technique):
 
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
-        self.timeline(context)
+        self.plan(context)
         # LBFGS evaluates many points within one step, between which no mask is applied.
         refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
         policy = self._policy
@@ -210,7 +207,7 @@ class Pruning(Technique):
         self._policy.new_micro_batch()
         return contextlib.nullcontext()
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Read what the criterion needs of the gradients; then dead ones must not move live weights."""
         policy = self._policy
         self._has_trained |= context.has_gradients
@@ -225,8 +222,13 @@ class Pruning(Technique):
                 self._penalty.add_(context.optimizers)
         policy.shape_gradients(context)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
+        if not applied:
+            self._policy.end_step()
+            if self._penalty:
+                self._penalty.forget_step()
+            return
         if self._penalty:
             self._penalty.decay_()
         # A resumed run comes to the step of its last update again.
@@ -240,15 +242,12 @@ class Pruning(Technique):
             self._policy.hold(context)
         self._policy.end_step()
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Forget what the step showed."""
-        self._policy.end_step()
-        if self._penalty:
-            self._penalty.forget_step()
-
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold what is kept in parts in whole, so that saving needs no other process."""
+        if purpose == "evaluate":
+            yield
+            return
         # What is saved holds zeros, also after writes that torch does not count (``.data``). Where it does, nothing is
         # written: in the middle of a batch autograd may have kept these weights.
         if not self._policy.store.is_held():

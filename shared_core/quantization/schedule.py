@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shared_core.config.training_time import parse_position
-from shared_core.engine.preview import Event
+from shared_core.engine.plan import Event
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 from shared_core.quantization.config import QatConfig

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
-from shared_core.engine.preview import Ability, Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
@@ -73,11 +73,6 @@ class QuantizationAwareTraining(Technique):
     def bank(self) -> RangeBank:
         """The ranges of all layers, and the switches."""
         return self.policy.bank
-
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True if ranges are learned, from which weight decay is kept away."""
-        return self.config.learns_ranges
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -207,31 +202,33 @@ class QuantizationAwareTraining(Technique):
         for name, module in folded.items():
             _refuse_shards(name, module)
         self._folds = [vars(module)["fold"] for module in folded.values()]
-        self.timeline(context)
+        self.plan(context)
         device = next(iter(weights_of(next(iter(self.layers.values()))).values())).device
         self.policy.begin(device, context.generator.initial_seed() % 2**31)
         self._set_switches(context.step)
 
-    def holds(self) -> Mapping[str, nn.Module]:
-        """Return the layers."""
-        return self.layers
+    def plan(self, context: Context) -> Plan:
+        """Return when quantisation starts, and when ranges and batch norms stop moving; the layers must stay."""
+        moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
+        return Plan(
+            moments_told(self.config, moments, context.total_steps),
+            self._missing(context),
+            guards=self.layers,
+            acts_on_gradients=self.config.learns_ranges,  # weight decay is kept away from what is learned
+            looks_at_batches=bool(self.policy.static),  # ranges of inputs are estimated again for other weights
+        )
 
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the layers to quantise."""
-        return Touched.modules(self.layers, self.left_out)
-
-    def unreached(self, context: Context) -> str | None:
+    def _missing(self, context: Context) -> str:
         """Return that layers compute in float, or that ranges move which were to freeze before the end."""
         if not self.bank.quantizing:
             return f"fake quantisation is not on yet, it starts at step {self._begin}"
         if self.bank.observing and context.total_steps is not None and self._freeze < context.total_steps:
             return f"ranges still move, they freeze at step {self._freeze}"
-        return None
+        return ""
 
-    def timeline(self, context: Context) -> list[Event]:
-        """Return when quantisation starts, and when ranges and batch norms stop moving."""
-        moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
-        return moments_told(self.config, moments, context.total_steps)
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the layers to quantise."""
+        return Touched.modules(self.layers, self.left_out)
 
     def _set_switches(self, step: int) -> None:
         for fold in self._folds:
@@ -242,42 +239,38 @@ class QuantizationAwareTraining(Technique):
             self._began_at = step
         self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing)
 
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Take what was observed in this step."""
         self.policy.before_step(context.optimizers)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Move the ranges and turn switches whose step has come."""
+        if not applied:
+            return
         self.policy.after_step()
         if context.step == context.total_steps and self.bank.observing:
             self.bank.refresh()  # a checkpoint of the last planned step has the ranges of all steps
         self._set_switches(context.step)
 
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Observe nothing meanwhile, also in a validation that puts layers into training mode."""
-        self.bank.observing = False
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Observe nothing of a validation; for a file hold whole what is learned and sharded."""
+        is_file = purpose != "evaluate"
+        if is_file:
+            self.policy.gather()
+        else:
+            self.bank.observing = False  # also in a validation that puts layers into training mode
         try:
             yield
         finally:
-            self.bank.observing = bool(self.policy.static) and context.step < self._freeze
-
-    @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Hold what is learned and sharded in whole, so that saving needs no other process."""
-        self.policy.gather()
-        try:
-            yield
-        finally:
-            self.policy.release()
+            if is_file:
+                self.policy.release()
+            else:
+                self.bank.observing = bool(self.policy.static) and context.step < self._freeze
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""
         return own_parameters(model)
-
-    def wants_batches(self, context: Context) -> bool:
-        """Return whether inputs have ranges, which are estimated anew for other weights."""
-        return bool(self.policy.static)
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""

@@ -72,9 +72,9 @@ class LotterySearch:
         ...     session.begin([optimizer], total_steps=3)
         ...     for _ in range(3):
         ...         model(torch.ones(1, 10)).square().sum().backward()
-        ...         session.before_optimizer_step()
+        ...         session.before_step()
         ...         optimizer.step()
-        ...         _ = session.after_optimizer_step()
+        ...         _ = session.after_step()
         ...         optimizer.zero_grad()
         ...     session.evaluated({"loss": float(model(torch.ones(1, 10)).square().sum().detach())})
         ...     session.finish()

@@ -28,7 +28,7 @@ from shared_core.engine.receipt import figures, headline
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import OURS, register
 from shared_core.engine.session import Session
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, EffError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
@@ -103,7 +103,7 @@ class ShortRun(Technique):
         self._losses.append(task_loss.detach())
         return task_loss
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Count the step; at the end of a block let the other run have its turn."""
         self._done += 1
         if self._losses:
@@ -115,23 +115,15 @@ class ShortRun(Technique):
             self._wait()
             self._start()
 
-    def skipped_optimizer_step(self, context: Context) -> None:
-        """Count the step."""
-        self.after_optimizer_step(context)
-
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """A validation is no part of a step."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Neither a validation nor saving is part of a step."""
         started = time.perf_counter()
         try:
             yield
         finally:
             _synchronize()
             self._aside += time.perf_counter() - started
-
-    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
-        """Saving is none."""
-        return self.evaluating(context)
 
     def conclude(
         self, session: Session, metrics: Callable[[], Mapping[str, Any]], save: Callable[[Path], object]

@@ -12,8 +12,8 @@ from shared_core.checkpoint_formats import Ingredient
 from shared_core.distributed.collectives import broadcast_
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.claims import Claim, Same
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.preflight import check_all
-from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
@@ -57,13 +57,13 @@ class ModelSoup(Technique):
         """
         self._adapter = adapter_of(model)
 
+    def plan(self, context: Context) -> Plan:
+        """Return what happens after training."""
+        return Plan([(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")])
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the parameters that checkpoints are averaged over."""
         return Touched.parameters(model.named_parameters(), what="parameters")
-
-    def timeline(self, context: Context) -> list[Event]:
-        """Return what happens before and after training."""
-        return [(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")]
 
     def begin(self, context: Context) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""

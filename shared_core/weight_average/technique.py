@@ -14,8 +14,8 @@ from shared_core.distributed.sharded_tensors import is_sharded, part_of, reshard
 from shared_core.engine.claims import Claim, Same
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.preview import Event, Touched, every, trained
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Plan, Touched, every, trained
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.soup.averaging import batch_norms, estimate_norms_
@@ -185,10 +185,10 @@ class WeightAverage(Technique):
         >>> session.begin([optimizer], total_steps=3)
         >>> for _ in range(3):
         ...     model[0].grad = torch.full((1,), -2.0)
-        ...     session.before_optimizer_step()
+        ...     session.before_step()
         ...     optimizer.step()
-        ...     _ = session.after_optimizer_step()
-        >>> with session.evaluating():
+        ...     _ = session.after_step()
+        >>> with session.swapped("evaluate"):
         ...     model[0].item()
         4.0
         >>> model[0].item()
@@ -249,7 +249,7 @@ class WeightAverage(Technique):
         """Return the parameters that are averaged."""
         return trained(model)
 
-    def timeline(self, context: Context) -> list[Event]:
+    def plan(self, context: Context) -> Plan:
         """Return when the average takes in weights for the first time."""
         config = self.config
         # Step 0 has no weights of a step: the first update is after `every` steps.
@@ -262,15 +262,12 @@ class WeightAverage(Technique):
                 "begin earlier",
             )
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
-        return [(self._first, first), (None, "the model holds the average, if it was updated")]
-
-    def holds(self) -> Mapping[str, Tensor]:
-        """Return the averaged parameters, from the first update on."""
-        return self._stand_in.parameters if self._running.kept else {}
-
-    def unreached(self, context: Context) -> str | None:
-        """Return that there is no average yet."""
-        return None if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}"
+        return Plan(
+            [(self._first, first), (None, "the model holds the average, if it was updated")],
+            "" if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}",
+            guards=self._stand_in.parameters if self._running.kept else {},
+            looks_at_batches=bool(config.bn_batches),  # statistics of batch norms are estimated for the average
+        )
 
     def begin(self, context: Context) -> None:
         """Resolve `begin` and put a saved average back.
@@ -279,7 +276,7 @@ class WeightAverage(Technique):
             ConfigError: If the average would never be updated.
             CheckpointError: If a saved average is of another kind, or of other weights.
         """
-        self.timeline(context)
+        self.plan(context)
         # Those that train now, though layers may be frozen later.
         self._trained = [one for one in filter(is_trained, context.model.parameters()) if one not in context.unheld]
         saved, self._saved = self._saved, None
@@ -288,8 +285,10 @@ class WeightAverage(Technique):
 
     # -- one step
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Take the new weights into the average if that is due, and prune it when they are."""
+        if not applied:
+            return
         if self._running.kept and self._stand_in.is_short():
             # Unfrozen since: the value of now, one step after the frozen one, stands for those of earlier updates.
             self._stand_in = StandIn(context.model, self._stand_in.parameters.values(), context.modes)
@@ -313,8 +312,13 @@ class WeightAverage(Technique):
     # -- in the weights' place
 
     @contextlib.contextmanager
-    def evaluating(self, context: Context) -> Iterator[None]:
-        """Have the average in the model meanwhile, if there is one yet."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Have in the model what is validated, saved or gone on from: the average, or the weights in training."""
+        with self._evaluating(context) if purpose == "evaluate" else self._saving(baked=purpose == "export"):
+            yield
+
+    @contextlib.contextmanager
+    def _evaluating(self, context: Context) -> Iterator[None]:
         try:
             if self.config.evaluate and not self._is_over:
                 self._validate_average(context)
@@ -335,8 +339,7 @@ class WeightAverage(Technique):
             self._settle_norms(context)
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
-        """Have in the model what is to be saved, and in whole what is sharded: every process must call."""
+    def _saving(self, *, baked: bool) -> Iterator[None]:
         try:
             if self._running.kept and not self._is_over:
                 self._prepare_saving(baked)
@@ -397,10 +400,6 @@ class WeightAverage(Technique):
             broadcast_(buffer)  # under DDP the first process's are the model's
 
     # -- end
-
-    def wants_batches(self, context: Context) -> bool:
-        """Return whether statistics of batch norms are estimated for the average."""
-        return bool(self.config.bn_batches)
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Leave the average in the model; without one the weights stay, and a line says so."""

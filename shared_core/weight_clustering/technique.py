@@ -18,8 +18,8 @@ from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, FewValues, Where
 from shared_core.engine.model_guards import is_element_wise, refuse_lbfgs
-from shared_core.engine.preview import Event, Touched
-from shared_core.engine.technique import Context, Technique
+from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, by_reason
 from shared_core.modules.matching import UNHELD, chosen_modules, match_modules, plain_name
 from shared_core.modules.own_forward import why_computed
@@ -139,11 +139,6 @@ class WeightClustering(Technique):
         self._begin = 0
         self._clustered_at = -1
 
-    @property
-    def acts_on_gradients(self) -> bool:
-        """True: centroids get the sum of their members' gradients."""
-        return True
-
     def attach(self, model: nn.Module, context: Context) -> None:
         """Find the weights to share.
 
@@ -167,18 +162,10 @@ class WeightClustering(Technique):
         modules = {name: module for name, module in targets.modules.items() if name not in out}
         self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
 
-    def holds(self) -> Mapping[str, Tensor]:
-        """Return the weights."""
-        return self._weights
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the weights whose values will be shared."""
-        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
-
-    def timeline(self, context: Context) -> list[Event]:
+    def plan(self, context: Context) -> Plan:
         """Return when weights are clustered."""
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "cluster")
-        # pruning begins before this technique does and has noted when it will end
+        # pruning comes before this technique and has planned when it ends
         if self._begin < context.first_usable_step:
             raise ConfigError(
                 "cluster",
@@ -186,12 +173,17 @@ class WeightClustering(Technique):
                 f"time, got {self.config.begin!r} = step {self._begin}",
                 "begin later",
             )
-        context.first_usable_step = self._begin
-        return [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")]
+        return Plan(
+            [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")],
+            "" if self._codes else f"weights are not shared yet, clustered at step {self._begin}",
+            self._begin,
+            guards=self._weights,
+            acts_on_gradients=True,  # centroids get the sum of their members' gradients
+        )
 
-    def unreached(self, context: Context) -> str | None:
-        """Return that weights are not shared, until they are."""
-        return None if self._codes else f"weights are not shared yet, clustered at step {self._begin}"
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights whose values will be shared."""
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context) -> None:
         """Resolve `begin`; put saved clusters back, or make them if they are due.
@@ -200,7 +192,7 @@ class WeightClustering(Technique):
             ConfigError: If pruning ends after weights would be shared.
             CompatibilityError: If an optimizer cannot be handled.
         """
-        self.timeline(context)
+        self.plan(context)
         refuse_lbfgs(context.optimizers, "cluster", "which moves weights apart within a step")
         self._weights = self._targets.weights()
         for optimizer in context.optimizers:
@@ -218,7 +210,7 @@ class WeightClustering(Technique):
             self._cluster(context)
 
     @torch.no_grad()
-    def before_optimizer_step(self, context: Context) -> None:
+    def before_step(self, context: Context) -> None:
         """Give each centroid the sum of its members' gradients."""
         gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
         refuse_sparse("cluster", gradients.values())
@@ -234,8 +226,10 @@ class WeightClustering(Technique):
             flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
             bundle.put_(flat, parts)
 
-    def after_optimizer_step(self, context: Context) -> None:
+    def after_step(self, context: Context, applied: bool) -> None:
         """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
+        if not applied:
+            return
         if not self._codes and context.step >= self._begin:
             self._cluster(context)
         else:
@@ -255,8 +249,11 @@ class WeightClustering(Technique):
         return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
     @contextlib.contextmanager
-    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
         """Hold the clusters of sharded weights in whole, so that saving needs no other process."""
+        if purpose == "evaluate":
+            yield
+            return
         self._gathered = self._whole_codes()
         try:
             yield

@@ -109,5 +109,5 @@ def test_launches_of_a_layer_and_micro_batch(recipe, dtype, monkeypatch):
         # the weight is cast in the first micro-batch of a window, and not again
         assert any(address in given for given in launches.kernels) == (micro_batch != 1)
         if micro_batch == 1:
-            session.before_optimizer_step()
-            session.skipped_optimizer_step()
+            session.before_step()
+            session.after_step(applied=False)

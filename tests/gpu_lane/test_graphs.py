@@ -87,10 +87,10 @@ def compiled_steps(recipe):
             loss = session.loss(F.cross_entropy(forward(ids).float().transpose(1, 2), ids))
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        session.before_optimizer_step()
+        session.before_step()
         scaler.step(optimizer)
         scaler.update()
-        session.after_optimizer_step()
+        session.after_step()
     return found
 
 

@@ -223,7 +223,7 @@ class Run:
             self.forward.reduce()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        self.session.before_optimizer_step()
+        self.session.before_step()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if self.scaler is None:
             self.optimizer.step()
@@ -231,15 +231,15 @@ class Run:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.scaler is not None and self.scaler.was_skipped(self.optimizer):
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         else:
-            self.session.after_optimizer_step()
+            self.session.after_step()
         return self.waits()
 
     def evaluate(self) -> Counter[tuple[str, str]]:
         ids = torch.zeros(1, TOKENS, dtype=torch.long, device=CUDA)
         self.model.eval()
-        with self.session.evaluating(), torch.no_grad():
+        with self.session.swapped("evaluate"), torch.no_grad():
             self.model(ids)
         self.session.evaluated({"eval_loss": 1.0})
         self.model.train()
@@ -248,7 +248,7 @@ class Run:
     def saved(self) -> bytes:
         """Return what a checkpoint holds."""
         file = io.BytesIO()
-        with self.session.saving():
+        with self.session.swapped("checkpoint"):
             state = {"session": self.session.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save(state | {"model": self.model.state_dict()}, file)
         self.session.bake(self.model.state_dict())

@@ -86,10 +86,10 @@ def zeros(weights):
 @pytest.mark.parametrize("clips", [True, False])
 def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(make, monkeypatch, clips):
     seen = []
-    show = Session.before_optimizer_step
+    show = Session.before_step
     monkeypatch.setattr(
         Session,
-        "before_optimizer_step",
+        "before_step",
         lambda self: (seen.append(self.context.model.classifier.weight.grad.norm().item()), show(self)),
     )
     loop = Loop(make, {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 1024.0}}, rate=0.0)

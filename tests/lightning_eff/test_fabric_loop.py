@@ -71,10 +71,10 @@ SCALED = {**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}}
 )
 def test_gradients_are_shown_once_a_step_unscaled_and_not_clipped(monkeypatch, recipe, plugins, clips):
     seen = []
-    show = Session.before_optimizer_step
+    show = Session.before_step
     monkeypatch.setattr(
         Session,
-        "before_optimizer_step",
+        "before_step",
         lambda self: (seen.append(self.context.model[2].weight.grad.norm().item()), show(self)),
     )
     Loop(recipe, plugins, rate=0.0).steps(factor=100.0, clips=clips)

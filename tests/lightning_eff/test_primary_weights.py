@@ -86,12 +86,12 @@ def test_16_true_with_a_loss_scale_is_the_bare_loop(namespace, tmp_path):
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        session.before_optimizer_step()
+        session.before_step()
         scaler.step(optimizer)
         scaler.update()
         if scaler.last_step_skipped:
-            session.skipped_optimizer_step()
-        elif session.after_optimizer_step():
+            session.after_step(applied=False)
+        elif session.after_step():
             schedule.step()
     assert callback.session.skipped > 0
     assert callback.session.skipped == session.skipped

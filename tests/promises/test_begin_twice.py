@@ -174,11 +174,11 @@ def looped(name, back=None):
     step, kept = 0, {}
 
     def clip():
-        for student in (model, *(peer for technique in session.techniques.values() for peer in technique.peers)):
+        for student in (model, *session.peers):
             torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
 
     while True:
-        with session.saving():
+        with session.swapped("checkpoint"):
             found = (model.state_dict(), optimizer.state_dict(), session.state_dict(), torch.get_rng_state())
             kept[step] = copy.deepcopy(found)
         if back and step == back[0]:
@@ -297,7 +297,7 @@ def test_steps_that_were_skipped_stay_so_when_the_best_model_is_loaded():
     plain_step(session, optimizer, model(**data)["loss"])
     best = copy.deepcopy(session.state_dict())
     plain_step(session, optimizer, model(**data)["loss"])
-    session.skipped_optimizer_step()
+    session.after_step(applied=False)
     session.load_state_dict(best)
     session.begin_again()
     session.finish()

@@ -64,9 +64,9 @@ def train(model, recipe, compiled=lambda model: model):
             with session.forward():
                 loss = session.loss(F.cross_entropy(network(EXAMPLES), CLASSES))
             loss.backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
     return session.receipt()
 

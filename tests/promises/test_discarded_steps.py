@@ -19,14 +19,14 @@ AT = 3
 @pytest.fixture
 def discards_the_third_step(monkeypatch):
     seen = []
-    original = Pruning.before_optimizer_step
+    original = Pruning.before_step
 
-    def before_optimizer_step(self, context):
+    def before_step(self, context):
         original(self, context)
         seen.append(context.step)
         context.discard_step = len(seen) == AT
 
-    monkeypatch.setattr(Pruning, "before_optimizer_step", before_optimizer_step)
+    monkeypatch.setattr(Pruning, "before_step", before_step)
     return seen
 
 
@@ -41,9 +41,9 @@ def test_weights_moments_and_step_stay(discards_the_third_step):
         before = model.weight.detach().clone()
         moments = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
         session.loss(model(torch.randn(3, 6)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        assert session.after_optimizer_step() is (number != AT)
+        assert session.after_step() is (number != AT)
         if number == AT:
             assert torch.equal(model.weight, before)
             assert all(torch.equal(value, moments[key]) for key, value in optimizer.state[model.weight].items())

@@ -18,14 +18,14 @@ SECONDS = 60
 
 
 def train(front_end, folder):
-    keys, step = ("prune", "qat", "average", "loss_scale"), Session.before_optimizer_step
+    keys, step = ("prune", "qat", "average", "loss_scale"), Session.before_step
 
     def fall(self):
         if self.step == 3 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         step(self)
 
-    Session.before_optimizer_step = fall
+    Session.before_step = fall
     options = {"batch_norm": False, "batch": 4, "optim": "sgd"}
     if front_end == "hf":
         run_hf(recipe_of(*keys), Path(folder), ddp_find_unused_parameters=False, **options)

@@ -12,7 +12,7 @@ from promise_table import TECHNIQUES, recipe_of
 
 from shared_core import Session
 from shared_core.engine.compatibility import refusal
-from shared_core.engine.metrics import is_in_bar, logged_figures
+from shared_core.engine.logged_figures import is_in_bar, logged_figures
 from shared_core.engine.registry import REGISTRY
 
 FIGURES = logged_figures()
@@ -134,7 +134,7 @@ def test_figures_of_a_step_that_is_interrupted_go_on():
 
     whole = begun()
     train(whole, data)
-    whole.after_optimizer_step()
+    whole.after_step()
     expected = whole.metrics()
     whole.detach()
     stopped = begun()
@@ -144,6 +144,6 @@ def test_figures_of_a_step_that_is_interrupted_go_on():
     resumed = begun()
     resumed.load_window_state(window)
     train(resumed, data[3:])
-    resumed.after_optimizer_step()
+    resumed.after_step()
     assert resumed.metrics() == pytest.approx(expected)
     resumed.detach()

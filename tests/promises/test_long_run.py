@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from shared_core import Recipe, Session
-from shared_core.engine.metrics import LIMIT
+from shared_core.engine.observers.history import LIMIT
 
 KEYS = tuple(key for key in TOGETHER if key != "soup")  # which keeps one entry for each checkpoint
 SAMPLES = 10

@@ -28,7 +28,7 @@ def evaluate(session, optimizer, model, order):
     """Evaluate as a script may, and return what the model held meanwhile."""
     if order == "around":
         optimizer.eval()
-    with session.evaluating():
+    with session.swapped("evaluate"):
         model.eval()
         if order != "around":
             optimizer.eval()
@@ -52,9 +52,9 @@ def train(recipe, order="behind", evaluates=True):
         with session.forward():
             loss = session.loss(model(**batch)["loss"])
         loss.backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         steps.append({name: value.detach().double() for name, value in model.named_parameters()})
         if evaluates and step % EVERY == 0:
@@ -137,9 +137,9 @@ def test_shared_values_move_as_parameters_of_their_own():
     session.begin([optimizer], total_steps=NUM_STEPS)
     for step, x in enumerate(inputs, 1):
         session.loss(model(x).square().mean() + model(x).sin().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if step == 3:
             values, codes = model.weight.detach().unique(return_inverse=True)

@@ -86,18 +86,20 @@ def skips(monkeypatch):
 
 def watch(put):
     found = []
-    before_step, skipped = Session.before_optimizer_step, Session.skipped_optimizer_step
+    before, after = Session.before_step, Session.after_step
 
-    def before_optimizer_step(self):
+    def before_step(self):
         self.picture = picture(self)
-        before_step(self)
+        before(self)
 
-    def skipped_optimizer_step(self):
-        skipped(self)
-        found.append(difference(self.picture, picture(self)))
+    def after_step(self, applied=True):
+        counts = after(self, applied)
+        if not counts:
+            found.append(difference(self.picture, picture(self)))
+        return counts
 
-    put(Session, "before_optimizer_step", before_optimizer_step)
-    put(Session, "skipped_optimizer_step", skipped_optimizer_step)
+    put(Session, "before_step", before_step)
+    put(Session, "after_step", after_step)
     return found
 
 

@@ -65,9 +65,9 @@ def train(model, options, *, joins=STEPS):
             with session.forward():
                 loss = session.loss(loss_of(model, (EXAMPLES, CLASSES), with_aux=step >= joins))
             loss.backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
     return session.receipt()
 

@@ -96,9 +96,9 @@ def averaged(**options):
 def train(session, model, optimizer, steps):
     for _ in range(steps):
         session.loss(model.net(torch.randn(8, 16)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         model.ema.update_parameters(model.net)
 

@@ -162,7 +162,7 @@ def test_a_step_that_is_made_already_is_not_discarded(monkeypatch, tmp_path):
     def discard(self, context):
         context.discard_step = True
 
-    monkeypatch.setattr(Fp8, "before_optimizer_step", discard)
+    monkeypatch.setattr(Fp8, "before_step", discard)
     with pytest.raises(TrainingError, match="must be discarded, but SGD of Layerwise made it inside backward"):
         run_bare(recipe_of("fp8"))
 
@@ -185,9 +185,9 @@ def test_optimizers_that_step_late_or_not_at_first_are_not_taken_for_others(monk
             with session.forward():
                 loss = session.loss(net(**batch)["loss"])
             loss.backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
             warm_up.step()
     shrinking.remove()
@@ -201,9 +201,9 @@ def bare_replaced():
     with Session(recipe_of("prune")).training(net, optimizer, total_steps=8) as session:
         optimizer = torch.optim.Adam(net.parameters())
         session.loss(net(**promise_drivers.batches(1)[0])["loss"]).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
 
 
 def hf_replaced(folder):
@@ -247,8 +247,8 @@ def loop_replaced(run, folder, monkeypatch):
 @pytest.mark.parametrize("front_end", RUNS)
 def test_another_optimizer_in_the_place_of_the_first_is_refused_at_its_first_step(front_end, monkeypatch, tmp_path):
     applied = []
-    after = Session.after_optimizer_step
-    monkeypatch.setattr(Session, "after_optimizer_step", lambda self: applied.append(after(self)) or applied[-1])
+    after = Session.after_step
+    monkeypatch.setattr(Session, "after_step", lambda self: applied.append(after(self)) or applied[-1])
     runs = {"hf": hf_replaced, "lightning": lightning_replaced, "bare": lambda folder: bare_replaced()}
     with pytest.raises(TrainingError, match="got one that none of them made, but another Adam"):
         if front_end in runs:

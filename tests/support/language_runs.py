@@ -79,9 +79,9 @@ def bare(model, recipe, window, folder):
             with session.forward():
                 loss = session.loss(model(**batch).loss)
             (loss / len(window)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         figures = session.metrics()
     return optimizer.gradients, figures
 

@@ -28,16 +28,16 @@ def update(session, optimizer, change=lambda: None):
     scaler = scaler_of(session)
     if scaler is not None:
         scaler.unscale_(optimizer)
-    session.before_optimizer_step()
+    session.before_step()
     change()
     if scaler is None:
         optimizer.step()
-        applied = session.after_optimizer_step()
+        applied = session.after_step()
     else:
         scaler.step(optimizer)
         skipped = scaler.was_skipped(optimizer)
         scaler.update()
-        applied = session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+        applied = session.after_step(applied=False) if skipped else session.after_step()
     optimizer.zero_grad()
     return applied
 

@@ -152,7 +152,7 @@ def run_bare(
     model.train()
 
     def clip_each_student() -> None:
-        for student in (model, *(peer for technique in session.techniques.values() for peer in technique.peers)):
+        for student in (model, *session.peers):
             if clip:
                 torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
 

@@ -12,9 +12,9 @@ def qat_step(model, inputs, **options):
     technique.begin(context)
     model.train()
     model(**inputs).logits.square().mean().backward()
-    technique.before_optimizer_step(context)
+    technique.before_step(context)
     context.step += 1
-    technique.after_optimizer_step(context)
+    technique.after_step(context, True)
     return model.eval(), technique, context
 
 

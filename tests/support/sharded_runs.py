@@ -245,15 +245,15 @@ def train(recipe, *, later=False, resume=None):
         for x, y in parts:
             loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
             (session.loss(loss) / len(parts)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         clip_(net.parameters(), 0.5)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if "soup" in recipe:
             services.save(session.step)
         if session.step == SAVED:
-            with session.saving():
+            with session.swapped("checkpoint"):
                 saved = found(net, optimizer)
                 saved["session"] = copy.deepcopy(session.state_dict())
     with torch.no_grad():

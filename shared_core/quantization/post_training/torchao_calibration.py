@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.engine import coverage
-from shared_core.engine.preview import Touched
+from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.libraries import optional
 from shared_core.modules.calls import call_model, evaluated

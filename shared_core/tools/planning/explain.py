@@ -14,7 +14,8 @@ from torch import nn
 from shared_core.config.training_time import Position
 from shared_core.engine import compatibility, coverage
 from shared_core.engine.hooks import overrides
-from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.plan import Ability, Touched
+from shared_core.engine.protocols import Bakes, Deploys, LooksFirst, TrainsPeers
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import Context, Technique
@@ -117,7 +118,8 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
         try:
             # Techniques attach to one model one after another, as in a run: a factorised layer is what the next one
             # sees.
-            technique.before_attach(context.model, context)
+            if isinstance(technique, LooksFirst):
+                technique.before_attach(context.model, context)
             technique.attach(context.model, context)
             told.touched[key] = technique.touched(context.model)
         except EffError as error:
@@ -134,7 +136,7 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
 
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
     try:
-        events = technique.timeline(context)
+        context.plans[key] = technique.plan(context)
     # Positions as fractions without a length stay as they were written.
     except UnknownLengthError:
         return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
@@ -143,7 +145,7 @@ def _events(key: str, technique: Technique, context: Context, conflicts: list[st
         return []
     return [
         {"step": step, "at": AFTER if step is None else f"step {step}", "technique": key, "what": what}
-        for step, what in events
+        for step, what in context.plans[key].events
     ]
 
 
@@ -157,10 +159,8 @@ def _saved(technique: Technique, trainer: str) -> list[str]:
     state, deployment = _PLACES[trainer]
     lines = {
         f"its state in {state}, for an exact resume": overrides(technique.state_dict, Technique.state_dict),
-        f"what deployment needs in {deployment}": overrides(technique.deployment, Technique.deployment),
-        "weights as the user's plain model loads them, with its work in them": overrides(
-            technique.bake, Technique.bake
-        ),
-        "files of its own beside the finished model": overrides(technique.write, Technique.write),
+        f"what deployment needs in {deployment}": isinstance(technique, Deploys),
+        "weights as the user's plain model loads them, with its work in them": isinstance(technique, Bakes),
+        "files of its own beside the finished model": isinstance(technique, TrainsPeers),
     }
     return [line for line, is_saved in lines.items() if is_saved] or ["nothing"]

@@ -84,9 +84,9 @@ def bare(data, size, accumulate):
         optimizer.zero_grad()
         for batch in DataLoader(data, batch_size=size):
             (session.loss(student(**batch)["loss"]) / accumulate).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     return [value.grad for value in student.parameters()], session.notes
 
 

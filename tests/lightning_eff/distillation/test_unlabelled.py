@@ -64,9 +64,9 @@ def bare(accumulate):
         batch = session.techniques["distill"].prepare_batch(batch)
         (session.loss(F.cross_entropy(student(batch["x"]), batch["labels"])) / accumulate).backward()
         if index % accumulate == 0:
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
     return student
 

@@ -199,9 +199,9 @@ def trained_by_session(recipe, steps, state=None, weights=None, *, surrounded=Tr
         with session.forward() if surrounded else contextlib.nullcontext():
             loss = net(batch(number)).square().mean()
         session.loss(loss).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     return net, session
 
@@ -276,5 +276,5 @@ def test_a_compiled_model_is_profiled_eagerly_and_compiled_afterwards():
             loss = compiled(batch(number)).sum()
         loss.backward()
         assert ("compiled" in session.techniques["checkpointing"].report()) == (number == 3)
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()

@@ -46,7 +46,7 @@ def test_a_policy_that_recomputed_nothing_is_an_error_in_the_first_step():
     session, _ = make({"policy": "block"}, model)
     session.loss(model(torch.ones(2, 4)).sum()).backward()
     with pytest.raises(TrainingError, match=r"policy block must recompute blocks in backward, got none recomputed"):
-        session.before_optimizer_step()
+        session.before_step()
 
 
 class Experts(nn.Module):
@@ -60,9 +60,9 @@ class Experts(nn.Module):
 
 def route(session, optimizer, model, expert):
     session.loss(model(torch.ones(2, 4), expert).sum()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     optimizer.zero_grad()
 
 
@@ -112,8 +112,8 @@ def test_blocks_of_one_of_two_optimizers_are_looked_for_at_the_end():
     session.attach(model)
     session.begin([torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1)], total_steps=1)
     model(torch.ones(2, 4)).sum().backward()
-    session.before_optimizer_step()
-    session.after_optimizer_step()
+    session.before_step()
+    session.after_step()
     with pytest.raises(TrainingError, match="got none recomputed"):
         session.finish()
 
@@ -123,9 +123,9 @@ def test_a_run_that_ends_leaves_the_model_and_the_receipt():
     session, optimizer = make({"policy": "sqrt"}, model)
     for _ in range(2):
         session.loss(model(torch.ones(2, 4)).sum()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     session.finish()
     assert not any("forward" in vars(module) for module in model.modules())
     told = session.receipt().values["techniques"]["checkpointing"]
@@ -157,7 +157,7 @@ def test_blocks_of_a_compiled_graph_are_uncounted_and_not_told_as_never_recomput
     session.begin([optimizer], total_steps=1)
     with session.forward():
         session.loss(torch.compile(net, backend="aot_eager")(torch.ones(2, 4)).sum()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     told = session.receipt()["techniques"]["checkpointing"]
     assert told["compiled"]
     assert told["uncounted"] == ["0", "1"]

@@ -32,7 +32,7 @@ def test_the_receipt_counts_what_lies_in_between():
     model, x = relu_net(), torch.randn(32, 16)
     session = session_of(model)
     gradient(session, model, x)
-    session.before_optimizer_step()
+    session.before_step()
     zeros = int((torch.relu(model[0](x)) == 0).sum())
     told = session.techniques["activations"].report()
     packed = 32 * 64 // 8 + 4 * (32 * 64 - zeros)
@@ -50,8 +50,8 @@ def test_int8_draws_anew_each_micro_batch_and_step_and_again_the_same_after_a_re
         for _ in range(2):
             states.append(session.state_dict())
             draws.append(gradient(session, model, x))
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
     assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[i + 1 :])
     session.detach()
     for state, expected in zip(states, draws, strict=True):  # the second and fourth in the middle of a step
@@ -77,17 +77,17 @@ def test_nothing_packed_is_an_error_at_the_end_of_the_first_step():
     session = session_of(model)
     gradient(session, model, torch.randn(32, 16))
     with pytest.raises(TrainingError, match=r"packed a tensor, got none with pack=exact; left alone were 3 nothing to"):
-        session.before_optimizer_step()
+        session.before_step()
     session.detach()
     session = session_of(model, min_size=10**6)
     gradient(session, model, torch.randn(32, 16))
     with pytest.raises(TrainingError, match=r"left alone were 4 small, 1 weights"):
-        session.before_optimizer_step()
+        session.before_step()
     model = relu_net()
     session = session_of(model)
     model(torch.randn(32, 16)).sum().backward()
     with pytest.raises(TrainingError, match=r"must run inside session.forward\(\)"):
-        session.before_optimizer_step()
+        session.before_step()
 
 
 def test_nothing_rounded_is_an_error_too():
@@ -95,7 +95,7 @@ def test_nothing_rounded_is_an_error_too():
     session = session_of(model, pack="bf16")
     gradient(session, model, torch.randn(32, 16).bfloat16())
     with pytest.raises(TrainingError, match=r"rounded a tensor, got none with pack=bf16"):
-        session.before_optimizer_step()
+        session.before_step()
 
 
 def test_options_that_do_nothing_are_refused():

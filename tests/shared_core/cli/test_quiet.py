@@ -74,9 +74,9 @@ def receipt():
     session.attach(model)
     session.begin([optimizer], total_steps=1)
     model(torch.ones(1, 8)).sum().backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     session.finish()
     return session.receipt()
 

@@ -180,9 +180,9 @@ def trained(options):
     for step in range(5):
         optimizer.zero_grad()
         session.loss(model(x, labels=(torch.arange(16) + step) % 9)["loss"]).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     return model.state_dict()
 
 

@@ -274,7 +274,7 @@ class TestWithoutLogits:
         real = student(**inputs).logits  # before begin
         assert type(real) is torch.Tensor
         context.step = 1
-        technique.after_optimizer_step(context)
+        technique.after_step(context, True)
         logits = student(**inputs).logits
         assert type(logits) is DeferredLogits
         assert logits.shape == real.shape

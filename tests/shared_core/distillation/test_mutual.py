@@ -72,9 +72,9 @@ class Run:
 
     def step(self, micro=1):
         loss = self.backward(micro)
-        self.session.before_optimizer_step()
+        self.session.before_step()
         self.optimizer.step()
-        self.session.after_optimizer_step()
+        self.session.after_step()
         self.model.zero_grad()
         self.taken += 1
         return loss
@@ -153,7 +153,7 @@ class TestUpdate:
             task = F.cross_entropy(outside.model(x)["logits"], services.labels)
             outside.session.loss(task).backward()
             outside.optimizer.step()
-            outside.session.after_optimizer_step()
+            outside.session.after_step()
             outside.model.zero_grad()
         assert equal(inside.model, outside.model)
         assert equal(inside.technique.peers[0], outside.technique.peers[0])
@@ -167,7 +167,7 @@ class TestUpdate:
     def test_a_skipped_step_leaves_no_gradient_to_the_next(self):
         run = Run()
         run.backward()
-        run.session.skipped_optimizer_step()
+        run.session.after_step(applied=False)
         assert all(weight.grad is None for weight in run.technique.peers[0].parameters())
 
     def test_each_student_is_clipped_by_its_own_norm(self):

@@ -49,9 +49,9 @@ class Run:
 
     def step(self):
         self.loss().backward()
-        self.session.before_optimizer_step()
+        self.session.before_step()
         self.optimizer.step()
-        self.session.after_optimizer_step()
+        self.session.after_step()
         self.optimizer.zero_grad()
         self.taken += 1
 
@@ -113,8 +113,8 @@ def test_the_average_follows_applied_steps_alone():
     assert torch.equal(average[1].running_mean, run.model[1].running_mean)
     before = average[0].weight.detach().clone()
     run.loss().backward()
-    run.session.before_optimizer_step()
-    run.session.skipped_optimizer_step()
+    run.session.before_step()
+    run.session.after_step(applied=False)
     assert torch.equal(average[0].weight.detach(), before)
     assert not any(parameter.requires_grad for parameter in average.parameters())
 

@@ -81,7 +81,7 @@ class TestMixedLoss:
             optimizer.zero_grad()
             technique.loss(student(torch.randn(16, 4)).sum() * 0, context).backward()
             optimizer.step()
-            technique.after_optimizer_step(context)
+            technique.after_step(context, True)
         assert technique.metrics()["distill/soft_loss"] < 1e-3
 
     def test_range(self):
@@ -89,7 +89,7 @@ class TestMixedLoss:
         soft = []
         for step in range(10):
             context.step = step
-            technique.after_optimizer_step(context)
+            technique.after_step(context, True)
             task = context.model(torch.randn(3, 4)).sum()
             soft.append(technique.loss(task, context) is not task)
             assert forward(technique) is None
@@ -98,7 +98,7 @@ class TestMixedLoss:
     def test_the_default_range_needs_no_number_of_steps(self):
         technique, context = attached(mlp(), mlp(16), total_steps=None)
         context.step = 10**6
-        technique.after_optimizer_step(context)
+        technique.after_step(context, True)
         task = context.model(torch.randn(3, 4)).sum()
         assert technique.loss(task, context) is not task
         with pytest.raises(ConfigError, match=r"distill\.end: 0\.5 must be a step number here"):
@@ -109,7 +109,7 @@ class TestMixedLoss:
         technique, context = attached(mlp(), mlp(seed=1), begin=0, end=1)
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
         context.step = 1
-        technique.after_optimizer_step(context)
+        technique.after_step(context, True)
         assert technique.metrics()
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
         assert technique.metrics() == {}
@@ -221,7 +221,8 @@ class TestForwardHook:
         technique.loss(context.model(torch.randn(2, 4)).sum(), context)
         assert forward(technique) is None
         context.model(torch.randn(2, 4))
-        technique.evaluating(context)
+        with technique.swapped(context, "evaluate"):
+            pass
         assert forward(technique) is None
 
     @pytest.mark.parametrize("reentrant", [False, True])
@@ -410,6 +411,6 @@ def test_looking_ahead_changes_no_loss_and_happens_once():
         assert (session.loss(task) is task) == (step < 2)
         assert len(asked) == (1 if step < 2 else step)
         assert bool(session.metrics()) == (step >= 2)
-        session.after_optimizer_step()
+        session.after_step()
     assert session.receipt().values["techniques"]["distill"]["batches"] == 2
     session.detach()

@@ -46,15 +46,16 @@ def step(session, optimizer, model, inputs):
 def look(session, where):
     if where == "finish":
         session.finish()
-    with session.evaluating() if where == "evaluating" else session.saving(baked=where == "baked"):
-        pass
+    else:
+        with session.swapped(where):
+            pass
 
 
 @pytest.mark.parametrize("key", RECIPES)
-@pytest.mark.parametrize("where", ["evaluating", "saving", "baked", "finish"])
+@pytest.mark.parametrize("where", ["evaluate", "checkpoint", "export", "finish"])
 def test_a_layer_that_was_replaced_is_named(key, where):
     session, _, model = run(key)
-    with session.evaluating(), session.saving():
+    with session.swapped("evaluate"), session.swapped("checkpoint"):
         pass
     model[1] = nn.Linear(16, 16)
     with pytest.raises(TrainingError, match=rf"^{key}: 1.* must stay in the model .* in its place by step 1; "):
@@ -68,7 +69,7 @@ def test_a_parameter_that_was_replaced_is_named(key):
     session, optimizer, model = run(key)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(values)
-    with session.evaluating():
+    with session.swapped("evaluate"):
         pass
     model.load_state_dict(values, assign=True)
     step(session, optimizer, model, torch.ones(2, 16))
@@ -76,7 +77,7 @@ def test_a_parameter_that_was_replaced_is_named(key):
         session.finish()
 
 
-@pytest.mark.parametrize("where", ["evaluating", "saving", "baked", "finish"])
+@pytest.mark.parametrize("where", ["evaluate", "checkpoint", "export", "finish"])
 def test_a_base_that_was_unfrozen_under_adapters_is_named(where):
     session, _, model = run("lora")
     model.requires_grad_(True)
@@ -98,10 +99,10 @@ def test_steps_of_a_loop_that_makes_its_own_are_not_watched():
     session, _ = begun_session({"prune": RECIPES["prune"]}, model, 9)
     for _ in range(3):
         session.loss(model(torch.ones(4, 16)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(0.1 * parameter.grad)
-        session.after_optimizer_step()
+        session.after_step()
         model.zero_grad()
     assert session.step == 3

@@ -126,8 +126,8 @@ def test_recipe_order_is_the_order_of_composition():
 
 
 class Steps(Technique):
-    def before_optimizer_step(self, context):
-        context.done_with(self.before_optimizer_step)
+    def before_step(self, context):
+        context.done_with(self.before_step)
 
 
 class PrivateSteps(Steps):
@@ -139,19 +139,19 @@ def test_hooks_are_bound_methods_of_what_has_its_own_private_gradients_first():
         key: make(TechniqueConfig()) for key, make in (("a", Steps), ("none", Technique), ("b", PrivateSteps))
     }
     hooks = Hooks(techniques)
-    first = [("b", techniques["b"].before_optimizer_step), ("a", techniques["a"].before_optimizer_step)]
-    assert hooks.before_optimizer_step == first
-    assert all(calls == [] for name, calls in vars(hooks).items() if name != "before_optimizer_step")
+    first = [("b", techniques["b"].before_step), ("a", techniques["a"].before_step)]
+    assert hooks.before_step == first
+    assert all(calls == [] for name, calls in vars(hooks).items() if name != "before_step")
 
 
 def test_a_round_of_hooks_ends_as_it_began_and_is_shorter_the_next_time():
     hooks = Hooks({key: Steps(TechniqueConfig()) for key in "ab"})
     context, called = Context(nn.Linear(1, 1), done_with=hooks.leave_out), []
-    for key, hook in hooks.before_optimizer_step:
+    for key, hook in hooks.before_step:
         hook(context)
         called.append(key)
     assert called == ["a", "b"]
-    assert hooks.before_optimizer_step == []
+    assert hooks.before_step == []
 
 
 @pytest.mark.parametrize(
@@ -355,9 +355,9 @@ def test_a_session_with_nothing_on_changes_nothing():
     session.begin([], total_steps=3)
     loss = torch.tensor(1.0)
     assert session.loss(loss) is loss
-    session.before_optimizer_step()
-    session.after_optimizer_step()
-    with session.evaluating(), session.evaluating():
+    session.before_step()
+    session.after_step()
+    with session.swapped("evaluate"), session.swapped("evaluate"):
         pass
     session.finish()
     assert {name: type(module) for name, module in model.named_modules()} == before
@@ -480,9 +480,9 @@ def test_weights_that_are_not_finite_at_the_end_are_told(value):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Session({"prune": {"sparsity": 0.5}}).training(model, optimizer, total_steps=1) as session:
         session.loss(model(torch.ones(2, 4)).sum()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         with torch.no_grad():
             model.bias[1] = value
     told = [note for note in session.receipt().values["notes"] if "NOT FINITE, such as bias:" in note]

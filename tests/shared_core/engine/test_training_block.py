@@ -235,10 +235,10 @@ def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
     assert all(one.ndim == 2 for group in held(optimizers[0]) for one in group)
     before = [value.detach().clone() for value in trained]
     session.loss(model(torch.randn(2, 4, 4, 4)).square().mean()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     for optimizer in optimizers:
         optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     assert not any(
         torch.equal(value, old) for value, old in zip(trained, before, strict=True) if value.grad is not None
     )

@@ -68,4 +68,4 @@ def test_layers_added_or_replaced_under_an_average_that_teaches_are_refused(name
         session.begin([optimizer], total_steps=2)
     setattr(model, name, layer())
     with pytest.raises(TrainingError, match=f"must keep its layers, got a difference at {told}"):
-        session.begin([optimizer], total_steps=2) if when == "attached" else session.after_optimizer_step()
+        session.begin([optimizer], total_steps=2) if when == "attached" else session.after_step()

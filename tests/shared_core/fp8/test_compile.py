@@ -47,7 +47,7 @@ def assert_same_run(recipe, backend, **options):
     for model, forward in (models[0], models[0]), (models[1], torch.compile(models[1], backend=backend, **options)):
         session, optimizer = start(model, recipe)
         losses = train(session, optimizer, forward, data(4))
-        with session.evaluating(), torch.no_grad():
+        with session.swapped("evaluate"), torch.no_grad():
             losses.append(forward(data(1)[0]).sum().item())
         runs.append((losses, *told(session)))
     (losses, counts, bank), (compiled_losses, compiled_counts, compiled_bank) = runs

@@ -67,9 +67,9 @@ def test_every_block_of_gpt2_is_in_fp8_and_the_checkpoint_is_plain():
     session, optimizer = begun_session({"fp8": {"recipe": "rowwise"}}, model, 1, lr=0.05, services=Quiet())
     ids = torch.arange(8)[None]
     session.loss(model(input_ids=ids, labels=ids).loss).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     model(input_ids=ids)
     session.finish()
     told = session.receipt().values["techniques"]["fp8"]

@@ -22,8 +22,8 @@ def step(session, optimizer, forward, micro_batches, *, skip=False):
     for x in micro_batches:
         session.loss(forward(x).square().mean() / len(micro_batches)).backward()
     if skip:
-        session.before_optimizer_step()
-        session.skipped_optimizer_step()
+        session.before_step()
+        session.after_step(applied=False)
         optimizer.zero_grad()
     else:
         plain_step(session, optimizer)
@@ -85,7 +85,7 @@ def test_micro_batches_recomputation_evaluation_and_skips_leave_one_entry_a_step
         step(*runs[1], parts, x.chunk(3))
         step(*runs[2], again, [x])
         session = runs[1][0]
-        with session.evaluating():
+        with session.swapped("evaluate"):
             parts(1e6 * x).sum().backward()  # a metric that differentiates must not count either
             parts.zero_grad()
         with torch.no_grad():
@@ -175,10 +175,10 @@ def test_a_scaler_skips_the_step_that_overflowed(recipe):
     weights = copy.deepcopy(model.state_dict())
     scaler.scale(session.loss(model(data()[0] * math.inf).square().mean())).backward()
     scaler.unscale_(optimizer)
-    session.before_optimizer_step()
+    session.before_step()
     scaler.step(optimizer)
     scaler.update()
-    session.skipped_optimizer_step()
+    session.after_step(applied=False)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert scaler.get_scale() < 8.0
     assert session.skipped == 1
@@ -262,7 +262,7 @@ def replaced_unseen(model, session, optimizer):
 
 
 def evaluated_with_others(model, session, optimizer):
-    with session.evaluating():
+    with session.swapped("evaluate"):
         model[2].weight.data.mul_(2)
         model(data()[0])
 
@@ -302,8 +302,8 @@ def test_no_verb_of_a_step_walks_over_layers():
         session.loss(model(data()[0]).square().mean()).backward()
         seen = []
         sys.setprofile(lambda frame, event, _, seen=seen: seen.append(frame.f_code) if event == "call" else None)
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
         sys.setprofile(None)
         calls.append(sum("fp8" in code.co_filename for code in seen))
     assert calls[0] == calls[1]

@@ -201,7 +201,7 @@ def test_recomputed_activations_are_counted_once(reentrant):
 
 def test_the_first_micro_batch_alone_and_never_an_evaluation():
     loop, reference = Loop(), Loop()
-    with loop.session.evaluating():
+    with loop.session.swapped("evaluate"):
         loop.model.eval()
         loop.model(batch(9, size=50))
         loop.model.train()

@@ -249,7 +249,7 @@ class TestTechnique:
             one_step(model, optimizer, technique.scaler, bad)
             if not technique.scaler.was_skipped(optimizer):
                 context.step += 1
-                technique.after_optimizer_step(context)
+                technique.after_step(context, True)
 
     def test_a_bare_loop(self):
         results = {}
@@ -313,7 +313,7 @@ class TestTechnique:
         optimizer.step()
         context.step = 1
         with pytest.raises(TrainingError, match="the scaler must step the optimizer"):
-            technique.after_optimizer_step(context)
+            technique.after_step(context, True)
 
     @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
     def test_a_missing_device_is_an_error_and_not_training_without_scaling(self, monkeypatch):

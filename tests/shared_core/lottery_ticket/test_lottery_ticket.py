@@ -280,7 +280,7 @@ def test_tied_and_skipped_weights(tmp_path):
         for _ in range(2):
             model(torch.arange(5)).square().mean().backward()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
         session.finish()
         return session.receipt()["techniques"]["lottery"]
 

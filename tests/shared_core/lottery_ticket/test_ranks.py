@@ -34,9 +34,9 @@ def ranks_main(rank, folder):
         for step in range(5):
             x, labels = batch(step)
             nn.functional.cross_entropy(parallel(x[rank::2]), labels[rank::2]).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
         states.append(session.state_dict())
         session.finish()

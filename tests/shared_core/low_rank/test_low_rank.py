@@ -400,9 +400,9 @@ def test_factors_can_be_pruned_and_quantised(beside):
     session, optimizer = begun_session(recipe, net, 2, lr=1e-3, services=Services(net, [torch.randn(4, 40)]))
     for _ in range(2):
         session.loss(net(torch.randn(4, 40)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     session.finish()
     values = net[0].first.weight.detach()
     assert isinstance(net[0], LowRankLayer)

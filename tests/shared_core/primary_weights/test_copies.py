@@ -178,8 +178,8 @@ def test_a_model_cast_in_the_middle_of_training_keeps_its_copies():
     model[1].half()
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
-    session.before_optimizer_step()
-    session.skipped_optimizer_step()
+    session.before_step()
+    session.after_step(applied=False)
     after = copies_of(session)
     for name in ("1.weight", "1.bias"):
         assert torch.equal(after[name].half(), model.get_parameter(name))

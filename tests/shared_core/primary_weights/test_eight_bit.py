@@ -35,9 +35,9 @@ def steps(model, optimizer, session, indices):
         with session.forward():
             loss = F.cross_entropy(model(x).float(), torch.randint(8, (8,), generator=generator))
         session.loss(loss).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 

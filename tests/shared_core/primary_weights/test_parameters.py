@@ -22,12 +22,12 @@ def test_float32_and_frozen_parameters_are_left_alone(kind):
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     session = begin(model, optimizer, kind)
     loss_of(model, 0).backward()
-    session.before_optimizer_step()
+    session.before_step()
     stepped = set(optimizer.param_groups[0]["params"])
     assert {model.frozen, model.hidden.weight} <= stepped
     assert (model.embed.weight in stepped) == (kind != "fp32_copy")  # widened within the step
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     report = session.receipt()["techniques"]["primary_weights"]
     assert report["parameters"] == 2
     assert report["elements"] == 72 + 3
@@ -46,9 +46,9 @@ def test_a_copy_takes_over_what_others_changed_and_keeps_the_rest():
 
     def step():
         weight.grad = torch.full((4,), 1e-4)
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         return session.state_dict()["techniques"]["primary_weights"]["copies"]["0"].clone()
 
     step()
@@ -71,9 +71,9 @@ def test_groups_added_later_and_parameters_unfrozen_later_are_updated_in_float32
         if step == 2:
             model.frozen.requires_grad_(True)
         loss_of(model, step).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         model.zero_grad()
     copies = session.state_dict()["techniques"]["primary_weights"]["copies"]
     assert set(copies) == {"hidden.weight", "embed.weight", "frozen"}
@@ -86,14 +86,14 @@ def test_whatever_interrupts_a_step_the_optimizer_gets_its_parameters_back(kind)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     session = begin(model, optimizer, kind)
     loss_of(model, 0).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     before, keys = copy.deepcopy(model.state_dict()), list(optimizer.state)
 
     loss_of(model, 1).backward()
-    session.before_optimizer_step()
-    session.before_optimizer_step()  # the first was interrupted, and training went on
+    session.before_step()
+    session.before_step()  # the first was interrupted, and training went on
     session.detach()
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
     assert list(optimizer.state) == keys
@@ -125,9 +125,9 @@ def test_a_discarded_step_changes_nothing():
     before = copy.deepcopy(model.state_dict())
     loss_of(model, 0).backward()
     session.context.discard_step = True
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    assert not session.after_optimizer_step()
+    assert not session.after_step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters() if p.requires_grad)
 
@@ -174,27 +174,27 @@ def test_a_step_without_announcement_is_an_error():
     _, optimizer, session = ready()
     optimizer.zero_grad()
     optimizer.step()
-    with pytest.raises(TrainingError, match="before_optimizer_step must come before"):
-        session.after_optimizer_step()
+    with pytest.raises(TrainingError, match="before_step must come before"):
+        session.after_step()
 
 
 def test_gradients_replaced_behind_the_optimizers_back_are_an_error():
     model, optimizer, session = ready()
-    session.before_optimizer_step()
+    session.before_step()
     model.weight.grad = model.weight.grad * 0.5
     optimizer.step()
     with pytest.raises(TrainingError, match="changed in place"):
-        session.after_optimizer_step()
+        session.after_step()
     assert optimizer.param_groups[0]["params"][0] is model.weight
 
 
 def test_an_optimizer_with_its_own_list_of_parameters_is_an_error():
     model, _, session = ready()
-    session.before_optimizer_step()
+    session.before_step()
     with torch.no_grad():
         model.weight.add_(1.0)
     with pytest.raises(TrainingError, match="param_groups"):
-        session.after_optimizer_step()
+        session.after_step()
 
 
 @pytest.mark.parametrize("damage", [lambda s: s.pop("copies"), lambda s: s["copies"].update({"weight": torch.ones(3)})])

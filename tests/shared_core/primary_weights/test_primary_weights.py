@@ -81,11 +81,11 @@ def test_zeroing_through_the_optimizer_before_the_session_hears_of_the_step(kind
         session = begin(model, optimizer, kind)
         for step in range(4):
             loss_of(model, step).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
             if early:
                 optimizer.zero_grad()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
     assert same(*models)
 
@@ -108,9 +108,9 @@ def test_the_copy_follows_a_float64_adamw():
     session = begin(holder, optimizer)
     for gradient in gradients:
         weight.grad = gradient.float()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     exact = adamw64(start, [gradient.double() for gradient in gradients])
     copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
     torch.testing.assert_close(copy.double(), exact, rtol=2e-6, atol=2e-6)
@@ -124,10 +124,10 @@ def take_steps(weight, update, steps, kind):
     for _ in range(steps):
         weight.grad = torch.full_like(weight, update, dtype=torch.float32 if kind else weight.dtype)
         if session:
-            session.before_optimizer_step()
+            session.before_step()
         optimizer.step()
         if session:
-            session.after_optimizer_step()
+            session.after_step()
     return session
 
 
@@ -170,9 +170,9 @@ def test_the_draws_come_from_the_runs_own_generator():
         session.begin([optimizer], total_steps=1)
         before = torch.get_rng_state()
         weight.grad = torch.full((1000,), 1e-3)
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         assert torch.equal(torch.get_rng_state(), before)
         runs.append(weight.detach())
     assert torch.equal(runs[0], runs[1])
@@ -186,9 +186,9 @@ def test_eight_bit_optimizer_updates_float32_values():
     session = begin(nn.ParameterList([weight]), optimizer)
     for _ in range(40):
         weight.grad = torch.ones(64, 128)
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
     torch.testing.assert_close(copy, torch.full((64, 128), 1 - 40e-4), rtol=0, atol=1e-5)
     assert optimizer.state[weight]["state1"].dtype == torch.uint8

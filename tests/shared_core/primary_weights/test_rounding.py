@@ -35,10 +35,10 @@ def steps(model, optimizer, session, indices, accumulate=2):
     for index in indices:
         for micro in range(accumulate):
             (loss_of(model, accumulate * index + micro) / accumulate).backward()
-        session.before_optimizer_step()
+        session.before_step()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 
@@ -128,9 +128,9 @@ def test_moments_that_are_drawn_have_the_mean_of_float64():
         nearest = nearest * 0.999 + 0.001 * gradient**2
         variance = 0.999**2 * variance + (2.0**-7 * exact) ** 2 / 4  # at most that of a coin between neighbours
         weight.grad = torch.full((count,), gradient, dtype=torch.bfloat16)
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     second = optimizer.state[weight]["exp_avg_sq"]
     assert second.dtype == torch.bfloat16
     bound = 5 * (variance / count) ** 0.5
@@ -203,10 +203,10 @@ def peak(make, options):
         for _ in range(3):
             sum(parameter.sum() for parameter in model).backward()
             if session:
-                session.before_optimizer_step()
+                session.before_step()
             optimizer.step()
             if session:
-                session.after_optimizer_step()
+                session.after_step()
             optimizer.zero_grad()
     return max(accumulate(change for change, _ in live.events)) / (size * count)
 

@@ -273,7 +273,7 @@ def ddp_by_session(rank, view, kind="fp32_copy", set_to_none=True, scaled=True):
         reduced = [weight.grad.data_ptr() for weight in model.parameters()]
         if scaled:
             scaler.unscale_(optimizer)
-        session.before_optimizer_step()
+        session.before_step()
         assert all(weight.grad.dtype == torch.float32 for weight in model.parameters())
         if not scaled:
             for weight in model.parameters():
@@ -284,7 +284,7 @@ def ddp_by_session(rank, view, kind="fp32_copy", set_to_none=True, scaled=True):
             scaler.update()
         else:
             optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         # the buckets again, with the gradients that were used
         assert [weight.grad.data_ptr() for weight in model.parameters()] == reduced
         assert sum(weight.grad.double().square().sum() for weight in model.parameters()) < 0.51**2

@@ -48,7 +48,7 @@ def steps(model, optimizer, session, count=STEPS, first=0, closure=False):
         def backward(step=step):
             loss = loss_of(model, step) + model.extra.square().sum()
             loss.backward()
-            session.before_optimizer_step()
+            session.before_step()
             nn.utils.clip_grad_norm_(model.parameters(), 0.3)
             return loss
 
@@ -57,7 +57,7 @@ def steps(model, optimizer, session, count=STEPS, first=0, closure=False):
         else:
             backward()
             assert optimizer.step() is None
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 
@@ -126,9 +126,9 @@ def test_a_step_never_holds_the_widened_weights_at_once(name):
         for parameter in model:
             parameter.grad = torch.full(parameter.shape, 1e-3)
         with LiveBytes("cpu") as live:
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
         peaks.append(max(accumulate(change for change, _ in live.events)))
     # the first step makes the moments; then one tensor, what the optimizer needs for it, and its rounding
     assert peaks[1] < 0.4 * 4 * count * size
@@ -158,7 +158,7 @@ def test_a_slice_that_fails_leaves_the_optimizer_whole():
     steps(model, optimizer, session, count=1)
     kept, state = [[*group["params"]] for group in optimizer.param_groups], optimizer.state
     loss_of(model, 1).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
         optimizer.step()
@@ -175,10 +175,10 @@ def test_an_optimizer_that_needs_all_parameters_steps_on_all_at_once():
     assert not slices.updates_each_by_itself(optimizer)
     session = begin(model, optimizer, "stochastic_rounding")
     loss_of(model, 0).backward()
-    session.before_optimizer_step()
+    session.before_step()
     assert model.embed.weight not in set(optimizer.param_groups[0]["params"])
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
 
 
 def test_a_step_past_the_optimizer_is_an_error():
@@ -186,8 +186,8 @@ def test_a_step_past_the_optimizer_is_an_error():
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     session = begin(model, optimizer, "stochastic_rounding")
     loss_of(model, 0).backward()
-    session.before_optimizer_step()
+    session.before_step()
     with torch.no_grad():
         model.embed.weight.add_(1)
     with pytest.raises(TrainingError, match="must update the tensors in its param_groups"):
-        session.after_optimizer_step()
+        session.after_step()

@@ -485,7 +485,7 @@ def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
     run = Run(nn.Linear(3, 2), accumulate=2, noise_multiplier=1.0)
     run.backward(0, 0)
     with pytest.raises(TrainingError, match="must have the 2 micro-batches"):
-        run.session.before_optimizer_step()
+        run.session.before_step()
     run.backward(0, 1)
     with pytest.raises(TrainingError, match="got more"):
         run.backward(0, 1)
@@ -529,19 +529,19 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     for step in range(3):
         whole.step(step)
         whole.optimizer.step()
-        whole.session.after_optimizer_step()
+        whole.session.after_step()
         whole.optimizer.zero_grad()
     whole.backward(3, 0)
     state, weights = whole.session.state_dict(), {k: v.clone() for k, v in whole.model.state_dict().items()}
     whole.backward(3, 1)
-    whole.session.before_optimizer_step()
+    whole.session.before_step()
     again = run()
     again.technique._secret = Secret(b"another one here")
     again.model.load_state_dict(weights)
     again.session.load_state_dict(state)
     again.begin()
     again.backward(3, 1)
-    again.session.before_optimizer_step()
+    again.session.before_step()
     for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(first.grad, second.grad)
     assert again.session.metrics() == whole.session.metrics()
@@ -561,7 +561,7 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     run = Run(net(), target_epsilon=9.0, steps=3)
     for step in range(3):
         run.step(step)
-        run.session.after_optimizer_step()
+        run.session.after_step()
         run.optimizer.zero_grad()
     told = run.technique.report()
     assert 8.8 < told["epsilon"] <= 9.0
@@ -573,7 +573,7 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     assert run.session.unreached() == {}
     # a step after the planned ones is counted, and more than the target is told
     run.step(3)
-    run.session.after_optimizer_step()
+    run.session.after_step()
     spent = epsilon([(told["noise_multiplier"], 0.2, 4)], 1e-3, "rdp")
     assert run.technique.report()["epsilon"] == spent > 9.0
     assert run.session.unreached() == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
@@ -592,9 +592,9 @@ def test_a_plain_loop_trains_on_the_loader_of_its_session():
         for number, (batch,) in enumerate(session.loader, 1):
             (session.loss(model(batch).square().sum(1).mean()) / 2).backward()
             if number % 2 == 0:
-                session.before_optimizer_step()
+                session.before_step()
                 optimizer.step()
-                session.after_optimizer_step()
+                session.after_step()
                 optimizer.zero_grad()
     report = session.receipt().values["techniques"]["dp"]
     assert (report["steps"], report["expected_batch"], report["examples"]) == (5, 8, 40)
@@ -686,12 +686,12 @@ def saved_between_micro_batches(saves, state=None):
     run.backward(0, 0)
     saved = {}
     if saves:
-        with run.session.saving():
+        with run.session.swapped("checkpoint"):
             saved = copy.deepcopy(get_optimizer_state_dict(run.model, run.optimizer))
     if state:
         set_optimizer_state_dict(run.model, run.optimizer, state)
     run.backward(0, 1)
-    run.session.before_optimizer_step()
+    run.session.before_step()
     run.optimizer.step()
     weights = {name: whole(value).detach() for name, value in run.model.state_dict().items()}
     return {"weights": weights, "counts": [float(state["step"]) for state in run.optimizer.state.values()]}, saved

@@ -53,7 +53,7 @@ def train(recipe, optimizer, *, scaled=False, compiled=False):
             if step % 97 == 50:
                 next(model.parameters()).grad[0, 0] = torch.inf
                 scaler._found_inf_per_device(optimizer)[torch.device("cpu")].fill_(1.0)
-        session.before_optimizer_step()
+        session.before_step()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         before = scaler.get_scale() if scaler else 0
         if scaler:
@@ -63,9 +63,9 @@ def train(recipe, optimizer, *, scaled=False, compiled=False):
             optimizer.step()
         optimizer.zero_grad()
         if scaler and scaler.get_scale() < before:
-            session.skipped_optimizer_step()
+            session.after_step(applied=False)
             continue
-        session.after_optimizer_step()
+        session.after_step()
         average.update_parameters(model)
         yield dict(model.named_parameters()), session.techniques["prune"]._policy.store.parts, average.module
 
@@ -119,12 +119,12 @@ def test_masked_gradients_train_as_zeros_and_adam_takes_no_roots_of_zeros(fused,
             optimizer.zero_grad()
             net(rows).square().mean().backward()
             if net is model:
-                session.before_optimizer_step()
+                session.before_step()
             else:
                 net.weight.grad.mul_(mask)
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         assert torch.equal(model.weight != 0, mask)
     assert torch.equal(model.weight, plain.weight)
     assert model.weight.grad[~mask].abs().max() <= 1e-13

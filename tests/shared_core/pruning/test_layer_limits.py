@@ -51,9 +51,9 @@ def trained(options, steps=12):
     for step in range(steps):
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
         session.loss(model(x).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         seen.append([model[i].weight.detach().eq(0).clone() for i in (0, 2)])
     session.finish()
@@ -307,9 +307,9 @@ def test_a_run_prunes_by_tower_and_tells_of_an_emptied_one():
         inputs = {"input_ids": torch.arange(8).view(2, 4), "pixel_values": torch.ones(2, 3, 8, 8)}
         for _ in range(2):
             session.loss(model(**inputs, return_loss=True).loss).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
         session.finish()
         receipts.append((session.receipt().values, tower_shares(model)))
     (by_tower, even), (by_all, uneven) = receipts

@@ -32,9 +32,9 @@ def train(options, steps=12, net=None, saved=None):
     for step in range(session.step, steps):
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(step)).double()
         session.loss(net(x).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         seen.append([int(net[i].weight.eq(0).sum()) for i in (0, 2, 4)])
     return net, session, seen
@@ -79,7 +79,7 @@ def test_midway_each_is_where_its_own_schedule_is():
     times = {"begin": 1, "end": 8, "initial": 0.0}
     assert seen[4][2] == round(400 * cubic_sparsity(5, final=0.25, **times))
     assert sum(seen[4][:2]) == round(2400 * cubic_sparsity(5, final=0.7, **times))
-    assert "sparsity" in session.techniques["prune"].unreached(session.context)
+    assert "sparsity" in session.unreached()["prune"]
 
 
 def test_sparsity_0_leaves_a_layer_dense_as_skip_does_and_of_two_overrides_the_later_counts():
@@ -96,10 +96,10 @@ def test_sparsity_0_leaves_a_layer_dense_as_skip_does_and_of_two_overrides_the_l
 def test_one_layer_alone_may_be_pruned():
     _, session, seen = train({"sparsity": 0, "overrides": {"2": {"sparsity": 0.5}}}, steps=3)
     assert seen[0][0] == 0 < seen[2][1] < 800
-    assert "2.weight 0.3178 of 0.5" in session.techniques["prune"].unreached(session.context)
+    assert "2.weight 0.3178 of 0.5" in session.unreached()["prune"]
     _, session, seen = train({"sparsity": 0, "overrides": {"2": {"sparsity": 0.5}}})
     assert seen[-1] == [0, 800, 0]
-    assert session.techniques["prune"].unreached(session.context) is None
+    assert session.unreached() == {}
 
 
 @pytest.mark.parametrize("kind", [{}, {"criterion": "movement"}, {"dynamic": "rigl", "schedule": "one_shot"}], ids=str)

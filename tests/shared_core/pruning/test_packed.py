@@ -94,10 +94,10 @@ def train(net, options, *, steps=STEPS, stop=None, state=None):
     for step in range(session.step, steps):
         torch.manual_seed(step)  # of dropout
         session.loss(loss_of(net, step)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if session.step == stop:
             one = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}
@@ -228,9 +228,9 @@ def test_a_ticket_holds_them(tmp_path):
         session.begin([optimizer], total_steps=4)
         for step in range(4):
             session.loss(loss_of(net, step)).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
         session.finish()
 

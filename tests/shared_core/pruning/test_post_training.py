@@ -105,9 +105,9 @@ def pruned_by_technique(options, batch):
     session.begin([optimizer], total_steps=4)
     model.norm.eval()
     session.loss(cross_entropy(model, batch)).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     session.finish()
     return model
 
@@ -294,9 +294,9 @@ def test_training_on_keeps_the_zeros():
     session.begin([optimizer], total_steps=3)
     for batch in pairs(3, shape=(6,)):
         session.loss(cross_entropy(model, batch)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     for name, mask in report.masks.items():
         assert torch.equal(dict(model.named_parameters())[name] != 0, mask)

@@ -45,11 +45,11 @@ def train(session, optimizer, model, steps, check=None, clip=True):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
         session.loss((model(x) - y).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if check is not None:
             check(step + 1)
@@ -175,14 +175,14 @@ def test_what_writes_between_masks_and_step_does_not_bring_weights_back(change, 
     for step in range(5, 12):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         session.loss(model(x).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         if before and step == 7:
             change(model, opt)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
         if not before and step == 7:
             change(model, opt)
-        session.after_optimizer_step()
+        session.after_step()
         opt.zero_grad()
         for name, parameter in model.named_parameters():
             assert name not in dead or is_positive_zero(parameter.detach()[dead[name]]), (step, name)
@@ -266,8 +266,8 @@ def test_pruned_weights_stay_pruned_among_ties_and_zeros():
         before = store.parts.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
         model.weight.data.zero_()  # every live weight ties with the pruned ones
         opt.zero_grad()
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
         after = store.parts["weight"]
         assert not (after & ~before).any()
     assert int((~after).sum()) == 75
@@ -278,14 +278,14 @@ def test_the_norm_is_that_of_live_gradients_only():
     session, opt = make_session(model, schedule="one_shot", begin=0)
     model(torch.randn(8, 6)).square().mean().backward()
     expected = torch.stack([p.grad[p != 0].norm() for p in model.parameters() if p.ndim > 1]).norm()
-    session.before_optimizer_step()
+    session.before_step()
     grads = [p.grad for p in model.parameters() if p.ndim > 1]
     assert torch.allclose(torch.nn.utils.get_total_norm(grads), expected)
     model[0].weight.grad = None
-    session.before_optimizer_step()
+    session.before_step()
     model[0].weight.grad = torch.ones(12, 6).to_sparse()
     with pytest.raises(CompatibilityError, match="must be dense"):
-        session.before_optimizer_step()
+        session.before_step()
     opt.zero_grad()
 
 
@@ -295,13 +295,13 @@ def test_nan_gradients_and_weights_of_pruned_places_do_no_harm_and_live_ones_are
     zero = zeros(model)["0.weight"]
     with torch.no_grad():
         model[0].weight[zero] = float("nan")
-    session.after_optimizer_step()
+    session.after_step()
     assert is_positive_zero(model[0].weight.detach()[zero])
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
     with pytest.raises(TrainingError, match=r"NaN in 0.weight at step 10"):
         for _ in range(9):
-            session.after_optimizer_step()
+            session.after_step()
     assert opt.state == {}
 
 

@@ -53,9 +53,9 @@ def train(options, rank):
     for _ in range(8):
         x, y = torch.randn(4, 1, 6, 6 + 4 * rank, generator=generator), torch.randint(3, (4,), generator=generator)
         session.loss(nn.functional.cross_entropy(network(x), y)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     state = session.techniques["prune"].state_dict()
     return {"weights": dict(model.named_parameters()), "masks": state["masks"]}

@@ -46,9 +46,9 @@ def run(recipe, stop=None, state=None):
             state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         session.loss(model(x, step % 2).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     report = session.receipt().values["techniques"]["prune"]
     session.finish()
@@ -143,9 +143,9 @@ def test_a_run_that_never_found_its_units_says_so_at_the_end():
     with Session(recipe).training(model, optimizer, total_steps=4) as session:
         for _ in range(4):
             session.loss(model(torch.randn(3, 4)).square().mean()).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
             assert not session.may_be_best()
     receipt = session.receipt()
@@ -188,9 +188,9 @@ def test_units_are_found_where_another_method_is_called_through_forward(whole):
     with Session(recipe).training(model, optimizer, total_steps=4) as session:
         for _ in range(4):
             session.loss(through_forward(model, "step", torch.randn(3, 4), 1)).backward()
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
             optimizer.zero_grad()
     assert int((model.net[0].weight == 0).all(1).sum()) == 4
 
@@ -251,7 +251,7 @@ def test_group_lasso_groups_as_the_granularity_does(options, groups):
     session.begin([optimizer], total_steps=4)
     with session.forward():
         session.loss(net(x).square().mean()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: name + text)
 

@@ -44,9 +44,9 @@ class Run:
     def step(self):
         x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(self.session.step))
         self.session.loss(self.model(x, int(self.session.step < 4)).square().mean()).backward()
-        self.session.before_optimizer_step()
+        self.session.before_step()
         self.optimizer.step()
-        self.session.after_optimizer_step()
+        self.session.after_step()
         self.optimizer.zero_grad()
 
     def told(self):
@@ -115,9 +115,9 @@ def test_the_output_of_attention_is_left_out_where_it_must_be_called(options):
     session.begin([optimizer], total_steps=STEPS)
     for _ in range(STEPS):
         session.loss(model(torch.randn(2, 3, 8)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     session.finish()
     told = session.receipt()["techniques"]["prune"]
     assert "never calls it" in told["left_out"]["0.self_attn.out_proj.weight"]
@@ -174,7 +174,7 @@ def test_costs_are_those_of_all_micro_batches_of_the_step_that_a_run_was_stopped
             session.load_window_state(stopped)
         found = session.window_state()
         model(torch.randn(2, 4, 8))
-        session.before_optimizer_step()
+        session.before_step()
         return prune.state_dict()["costs"], found
 
     costs, window = run(None)

@@ -85,14 +85,14 @@ class Run:
         for part in (slice(0, 3), slice(3, 6)):
             loss = nn.functional.cross_entropy(self.model(x[part]), y[part]) / 2
             self.session.loss(loss).backward()
-        self.session.before_optimizer_step()
+        self.session.before_step()
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if skip:
-            self.session.skipped_optimizer_step()
+            self.session.after_step(applied=False)
         else:
             self.optimizer.step()
-            self.session.after_optimizer_step()
+            self.session.after_step()
         self.optimizer.zero_grad()
         self.taken += 1
 

@@ -52,9 +52,9 @@ def trained(net, options, steps=4):
     for _ in range(steps):
         with session.forward():
             session.loss((net(inputs()) - inputs()[..., :OUT]).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     if steps == 4:
         session.finish()

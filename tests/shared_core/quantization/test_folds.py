@@ -62,9 +62,9 @@ def train(session, optimizer, model, steps):
     for step in steps:
         x, labels = batch(step)
         session.loss(nn.functional.cross_entropy(model(x), labels)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 
@@ -82,7 +82,7 @@ def test_plain_weights_put_back_are_the_trained_model_bit_for_bit(options):
     train(session, optimizer, model, range(6))
     assert list(model.state_dict()) == keys
     x, _ = batch(99)
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         trained = model.eval()(x)
         twin = copy.deepcopy(model)
     integer, twin_codes = convert(twin)(x), convert(twin).first.conv.weight_codes

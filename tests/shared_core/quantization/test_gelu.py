@@ -49,10 +49,10 @@ def step(technique, context, model, batches):
     optimizer.zero_grad()
     for batch in batches:
         model(batch).square().mean().backward()
-    technique.before_optimizer_step(context)
+    technique.before_step(context)
     optimizer.step()
     context.step += 1
-    technique.after_optimizer_step(context)
+    technique.after_step(context, True)
 
 
 def trained(model, steps=2, batches=1, **options):
@@ -183,7 +183,7 @@ def test_evaluation_before_the_first_step_judges_nothing():
     model = Mlp(nn.GELU())
     technique, context = start(model)
     model.eval()
-    with technique.evaluating(context):
+    with technique.swapped(context, "evaluate"):
         model(torch.randn(3, 4))
     assert technique.policy.gelu_inputs.found == []
     model.train()

@@ -100,7 +100,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
     model = Tied()
     run = Run(model.eval(), include=("embed", "head"))
     run.context.step = 1
-    run.technique.after_optimizer_step(run.context)
+    run.technique.after_step(run.context, True)
     indices = torch.tensor([[2, 5]])
     assert not torch.equal(model.embed(indices), model.embed.weight[indices])
     expected = quantize_weight(model.head, model.head.weight, LayerScheme()).detach()

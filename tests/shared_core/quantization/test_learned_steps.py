@@ -22,9 +22,9 @@ def start(make_optimizer, **options):
 
 def step(model, session, optimizer, x, target):
     session.loss((model(x) - target).square().mean()).backward()
-    session.before_optimizer_step()
+    session.before_step()
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     optimizer.zero_grad()
 
 

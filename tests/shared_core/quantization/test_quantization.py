@@ -98,8 +98,8 @@ def test_a_non_finite_window_is_counted_and_not_committed(bad):
         out = run.model(broken)
     if bad != bad:
         assert out[0].isnan().all()
-    run.technique.before_optimizer_step(run.context)
-    run.technique.after_optimizer_step(run.context)
+    run.technique.before_step(run.context)
+    run.technique.after_step(run.context, True)
     assert run.technique.ranges()["0"] == before["0"]
     assert run.technique.report()["non_finite_windows"] >= 1
 
@@ -111,7 +111,7 @@ def test_evaluation_never_updates():
     state = run.technique.state_dict()
     run.model.eval()
     run.model(other * 50)
-    with run.technique.evaluating(run.context):
+    with run.technique.swapped(run.context, "evaluate"):
         run.model.train()  # a validation that forgets eval()
         run.model(other * 50)
     after = run.technique.state_dict()
@@ -227,7 +227,7 @@ def test_a_run_that_ends_before_begin_stays_in_float():
     run.step(*batches(1))
     state, before = run.model.state_dict(), run.model[0].weight.detach().clone()
     assert run.technique.bake(state) is state
-    assert run.technique.unreached(run.context) == "fake quantisation is not on yet, it starts at step 9"
+    assert run.technique.plan(run.context).missing == "fake quantisation is not on yet, it starts at step 9"
     run.technique.finish(run.model, run.context)
     assert torch.equal(run.model[0].weight, before)
     assert type(run.model[0]) is type(small_net()[0])
@@ -237,12 +237,12 @@ def test_a_run_that_ends_before_begin_stays_in_float():
 
 def test_what_was_asked_for_is_reached_when_ranges_freeze_that_are_to_freeze():
     run = Run(small_net(), begin=1, freeze_observers=3)
-    found = [run.technique.unreached(run.context)]
+    found = [run.technique.plan(run.context).missing]
     for batch in batches(3):
         run.step(batch)
-        found.append(run.technique.unreached(run.context))
+        found.append(run.technique.plan(run.context).missing)
     moving = "ranges still move, they freeze at step 3"
-    assert found == ["fake quantisation is not on yet, it starts at step 1", moving, moving, None]
+    assert found == ["fake quantisation is not on yet, it starts at step 1", moving, moving, ""]
 
 
 def test_keep_leaves_the_modules():

@@ -24,10 +24,10 @@ def run(model, wrapped, batches):
     for batch in batches:
         optimizer.zero_grad()
         module(batch).square().mean().backward()
-        technique.before_optimizer_step(context)
+        technique.before_step(context)
         optimizer.step()
         context.step += 1
-        technique.after_optimizer_step(context)
+        technique.after_step(context, True)
     return technique.ranges(), [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -62,9 +62,9 @@ def clipped_branches(rank):
     technique.begin(context)
     for _ in range(2):
         model(torch.randn(8, 4), rank).sum().backward()
-        technique.before_optimizer_step(context)
+        technique.before_step(context)
         context.step += 1
-        technique.after_optimizer_step(context)
+        technique.after_step(context, True)
     return {"ranges": technique.ranges(), "gelu": technique.policy.gelu_inputs.state_dict()}
 
 

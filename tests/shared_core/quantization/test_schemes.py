@@ -71,9 +71,9 @@ def train(session, optimizer, model, steps):
     for step in steps:
         tokens, labels = batch(step)
         session.loss(nn.functional.cross_entropy(model(tokens), labels)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
 
 
@@ -127,7 +127,7 @@ def test_every_layer_is_baked_to_the_values_of_its_scheme_and_deploys_bit_for_bi
     latent = {name: value.detach().clone() for name, value in model.named_parameters()}
     tokens, _ = batch(99)
     model.eval()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         trained = model(tokens)
     baked = session.bake(model.state_dict())
     session.finish()
@@ -191,8 +191,8 @@ def test_observed_ranges_are_those_of_their_estimator():
         session, _ = start(model, {"scheme": "int8", "activation_bits": 4, "range": name, **own})
         for x in inputs:
             model(x).sum().backward()
-            session.before_optimizer_step()
-            session.after_optimizer_step()
+            session.before_step()
+            session.after_step()
         session.finish()
         entry = session.deployment()["qat"]["ranges"]["0"]
         expected = range_of(name, inputs, bits=4, **own)
@@ -220,7 +220,7 @@ def test_learned_ranges_move_and_deploy_bit_for_bit(name):
     assert "up.input_clip" in moved if name == "pact" else {"head.input_magnitude", "conv.weight_magnitude"} <= moved
     tokens, _ = batch(99)
     model.eval()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         trained = model(tokens)
     session.finish()
     assert not [key for key, _ in model.named_parameters() if {"magnitude", "offset", "clip"} & {*key.split("_")}]
@@ -252,9 +252,9 @@ def test_learned_scales_take_no_weight_decay(make):
         for step in range(5):
             for parameter in model.parameters():  # the same gradients in both runs
                 parameter.grad = torch.full_like(parameter, 0.01 * (step + 1))
-            session.before_optimizer_step()
+            session.before_step()
             optimizer.step()
-            session.after_optimizer_step()
+            session.after_step()
         ends.append({key: value.detach().clone() for key, value in model.named_parameters()})
     assert torch.allclose(ends[0]["0.weight_magnitude"], ends[1]["0.weight_magnitude"], rtol=1e-5)
     assert not torch.allclose(ends[0]["0.weight"], ends[1]["0.weight"], rtol=1e-3)
@@ -271,7 +271,7 @@ def test_stochastic_rounding_is_the_same_in_a_recomputed_forward_and_other_at_th
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    session.after_optimizer_step()
+    session.after_step()
     assert not torch.equal(model[0].quantizer.weight(model[0], model[0].weight), seen[0])
     model.eval()
     nearest = model[0].quantizer.baked_weight(model[0], model[0].weight)

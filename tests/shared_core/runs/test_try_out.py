@@ -158,9 +158,9 @@ def train(recipe):
         loss = model(inputs).square().mean()
         losses.append(loss.item())
         session.loss(loss).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
     session.finish()
     return model.state_dict(), session, losses
 

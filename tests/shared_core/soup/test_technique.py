@@ -9,6 +9,7 @@ import torch
 from soup_runs import RunServices, a_run
 from torch import nn
 
+from shared_core.engine.plan import Plan
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, EffError, MatchError
 from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
@@ -172,7 +173,7 @@ def test_last_and_first_usable_step():
     technique.finish(model, context)
     assert technique.report()["ingredients"] == ["checkpoint-30", "checkpoint-40"]
     model, context, services, technique = a_run(metric=lambda model: 1.0)
-    context.first_usable_step = 20
+    context.plans["prune"] = Plan(usable_from=20)
     technique.finish(model, context)
     assert technique.report()["ingredients"] == ["checkpoint-20", "checkpoint-30", "checkpoint-40"]
     assert "1 checkpoints from before step 20" in services.said[0]
@@ -185,7 +186,7 @@ def test_last_and_first_usable_step():
 def test_a_run_that_ends_before_it_saves_a_usable_checkpoint_keeps_its_last_weights(saved, first, why):
     model, context, services, technique = a_run()
     services.weights = services.weights if saved else {}
-    context.first_usable_step, notes = first, []
+    context.plans["prune"], notes = Plan(usable_from=first), []
     context.note = notes.append
     before = {name: value.clone() for name, value in model.state_dict().items()}
     technique.finish(model, context)

@@ -63,12 +63,12 @@ class Run:
             seed = self.session.step + self.session.skipped
             x = inputs(seed).to(next(self.model.parameters()).dtype)
             self.session.loss(self.model(x).square().mean()).backward()
-            self.session.before_optimizer_step()
+            self.session.before_step()
             if skipped:
-                self.session.skipped_optimizer_step()
+                self.session.after_step(applied=False)
             else:
                 self.optimizer.step()
-                self.session.after_optimizer_step()
+                self.session.after_step()
             self.optimizer.zero_grad()
         return self
 
@@ -76,7 +76,7 @@ class Run:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def averaged(self):
-        with self.session.evaluating():
+        with self.session.swapped("evaluate"):
             return self.weights()
 
 
@@ -122,7 +122,7 @@ def test_validation_sees_the_average_and_training_nothing_of_it(kind, dtype):
     whole.step(9)
     run.step(5)
     before, addresses = run.weights(), [value.data_ptr() for value in run.model.parameters()]
-    with run.session.evaluating(), run.session.evaluating():  # several evaluation sets
+    with run.session.swapped("evaluate"), run.session.swapped("evaluate"):  # several evaluation sets
         for name in ("0.weight", "2.weight", "2.bias"):
             assert not torch.equal(run.model.state_dict()[name], before[name]), name
         assert {value.dtype for value in run.model.parameters()} == {dtype}
@@ -138,7 +138,7 @@ def test_validation_sees_the_average_and_training_nothing_of_it(kind, dtype):
 def test_an_exception_in_validation_puts_the_weights_back(error):
     run = Run().step(4)
     before = run.weights()
-    with pytest.raises(error), run.session.evaluating():
+    with pytest.raises(error), run.session.swapped("evaluate"):
         raise error
     assert_equal(before, run.weights())
 
@@ -166,26 +166,26 @@ def test_lightning_validates_in_inference_mode_and_may_be_interrupted_out_of_it(
 def test_what_is_saved_inside_validation_is_what_is_saved_outside(kind, dtype):
     run = Run(make_model(dtype), kind=kind).step(4)
     weights, average = run.weights(), run.averaged()
-    with run.session.saving():
+    with run.session.swapped("checkpoint"):
         state = run.session.state_dict()["techniques"]["average"]["kept"]
         outside = [{name: value.clone() for name, value in kept.items()} for kept in state]
         baked = {name: value.clone() for name, value in run.session.bake(run.model.state_dict()).items()}
     assert_equal(baked, average)
-    with run.session.evaluating():
+    with run.session.swapped("evaluate"):
         loose = run.session.state_dict()["techniques"]["average"]["kept"]
         for one, other in zip(loose, outside, strict=True):
             assert_equal(one, other)
-        with run.session.saving(), run.session.saving():
+        with run.session.swapped("checkpoint"), run.session.swapped("checkpoint"):
             assert_equal(run.weights(), weights)
             inside = run.session.state_dict()["techniques"]["average"]["kept"]
             for one, other in zip(inside, outside, strict=True):
                 assert_equal(one, other)
             assert_equal(dict(run.session.bake(run.model.state_dict())), average)
         assert_equal(run.weights(), average)
-        with run.session.saving(baked=True):
+        with run.session.swapped("export"):
             assert_equal(run.weights(), average)
             assert_equal(dict(run.session.bake(run.model.state_dict())), average)
-    with run.session.saving(baked=True):
+    with run.session.swapped("export"):
         assert_equal(run.weights(), average)
     assert_equal(run.weights(), weights)
 
@@ -335,14 +335,14 @@ def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind, every):
     session.begin([optimizer], total_steps=8)
     for _ in range(8):
         model(x).square().mean().backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     dead = {name: value == 0 for name, value in model.named_parameters() if name.endswith("weight")}
     assert sum(int(mask.sum()) for mask in dead.values()) == 220
     baked = session.bake(model.state_dict())
-    with session.evaluating():
+    with session.swapped("evaluate"):
         assert all(bool((model.state_dict()[name][mask] == 0).all()) for name, mask in dead.items())
     session.finish()
     for name, mask in dead.items():
@@ -356,8 +356,8 @@ def test_merged_adapters_are_saved_as_the_average_also_inside_validation():
     weights, average = run.weights(), run.averaged()
     assert not torch.equal(weights["1.weight"], average["1.weight"])
     assert_equal(dict(run.session.bake(run.model.state_dict())), average)
-    with run.session.evaluating():
-        with run.session.saving():
+    with run.session.swapped("evaluate"):
+        with run.session.swapped("checkpoint"):
             assert_equal(dict(run.session.bake(run.model.state_dict())), average)
             assert_equal(run.weights(), weights)
         assert_equal(run.weights(), average)
@@ -429,13 +429,13 @@ def test_steps_after_the_planned_ones_are_told_and_averaged():
     seen = []
     for _ in range(6):
         session.loss(model(torch.randn(2, 8)).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         assert int((model.weight == 0).sum()) == 16
         seen.append(model.weight.detach().double())
-        with session.evaluating():
+        with session.swapped("evaluate"):
             torch.testing.assert_close(model.weight.double(), torch.stack(seen).mean(0))
     session.finish()
     torch.testing.assert_close(model.weight.double(), torch.stack(seen).mean(0))

@@ -32,9 +32,9 @@ def trained(average):
     session.begin([optimizer], total_steps=12)
     for step in range(12):
         model(torch.randn(8, 4, 5, 5), both=step % 2 == 0).square().mean().backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     session.finish()
     return model.state_dict()

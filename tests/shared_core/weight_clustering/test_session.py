@@ -95,7 +95,7 @@ def test_the_norm_of_gradients_is_that_of_the_centroids():
     weight = model[0].weight
     values, codes = weight.detach().unique(return_inverse=True)
     sums = torch.stack([weight.grad[codes == i].sum() for i in range(len(values))])
-    session.before_optimizer_step()
+    session.before_step()
     assert weight.grad.norm() == pytest.approx(sums.norm().item(), rel=1e-12)
     assert int(weight.grad.count_nonzero()) == len(values)
 
@@ -160,8 +160,8 @@ def test_skipped_steps_do_not_count():
     train(session, opt, model, range(2))
     before = copy.deepcopy(model.state_dict())
     for _ in range(5):
-        session.before_optimizer_step()
-        session.skipped_optimizer_step()
+        session.before_step()
+        session.after_step(applied=False)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     train(session, opt, model, range(2, 3))
     assert len(values_of(model[0].weight)) == 8

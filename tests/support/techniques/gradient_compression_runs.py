@@ -59,9 +59,9 @@ class Run:
         self.optimizer.zero_grad()
         (loss_of(self.ddp, number, self.rank) * factor).backward()
         reduced = [parameter.grad.clone() for parameter in self.net.parameters()]
-        self.session.before_optimizer_step()
+        self.session.before_step()
         self.optimizer.step()
-        self.session.after_optimizer_step()
+        self.session.after_step()
         return {"local": local, "reduced": reduced}
 
 
@@ -102,7 +102,7 @@ def resumed(rank):
     recipe = {"comm": {"hook": "powersgd", "rank": 1, "begin": 1}}
     run = Run(rank, recipe)
     steps(run, 0, 4)
-    with run.session.saving():
+    with run.session.swapped("checkpoint"):
         weights, state = {k: v.clone() for k, v in run.net.state_dict().items()}, run.session.state_dict()
     states = [None, None]
     dist.all_gather_object(states, state)

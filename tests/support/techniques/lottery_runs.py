@@ -66,14 +66,14 @@ def train(
     for step in range(session.step, steps):
         model.train()
         session.loss(loss_of(model, step)).backward()
-        session.before_optimizer_step()
+        session.before_step()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizers.step()
-        session.after_optimizer_step()
+        session.after_step()
         schedule.step()
         optimizers.zero_grad()
         if (step + 1) % evaluate_every == 0:
-            with session.evaluating(), torch.no_grad():
+            with session.swapped("evaluate"), torch.no_grad():
                 loss = float(loss_of(model.eval(), 999))
             session.evaluated({"val_loss": loss, "eval_runtime": float(step)})
         if each_step is not None:

@@ -65,12 +65,12 @@ def by_session(model, make, *, accumulate=1, clip=None, gamma=1.0, clip_groups=F
     for step in range(STEPS):
         for micro in range(accumulate):
             (loss_of(model, step * accumulate + micro) / accumulate).backward()
-        session.before_optimizer_step()
+        session.before_step()
         if clip is not None:
             in_groups = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(in_groups if clip_groups else model.parameters(), clip)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         scheduler.step()
         optimizer.zero_grad(set_to_none)
     return session, optimizer

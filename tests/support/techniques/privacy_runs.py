@@ -55,7 +55,7 @@ class Run:
     def step(self, step):
         for micro_batch in range(self.accumulate):
             self.backward(step, micro_batch)
-        self.session.before_optimizer_step()
+        self.session.before_step()
 
     def oracle(self, step, max_norm):
         parameters = list(self.twin.parameters())
@@ -78,6 +78,6 @@ def steps_of(run, count=3):
     for step in range(count):
         run.step(step)
         run.optimizer.step()
-        run.session.after_optimizer_step()
+        run.session.after_step()
         run.optimizer.zero_grad()
     return {name: value.detach() for name, value in run.model.state_dict().items()}

@@ -39,12 +39,12 @@ class Run:
         self.optimizer.zero_grad()
         for batch in batches:
             (self.model(batch).square().mean() / len(batches)).backward()
-        self.technique.before_optimizer_step(self.context)
+        self.technique.before_step(self.context)
         if skip:
             return
         self.optimizer.step()
         self.context.step += 1
-        self.technique.after_optimizer_step(self.context)
+        self.technique.after_step(self.context, True)
 
     def range_of(self, name):
         entry = self.technique.ranges()[name]

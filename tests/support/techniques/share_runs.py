@@ -45,11 +45,11 @@ def train(session, optimizer, model, steps, check=None, clip=None, parts=1):
         x, y = batch(step, next(model.parameters()).dtype)
         for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (session.loss((model(inputs) - labels).square().mean()) / parts).backward()
-        session.before_optimizer_step()
+        session.before_step()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
         if check is not None:
             check(step + 1)

@@ -167,9 +167,9 @@ def test_a_model_in_training_converts_with_its_codes_and_the_model_stays():
     session.begin([optimizer], total_steps=3)
     for _ in range(3):
         session.loss(model(inputs()).square().mean()).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     before = copy.deepcopy(model.state_dict())
     reference, fast = convert(model), convert(model, backend="torchao")

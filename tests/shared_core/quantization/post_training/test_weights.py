@@ -155,9 +155,9 @@ def test_a_bit_plan_is_taken_by_quantize_and_by_training():
     session.begin([optimizer], total_steps=3)
     for _ in range(3):
         session.loss(F.cross_entropy(learner(images[:64]), labels[:64])).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
     session.finish()
     for name, bits in plan.bits.items():

@@ -1,8 +1,8 @@
-"""Preview of a technique before a run: what it would touch, when it acts, how it runs on a device."""
+"""What a technique touches, what it will do in a run and still lacks, and how it runs on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
@@ -47,6 +47,27 @@ class Touched:
     ) -> Touched:
         """Return tensors with their number of elements."""
         return cls({name: value.numel() for name, value in named}, dict(left_out or {}), what, asked=asked)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a technique will do in this run, and what of it the model does not hold yet; asked again at each use."""
+
+    events: Sequence[Event] = ((0, "on, in every step"),)
+    """What happens when, positions resolved and checked."""
+    missing: str = ""
+    """What the model lacks of that which was asked for, and when it will have it; empty if nothing. Such a model is no
+    candidate for the best of a run, and a run that ends with it says so."""
+    usable_from: int = 0
+    """Checkpoints from before this step are no ingredients of a soup: their weights are not yet as asked for."""
+    guards: Mapping[str, nn.Module | Tensor] = field(default_factory=dict)
+    """By name what of the model this technique goes on to work on: if it is replaced, the run ends."""
+    keeps_frozen: bool = False
+    """Whether tensors among `guards` must not train: if somebody unfreezes one, the run ends."""
+    acts_on_gradients: bool = False
+    """True if `before_step` must come before weights move: then no optimizer may step inside backward."""
+    looks_at_batches: bool = False
+    """Whether training batches are looked at when a technique has replaced the weights."""
 
 
 def trained(model: nn.Module) -> Touched:

@@ -31,11 +31,11 @@ def run(net, recipe, chosen, state=None, compiled=False):
     for experts in chosen:
         pair.copy_(torch.tensor(experts))
         session.loss(forward(ids, labels=ids).loss).backward()
-        session.before_optimizer_step()
+        session.before_step()
         optimizer.step()
-        session.after_optimizer_step()
+        session.after_step()
         optimizer.zero_grad()
-    with session.evaluating(), torch.no_grad():
+    with session.swapped("evaluate"), torch.no_grad():
         pair.fill_(3)
         net.eval()(ids)
     net.train()

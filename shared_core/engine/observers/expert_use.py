@@ -57,11 +57,11 @@ class ExpertUse:
         found = {name: (reached[:-1] == 0).nonzero().view(-1).tolist() for name, reached in self._reached.items()}
         return {name: experts for name, experts in found.items() if experts}
 
-    def told(self) -> str | None:
-        """Return what a user should know of them, None if there are none."""
+    def told(self) -> str:
+        """Return what a user should know of them, empty if there are none."""
         found = self.without_tokens()
         if not found:
-            return None
+            return ""
         lines = [f"{name} {', '.join(map(str, experts))}" for name, experts in [*found.items()][:_TOLD]]
         more = f"; and of {len(found) - _TOLD} modules more" if len(found) > _TOLD else ""
         return f"experts that no token reached in training, so that nothing was learned there: {'; '.join(lines)}{more}"

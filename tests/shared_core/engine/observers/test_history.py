@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.engine.metrics import LIMIT, History, Series
+from shared_core.engine.observers.history import LIMIT, History, Series
 
 RECIPE = {"prune": {"sparsity": 0.5, "begin": 1, "end": 8, "every": 1}}
 
@@ -60,8 +60,8 @@ def run(until, state=None, weights=None):
         session.load_state_dict(state)
     session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=10)
     for _ in range(session.step, until):
-        session.before_optimizer_step()
-        session.after_optimizer_step()
+        session.before_step()
+        session.after_step()
         session.metrics()
         if session.step % 4 == 0:
             session.evaluated({"eval_loss": 1 / session.step, "eval_runtime": 3.0})

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shared_core.config.options import Figure
 from shared_core.engine.receipt import device_memory, figures
-from shared_core.engine.registry import REGISTRY
 
 LIMIT = 200  # even: see `Series.add`
 
@@ -87,29 +85,3 @@ class History:
         for name, series in self._series.items():
             if name in state and not series.points:
                 series.load_state_dict(state[name])
-
-
-def logged_figures() -> dict[str, Figure]:
-    """Return what techniques log while training, name → figure, in the order of registration."""
-    return {
-        f"{key}/{name}": figure for key, one in REGISTRY.items() for name, figure in one.config_class.figures.items()
-    }
-
-
-def is_in_bar(name: str) -> bool:
-    """Return whether a progress bar shows a figure."""
-    key, _, figure = name.partition("/")
-    declared = REGISTRY[key].config_class.figures if key in REGISTRY else {}
-    return figure in declared and declared[figure].in_bar
-
-
-def markdown() -> str:
-    """Return the table of the documents."""
-    rows = ["| figure | what it says | in the bar |", "|---|---|---|"]
-    for name, figure in logged_figures().items():
-        only = f" ({figure.only})" if figure.only else ""
-        rows.append(f"| `{name}` | {figure.text}{only} | {'yes' if figure.in_bar else ''} |")
-    for key, one in REGISTRY.items():
-        if reason := one.config_class.logs_nothing:
-            rows.append(f"| `{key}` | nothing: {reason}; the receipt tells | |")
-    return "\n".join(rows) + "\n"

@@ -1,0 +1,32 @@
+"""What techniques log while training: names, meanings, and which a progress bar shows."""
+
+from __future__ import annotations
+
+from shared_core.config.options import Figure
+from shared_core.engine.registry import REGISTRY
+
+
+def logged_figures() -> dict[str, Figure]:
+    """Return what techniques log while training, name → figure, in the order of registration."""
+    return {
+        f"{key}/{name}": figure for key, one in REGISTRY.items() for name, figure in one.config_class.figures.items()
+    }
+
+
+def is_in_bar(name: str) -> bool:
+    """Return whether a progress bar shows a figure."""
+    key, _, figure = name.partition("/")
+    declared = REGISTRY[key].config_class.figures if key in REGISTRY else {}
+    return figure in declared and declared[figure].in_bar
+
+
+def markdown() -> str:
+    """Return the table of the documents."""
+    rows = ["| figure | what it says | in the bar |", "|---|---|---|"]
+    for name, figure in logged_figures().items():
+        only = f" ({figure.only})" if figure.only else ""
+        rows.append(f"| `{name}` | {figure.text}{only} | {'yes' if figure.in_bar else ''} |")
+    for key, one in REGISTRY.items():
+        if reason := one.config_class.logs_nothing:
+            rows.append(f"| `{key}` | nothing: {reason}; the receipt tells | |")
+    return "\n".join(rows) + "\n"

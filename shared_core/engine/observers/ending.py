@@ -1,0 +1,61 @@
+"""What the model lacks of that which was asked for, while checkpoints compete for the best and at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import all_finite, local_part
+from shared_core.engine.technique import Context
+
+
+class Ending:
+    """Asks the plans what is missing, and keeps the answer of the run's end."""
+
+    def __init__(self) -> None:
+        self._final: dict[str, str] | None = None
+        self._tells_of_best = True
+
+    def unreached(self, context: Context) -> dict[str, str]:
+        """Return by technique what the model, or at the end the final one, lacks of that which was asked for."""
+        if self._final is not None:
+            return dict(self._final)
+        return {key: plan.missing for key, plan in context.ask_plans().items() if plan.missing}
+
+    def may_be_best(self, context: Context) -> bool:
+        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
+        unreached = self.unreached(context)
+        if unreached and self._tells_of_best:
+            self._tells_of_best = False
+            so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
+            context.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
+        return not unreached
+
+    def tell(self, context: Context) -> None:
+        """Keep what is missing, before techniques finish, and say so: afterwards nothing tells."""
+        self._final = unreached = self.unreached(context)
+        planned, (applied, skipped) = context.total_steps, context.furthest
+        is_short = planned is not None and applied + skipped < planned
+        ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
+        for key, text in unreached.items():
+            context.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
+        for key, step, what in context.events_after(applied):
+            if key not in unreached:
+                context.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
+        if is_short or (planned is not None and applied > planned):
+            context.note(f"steps: {applied} were applied, {planned} were planned")
+
+
+def not_finite_note(model: nn.Module) -> str:
+    """Return the line that tells that the trained weights, or this process's part, hold NaN or infinity; else empty."""
+    parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
+    held = {
+        name: part
+        for name, part in parts.items()
+        # float8 (1 byte) and other libraries' packed tensors have no norm
+        if part.is_floating_point() and part.itemsize > 1 and part.layout == torch.strided and type(part) is Tensor
+    }
+    if all_finite(held.values()):
+        return ""
+    wrong = next(name for name, value in held.items() if not all_finite([value]))
+    return f"WEIGHTS ARE NOT FINITE, such as {wrong}: training diverged, or a callback wrote into them"
