@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.engine.receipt import figures, headline
@@ -78,7 +78,7 @@ class ShortRun(Technique):
         self._started = self._aside = 0.0
         self._done = 0
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
+    def before_attach(self, context: Context) -> None:
         """Move the seeds of the script's random numbers: the order of the data and dropout become others."""
         if self.config.seed:
             torch.manual_seed(torch.initial_seed() + self.config.seed)
