@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shared_core.front_ends.short_run import ShortRun, check_one_process
 from shared_core.front_ends.wrapped_method import Wrapped
+from shared_core.runs.short_run import ShortRunConfig, check_one_process, short_run_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from hf_eff.accelerate_loop import AcceleratedLoop
 
 
-def redirect_arguments(run: ShortRun, module: ModuleType) -> None:
+def redirect_arguments(run: ShortRunConfig, module: ModuleType) -> None:
     """Make all `TrainingArguments` name a folder of the run, from their making on, and report to nobody."""
     stock = module.TrainingArguments.__post_init__
 
     @functools.wraps(stock)
     def post_init(self: Any) -> None:
-        self.output_dir, self.report_to, self.push_to_hub = str(run.folder / "output"), "none", False
+        self.output_dir, self.report_to, self.push_to_hub = run.output, "none", False
         stock(self)
 
     module.TrainingArguments.__post_init__ = post_init  # type: ignore[attr-defined]
 
 
-def shorten_trainer(trainer: Trainer, run: ShortRun) -> None:
+def shorten_trainer(trainer: Trainer, run: ShortRunConfig) -> None:
     """Set the trainer's steps; what it does each epoch or so many steps it does four times."""
     from transformers import EarlyStoppingCallback
 
     args: Any = trainer.args
     check_one_process(args.world_size)
-    args.output_dir, args.max_steps = str(run.folder / "output"), run.steps
+    args.output_dir, args.max_steps = run.output, run.steps
     for kind in ("eval", "save"):
         if getattr(args, f"{kind}_strategy") in ("steps", "epoch"):
             strategy = type(getattr(args, f"{kind}_strategy"))("steps")
             setattr(args, f"{kind}_strategy", strategy)
             setattr(args, f"{kind}_steps", max(run.steps // 4, 1))
     trainer.remove_callback(EarlyStoppingCallback)
-    number = run.plan.eval_batches * args.eval_batch_size
+    number = run.eval_batches * args.eval_batch_size
     data: Any = trainer.eval_dataset
     several = {name: _first(one, number) for name, one in data.items()} if isinstance(data, Mapping) else None
     trainer.eval_dataset = _first(data, number) if several is None else several
@@ -57,7 +57,7 @@ def _first(data: Any, number: int) -> Any:
     return data.select(range(number)) if hasattr(data, "select") else Subset(data, range(number))
 
 
-def conclude_trainer(trainer: Trainer, run: ShortRun) -> NoReturn:
+def conclude_trainer(trainer: Trainer) -> NoReturn:
     """Validate, save, and end the process."""
     from hf_eff._attach import session_callback_of
 
@@ -66,7 +66,7 @@ def conclude_trainer(trainer: Trainer, run: ShortRun) -> NoReturn:
     def metrics() -> Mapping[str, Any]:
         return trainer.evaluate() if trainer.eval_dataset is not None else {}
 
-    run.conclude(driver.session, metrics, lambda place: trainer.save_model(str(place)))
+    short_run_of(driver.session).conclude(driver.session, metrics, lambda place: trainer.save_model(str(place)))
 
 
 def silence_accelerator(module: ModuleType) -> None:
@@ -75,7 +75,7 @@ def silence_accelerator(module: ModuleType) -> None:
         setattr(module.Accelerator, name, lambda self, *args, **kwargs: None)
 
 
-def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
+def conclude_loop(loop: AcceleratedLoop) -> None:
     """Let a loop end behind the last of its steps."""
 
     def step(method: Callable[..., Any], *args: Any) -> Any:
@@ -83,7 +83,7 @@ def conclude_loop(loop: AcceleratedLoop, run: ShortRun) -> None:
         session = loop.session
         if session.step + session.skipped >= loop.plan.total_steps:
             loop.finish()
-            run.conclude(session, dict, save)
+            short_run_of(session).conclude(session, dict, save)
         return result
 
     def save(place: Path) -> None:

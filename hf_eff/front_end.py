@@ -17,7 +17,7 @@ from shared_core.front_ends.after_import import after_import
 from shared_core.front_ends.flags import asked_steps
 
 if TYPE_CHECKING:
-    from shared_core.front_ends.short_run import ShortRun
+    from shared_core.runs.short_run import ShortRunConfig
 
 _MODULE, _LOOPS_MODULE = "transformers.trainer", "accelerate.accelerator"
 _ARGUMENTS_MODULE = "transformers.training_args"
@@ -33,7 +33,7 @@ class HuggingFace:
     def __init__(self) -> None:
         self._recipe = Recipe({})
         self._used = False
-        self._short_run: ShortRun | None = None
+        self._short_run: ShortRunConfig | None = None
         self._passes_by = 0  # calls of `Accelerator.prepare` that are a Trainer's, or our own
 
     def install(self, recipe: Recipe) -> None:
@@ -43,7 +43,7 @@ class HuggingFace:
         after_import(_MODULE, self.patch)
         after_import(_LOOPS_MODULE, self.patch_loops)
 
-    def shorten(self, run: ShortRun) -> None:
+    def shorten(self, run: ShortRunConfig) -> None:
         """Make every training with the recipe a short run."""
         from hf_eff._short_run import redirect_arguments, silence_accelerator
 
@@ -112,7 +112,7 @@ class HuggingFace:
         with self._passing_by():
             result = method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
             if run is not None:
-                conclude_trainer(trainer, run)
+                conclude_trainer(trainer)
         return result
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class HuggingFace:
             if run is not None:
                 from hf_eff._short_run import conclude_loop
 
-                conclude_loop(loop_of(accelerator), run)
+                conclude_loop(loop_of(accelerator))
             return prepared
 
         prepare.eff_stock = stock  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from shared_core.front_ends.after_import import after_import
 
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
-    from shared_core.front_ends.short_run import ShortRun
+    from shared_core.runs.short_run import ShortRunConfig
 
 
 class LightningFrontEnd:
@@ -36,7 +36,7 @@ class LightningFrontEnd:
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         os.environ[VARIABLE] = str(path)
 
-    def shorten(self, run: ShortRun) -> None:
+    def shorten(self, run: ShortRunConfig) -> None:
         """Make every `fit` with the recipe a short run."""
         from lightning_eff._short_run import shorten_fit
 

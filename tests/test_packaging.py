@@ -16,16 +16,21 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("efftrain", "hf_eff", "lightning_eff", "shared_core")
 PACKAGES = {"eff_kernels": "kernels/eff_kernels", **{name: name for name in FOLDERS}}
 NOT_OURS = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "site", "runs", "lightning_runs", "lightning_logs",
-    "checkpoints", "tmp_trainer",
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "site", "lightning_runs", "lightning_logs", "checkpoints",
+    "tmp_trainer",
 )  # fmt: skip
+
+
+def not_ours(folder, names):
+    """Return what git ignores; deeper than the root, a folder `runs` is a package."""
+    return NOT_OURS(folder, names) | ({"runs"} & {*names} if Path(folder) == ROOT else set())
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Build both in a copy: setuptools leaves a build folder behind, from which a later wheel would take old files."""
     tree = tmp_path_factory.mktemp("release") / "tree"
-    shutil.copytree(ROOT, tree, ignore=NOT_OURS)
+    shutil.copytree(ROOT, tree, ignore=not_ours)
     out = tree.parent
     files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
     program = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"

@@ -29,7 +29,7 @@ from replicas import Runs, main, mean, spread
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch
 
 SEEDS, BATCH, EVERY = 5, 60, 50
 ROUNDS, CONTROL_ROUND, EARLY_ROUND = 11, 10, 6

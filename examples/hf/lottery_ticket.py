@@ -10,7 +10,7 @@ import tempfile
 from digits_hf import make_trainer
 
 from hf_eff import EffCallback
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

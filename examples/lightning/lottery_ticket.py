@@ -11,7 +11,7 @@ import torch
 from digits_lightning import Classifier, digits, make_trainer
 
 from lightning_eff import EffCallback
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 

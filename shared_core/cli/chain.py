@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from shared_core.errors import ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
-    from shared_core.tools.distillation_chain import ChainTable, Stage
+    from shared_core.runs import ChainTable, Stage
 
 _DISTILL = "distill_"
 
@@ -75,9 +76,8 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     """
     from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
-    from shared_core.front_ends.executors import executor_of
     from shared_core.reports.console import Console
-    from shared_core.tools.distillation_chain import StageError, TeacherChain
+    from shared_core.runs import RunError, TeacherChain, executor_of
 
     out, as_json = asked.out, asked.as_json
     if out is None:
@@ -111,12 +111,10 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
         for warning in row.warnings:
             say(f"warning: {warning}")
 
-    def show(written: bytes) -> None:
-        echo(written, nl=False, err=as_json)
-
     try:
-        table = work.run(resume=asked.resume, output=show, begin=begin, end=end)
-    except StageError as error:
+        stream = (sys.stderr if as_json else sys.stdout).buffer
+        table = work.run(resume=asked.resume, output=stream, begin=begin, end=end)
+    except RunError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
     if as_json:

@@ -13,7 +13,7 @@ from shared_core.errors import ConfigError
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
-    from shared_core.lottery_ticket import TicketCurve
+    from shared_core.runs import TicketCurve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,9 @@ def lottery(asked: LotteryOptions) -> None:
     (safetensors), curve.json, curve.csv and curve.png.
     """
     from shared_core.engine.receipt import is_quiet
-    from shared_core.front_ends.executors import executor_of
     from shared_core.libraries import optional
-    from shared_core.lottery_ticket import LotterySearch
     from shared_core.reports.console import Console
+    from shared_core.runs import LotterySearch, executor_of
 
     command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
     executor, executor_set = asked.executor, asked.executor_set
@@ -88,7 +87,7 @@ def lottery(asked: LotteryOptions) -> None:
         errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
 
     curve = search.run_command(
-        command or [], out, stdout=sys.stderr.fileno() if as_json else None, progress=progress,
+        command or [], out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
         executor=executor_of(executor, executor_set or [], out, "eff lottery"),
     )  # fmt: skip
     if plot is not None:

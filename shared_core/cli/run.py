@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 
 from shared_core.errors import ConfigError, EffError
-from shared_core.front_ends.child_processes import HandedOn
 from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
 from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
 from shared_core.printing import echo
+from shared_core.runs.child_processes import handed_on
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     and so is what follows `--`. A script that starts others, as $(which trl) and accelerate.commands.launch do, hands
     the techniques on to them.
     """
-    from shared_core.front_ends.training_command import is_launcher
+    from shared_core.runs.command import is_launcher
 
     if script.startswith("-"):
         raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
@@ -73,7 +73,7 @@ def run(
     sys.argv = [script, *rest]
     ended_well: list[bool] = []
     atexit.register(_leave_group, ended_well)  # before the script's own, which then come first
-    with HandedOn(recipe, script, installed) if recipe else contextlib.nullcontext() as handed:
+    with handed_on(recipe, script, installed) if recipe else contextlib.nullcontext() as was_taken:
         guard = UnseenSteps(lambda: installed, script) if recipe else None
         try:
             ended = _run(script, is_file)
@@ -81,7 +81,7 @@ def run(
         finally:
             if guard is not None:
                 guard.remove()
-        taken = any(front_end.used() for front_end in installed) or (handed is not None and handed.was_taken)
+        taken = any(front_end.used() for front_end in installed) or (was_taken is not None and was_taken())
         if not taken and not asks_for_help:
             raise unseen(script, "no training by any of them was seen")
     if ended is not None:

@@ -44,7 +44,7 @@ def try_out(
     from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
     from shared_core.reports.page import write_page
     from shared_core.reports.try_page import tell, try_page
-    from shared_core.tools.try_out import TryOut, chosen_metric, findings
+    from shared_core.runs import TryOut, chosen_metric, findings
 
     if script.startswith("-"):
         raise ConfigError("eff try", f"script must come before its flags, got {script!r}")

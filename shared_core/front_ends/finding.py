@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shared_core.engine.recipe import Recipe
-    from shared_core.front_ends.short_run import ShortRun
+    from shared_core.runs.short_run import ShortRunConfig
 
 
 GROUP = "efftrain.front_ends"
@@ -34,7 +34,7 @@ class FrontEnd(Protocol):
         """Return whether a trainer took the recipe."""
         ...
 
-    def shorten(self, run: ShortRun) -> None:
+    def shorten(self, run: ShortRunConfig) -> None:
         """Make every training that carries the recipe end after the steps of a short run, and conclude it."""
         ...
 

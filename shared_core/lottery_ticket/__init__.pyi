@@ -1,6 +1,4 @@
 from .config import LotteryConfig as LotteryConfig
-from .curve import TicketCurve as TicketCurve
-from .search import LotterySearch as LotterySearch
 from .technique import LotteryTicket as LotteryTicket
 from .ticket import Ticket as Ticket
 from .ticket import read_ticket as read_ticket

@@ -218,10 +218,10 @@ def weights_of_a_command(path, content):
 
 
 def journal(path, content):
-    from shared_core.lottery_ticket.search import Journal
+    from shared_core.runs.journal import Journal
 
     (path / "lottery.json").write_bytes(content)
-    Journal(path, {"rate": 0.2})
+    Journal(path / "lottery.json", "lottery", "search", {"rate": 0.2}, own="round-*").read()
 
 
 INDEX = {"index": ("model.safetensors.index.json", {"weight_map": {"w": "model-1.safetensors"}})}

@@ -7,9 +7,9 @@ from fault_points import recorded
 from fault_writers import IN_PLACE, WRITERS, Simple
 
 from shared_core.engine.recipe import Recipe
-from shared_core.front_ends.training_command import TrainingCommand
-from shared_core.lottery_ticket.curve import CurveRow, TicketCurve
 from shared_core.reports.page import Section, write_page
+from shared_core.runs.command import TrainingCommand
+from shared_core.runs.ticket_curve import CurveRow, TicketCurve
 from shared_core.soup.diagnosis import Diagnosis
 from shared_core.soup.reports import diagnosis_plot
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="de
 
 
 def _start(folder, version):
-    TrainingCommand.parse(["true"], "test").start(Recipe({}), folder / "recipe.yaml", {}, 0).wait()
+    TrainingCommand.parse(["true"], "test").with_recipe(Recipe({}), folder / "recipe.yaml", {})
 
 
 def _curve(folder, version):

@@ -13,7 +13,8 @@ from promise_drivers import hf_trainer
 from hf_eff import LotteryTicket as LotteryCallback
 from hf_eff import attach
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.lottery_ticket import LotterySearch, read_ticket
+from shared_core.lottery_ticket import read_ticket
+from shared_core.runs import LotterySearch
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 

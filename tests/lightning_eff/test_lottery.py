@@ -11,7 +11,8 @@ from lottery_script import train_lightning
 from promise_drivers import run_bare, run_lightning
 
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.lottery_ticket import LotterySearch, read_ticket
+from shared_core.lottery_ticket import read_ticket
+from shared_core.runs import LotterySearch
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 

@@ -11,7 +11,7 @@ from shared_core.cli.loading import function
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MissingExtraError
-from shared_core.tools.distillation_chain.run import StageError
+from shared_core.runs import RunError
 
 
 def test_what_is_refused_is_told_by_its_parts() -> None:
@@ -35,7 +35,7 @@ def test_what_is_refused_is_told_by_its_parts() -> None:
         ConfigError("prune", "sparsity must be in (0, 1], got 80", "80 % is written 0.8"),
         CheckpointError("soup: weights must be finite, got NaN"),
         MissingExtraError("export", "onnx", "onnx"),
-        StageError("chain: stage 2 failed", 3),
+        RunError("chain: stage 2 failed", 3),
     ],
 )
 def test_an_error_arrives_whole_in_another_process(error: EffError) -> None:

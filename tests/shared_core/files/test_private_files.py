@@ -13,8 +13,8 @@ from shared_core.engine.receipt import Receipt
 from shared_core.files.atomic import atomic_folder, atomic_write
 from shared_core.files.journal import write_object
 from shared_core.files.json_yaml import parse_yaml
-from shared_core.front_ends.training_command import without_secrets
-from shared_core.lottery_ticket.search import Journal
+from shared_core.runs.command import without_secrets
+from shared_core.runs.journal import Journal
 
 
 @pytest.fixture
@@ -75,8 +75,13 @@ def test_a_journal_is_for_its_owner_and_holds_no_secrets(tmp_path):
         "--max_tokens",
         "9",
     ]
-    Journal(tmp_path / "search", {"command": without_secrets(command)})
+
+    def journal(command):
+        return Journal(file, "lottery", "search", {"command": without_secrets(command)}, own="round-*")
+
     file = tmp_path / "search" / "lottery.json"
+    file.parent.mkdir()
+    journal(command).write()
     assert mode(file) == "0o600"
     kept = json.loads(file.read_text())["command"]
     assert kept == [
@@ -93,7 +98,7 @@ def test_a_journal_is_for_its_owner_and_holds_no_secrets(tmp_path):
         "--max_tokens",
         "9",
     ]
-    Journal(tmp_path / "search", {"command": without_secrets([*command[:3], "hf_other", *command[4:]])})
+    journal([*command[:3], "hf_other", *command[4:]]).read()
     file.chmod(0o644)
     write_object(file, {}, private=True)
     assert mode(file) == "0o600"

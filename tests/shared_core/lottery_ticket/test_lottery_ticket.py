@@ -24,7 +24,8 @@ from torch import nn
 
 from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.lottery_ticket import LotterySearch, Ticket, read_ticket, write_ticket
+from shared_core.lottery_ticket import Ticket, read_ticket, write_ticket
+from shared_core.runs import LotterySearch
 
 
 def smaller(kept, weights):

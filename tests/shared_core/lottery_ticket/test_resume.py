@@ -4,7 +4,7 @@ import pytest
 from lottery_runs import RATE, STEPS, equal, snapshot, ticket_recipe, train
 
 from shared_core.errors import CheckpointError
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch
 
 
 def test_a_dense_run_resumed_beyond_step_k_finds_the_same_ticket(tmp_path):

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.front_ends.training_command import TrainingCommand
-from shared_core.tools.distillation_chain import StageError, TeacherChain, plan_stages
+from shared_core.runs import RunError, TeacherChain, plan_stages
+from shared_core.runs.command import TrainingCommand
 
-STAGE = Path(__file__).resolve().parents[3] / "support" / "trainers" / "chain_stage.py"
+STAGE = Path(__file__).resolve().parents[2] / "support" / "trainers" / "chain_stage.py"
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_generations_hand_over(tmp_path, command):
 def test_resume_leaves_the_folder_of_a_half_run_stage(tmp_path, command, big):
     (tmp_path / "die").touch()
     work = TeacherChain(command, tmp_path / "out", teacher=big, students=["30"])
-    with pytest.raises(StageError, match="exit code -9"):
+    with pytest.raises(RunError, match="exit code -9"):
         work.run()
     assert work.run(resume=True).rows[0].parameters == 30
     assert started(tmp_path)[1][3] == ["half"]

@@ -1,33 +1,36 @@
-"""Runs of a script, two at a time, that take turns of a few steps."""
+"""Short runs of a script, with and without each technique of a recipe: two at a time, that take turns."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
-import select
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.files.atomic import make_folder
 from shared_core.files.journal import read_object
-from shared_core.front_ends.short_run import RESULT_FILE, VARIABLE, ShortPlan
-from shared_core.front_ends.training_command import TrainingCommand
+from shared_core.runs.command import TrainingCommand
+from shared_core.runs.executors import LocalExecutor
+from shared_core.runs.short_run import RESULT_FILE, VARIABLE
 
 PLAIN, ALL = "plain", "all together"
 _WHERE = "eff try"
-_CHILD = "from shared_core.front_ends.short_run import shorten_script; shorten_script()"
-_FOLDERS = ("output_dir", "logging_dir", "project_dir", "default_root_dir")
+_CHILD = "from shared_core.runs.short_run import shorten_script; shorten_script()"
+_FOLDER = re.compile(r"^(--(?:output|logging|project|default[-_]root)[-_]dir=).*", re.DOTALL)
 _BLOCKS = 40
 _POLL_SECONDS = 0.5
 
@@ -39,19 +42,11 @@ def without_output(arguments: Sequence[str], folder: str) -> list[str]:
         >>> without_output(["train.py", "--output_dir", "runs/a", "--lr", "0.1", "--logging-dir=b"], "/tmp/x")
         ['train.py', '--output_dir', '/tmp/x', '--lr', '0.1', '--logging-dir=/tmp/x']
     """
-    replaced: list[str] = []
-    for number, argument in enumerate(arguments):
-        before = arguments[number - 1] if number else ""
-        name, equals, _ = argument.partition("=")
-        if _names_folder(before) and "=" not in before and not argument.startswith("--"):
-            replaced.append(folder)
-        else:
-            replaced.append(f"{name}={folder}" if equals and _names_folder(name) else argument)
+    replaced = [_FOLDER.sub(lambda flag: flag[1] + folder, argument) for argument in arguments]
+    for number, (name, value) in enumerate(itertools.pairwise(arguments), 1):
+        if "=" not in name and _FOLDER.match(f"{name}=") and not value.startswith("--"):
+            replaced[number] = folder
     return replaced
-
-
-def _names_folder(flag: str) -> bool:
-    return flag.startswith("--") and flag.removeprefix("--").replace("-", "_") in _FOLDERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +113,7 @@ class TryOut:
         self.folder, self.recipe, self.steps, self._repeats = Path(folder), recipe, steps, repeats
         self._eval_batches = eval_batches
         self.block = max(steps // _BLOCKS, 1)
-        self.variants = {key: _alone(recipe, key) for key in recipe}
+        self.variants = {key: Recipe({key: recipe[key]}, allow_partial=recipe.allow_partial) for key in recipe}
         if len(recipe) > 1:
             self.variants[ALL] = recipe
 
@@ -149,15 +144,15 @@ class TryOut:
                 runs = [stack.enter_context(self._started(name, number, place)) for place, name in enumerate(names)]
                 for count in _take_turns(runs):
                     progress(min(2 * turns * number + count, 2 * turns * (number + 1)), total)
-                pair = tuple(Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
-            for reading, run in zip(pair, runs, strict=True):
+                first, second = (Reading(name, number, run.result()) for name, run in zip(names, runs, strict=True))
+            for reading, run in ((first, runs[0]), (second, runs[1])):
                 if reading.variant == PLAIN and reading.error is not None:
                     raise TrainingError(
                         _WHERE,
                         f"the script must run without techniques, got {reading.error}",
                         f"its output: {run.log}; options of eff try stand before the script, its own behind it",
                     )
-            pairs.append((pair[0], pair[1]))
+            pairs.append((first, second))
             if not number:
                 check(pairs[0])
         return pairs
@@ -165,85 +160,71 @@ class TryOut:
     @contextlib.contextmanager
     def _started(self, name: str, number: int, place: int) -> Iterator[_Run]:
         log = self.folder / "logs" / f"{number + 1}-{place}-{name.replace(' ', '-')}.log"
+        log.unlink(missing_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder)).resolve()
-        recipe = Recipe({}) if name == PLAIN else self.variants[name]
-        told, tell = os.pipe()
-        plan = ShortPlan(self.steps, self.block, str(scratch), self._eval_batches, number, tell)
-        command = dataclasses.replace(
-            self._command, arguments=tuple(without_output(self._command.arguments, str(scratch / "output")))
-        )
-        try:
-            with log.open("wb") as written:
-                process = command.start(
-                    recipe, scratch / "recipe.yaml", {"{out}": str(scratch / "output")}, tell,
-                    environment={VARIABLE: json.dumps(dataclasses.asdict(plan))}, child=_CHILD,
-                    stdin=subprocess.PIPE, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-            os.close(tell)
-            tell = -1
-            # no executor takes it elsewhere
-            run = _Run(cast("subprocess.Popen[bytes]", process), told, scratch, log)
-            try:
-                yield run
-            finally:
-                run.end()
-        finally:
-            os.close(told)
-            if tell >= 0:
-                os.close(tell)
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _alone(recipe: Recipe, key: str) -> Recipe:
-    return Recipe({key: recipe[key]}, allow_partial=recipe.allow_partial)
+        output, (ours, theirs) = str(scratch / "output"), socket.socketpair()
+        plan = {
+            "steps": self.steps, "block": self.block, "folder": str(scratch), "eval_batches": self._eval_batches,
+            "seed": number, "turns": theirs.fileno(),
+        }  # fmt: skip
+        command = dataclasses.replace(self._command, arguments=tuple(without_output(self._command.arguments, output)))
+        executor = LocalExecutor(_WHERE, theirs.fileno(), start_new_session=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+            stack.enter_context(ours)
+            with theirs:
+                recipe = self.variants.get(name, Recipe({}))
+                arguments, variables = command.with_recipe(recipe, scratch / "recipe.yaml", {"{out}": output}, _CHILD)
+                process = executor.start(arguments, {**variables, VARIABLE: json.dumps(plan)}, log)
+            run = _Run(process, ours, scratch, log)
+            stack.callback(run.end)
+            yield run
 
 
 class _Run:
     """A process that trains when it is its turn."""
 
-    def __init__(self, process: subprocess.Popen[bytes], told: int, scratch: Path, log: Path) -> None:
-        self._process, self._told, self._scratch, self.log = process, told, scratch, log
+    def __init__(self, process: subprocess.Popen[bytes], turns: socket.socket, scratch: Path, log: Path) -> None:
+        self._process, self._turns, self._scratch, self.log = process, turns, scratch, log
+        turns.settimeout(_POLL_SECONDS)
 
     def wait(self) -> bool:
         """Return whether the turn ended and another may follow, once it has; else the process has ended."""
-        while not select.select([self._told], [], [], _POLL_SECONDS)[0]:
-            # not its end of the pipe alone: workers of a loader hold that too
-            if self._process.poll() is not None:
+        while True:
+            try:
+                return bool(self._turns.recv(1))
+            except TimeoutError:
+                # not its end of the socket alone: workers of a loader hold that too
+                if self._process.poll() is not None:
+                    return False
+            except ConnectionError:
                 return False
-        return bool(os.read(self._told, 1))
 
     def go(self) -> None:
         """Begin its next turn."""
-        stream: Any = self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            stream.write(b".")
-            stream.flush()
+        with contextlib.suppress(ConnectionError):
+            self._turns.send(b".")
 
     def result(self) -> dict[str, Any]:
         """Return what the process wrote, or how it ended."""
         code = self._process.wait()
         file = self._scratch / RESULT_FILE
-        if file.is_file():
-            values = read_object(file)
-            if "error" in values:
-                return {"error": " ".join(str(values["error"]).split())}
-            # what is not finite is null in JSON
-            return {
-                **values,
-                "metrics": {name: math.nan if it is None else it for name, it in values["metrics"].items()},
-            }
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-        return {"error": f"exit code {code if code >= 0 else 128 - code}: {last}"}
+        if not file.is_file():
+            lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+            return {"error": f"exit code {code if code >= 0 else 128 - code}: {last}"}
+        values = read_object(file)
+        if "error" in values:
+            return {"error": " ".join(str(values["error"]).split())}
+        # what is not finite is null in JSON
+        metrics = {name: math.nan if value is None else value for name, value in values["metrics"].items()}
+        return {**values, "metrics": metrics}
 
     def end(self) -> None:
         """End the process and those that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
 
 
 def _take_turns(runs: list[_Run]) -> Iterator[int]:

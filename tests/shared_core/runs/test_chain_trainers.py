@@ -11,9 +11,9 @@ from chain_script import train_hf, train_lightning
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.tools.distillation_chain.plan import count_parameters
+from shared_core.runs.trained_model import count_parameters
 
-SCRIPT = str(Path(__file__).resolve().parents[3] / "support" / "trainers" / "chain_script.py")
+SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "trainers" / "chain_script.py")
 
 
 def chain(*arguments):

@@ -1,7 +1,8 @@
 """Hand a recipe on to the Python processes that a script starts: a launcher trains in others than its own.
 
 They find a ``sitecustomize`` first on their path, which Python imports at its start. It waits for the modules of
-trainers and imports nothing else, so that processes that do not train cost nothing.
+trainers and imports nothing else, so that processes that do not train cost nothing. Only `eff run` needs it, as its
+script may be a launcher; the runs of a search are started with their recipe (`TrainingCommand.with_recipe`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import functools
 import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shared_core.front_ends.after_import import after_import
@@ -26,9 +25,9 @@ from shared_core.front_ends.unseen_steps import UnseenSteps
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
 
-_PATH = "PYTHONPATH"
+_PATH, _TAKEN = "PYTHONPATH", "taken"
 _SITE = """try:
-    from shared_core.front_ends.child_processes import begin
+    from shared_core.runs.child_processes import begin
 except ImportError:  # another Python, without efftrain: the process that started it tells that nothing was switched on
     pass
 else:
@@ -36,37 +35,28 @@ else:
 """
 
 
-class HandedOn:
-    """Makes Python processes that are started in the block carry a recipe.
+@contextlib.contextmanager
+def handed_on(recipe: Recipe, script: str, installed: Sequence[FrontEnd]) -> Iterator[Callable[[], bool]]:
+    """Make Python processes that are started in the block carry a recipe; yield what tells if one has trained with it.
 
     Args:
         recipe: What to switch on.
         script: What the user runs, for errors.
         installed: The front ends.
     """
-
-    def __init__(self, recipe: Recipe, script: str, installed: Sequence[FrontEnd]) -> None:
-        self._folder, self._before = Path(tempfile.mkdtemp(prefix="eff-run-")), os.environ.get(_PATH)
-        facts = {"script": script, "modules": [name for one in installed for name in getattr(one, "modules", ())]}
-        for name, text in (
-            ("facts.json", json.dumps(facts)), ("recipe.yaml", recipe.to_yaml()), ("sitecustomize.py", _SITE),
-        ):  # fmt: skip
-            (self._folder / name).write_text(text, encoding="utf-8")
-
-    @property
-    def was_taken(self) -> bool:
-        """True once one of them has trained with the recipe."""
-        return _taken(self._folder).exists()
-
-    def __enter__(self) -> HandedOn:
-        os.environ[_PATH] = os.pathsep.join(filter(None, (str(self._folder), self._before)))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        os.environ.pop(_PATH)
-        if self._before is not None:
-            os.environ[_PATH] = self._before
-        shutil.rmtree(self._folder, ignore_errors=True)
+    facts = {"script": script, "modules": [name for one in installed for name in getattr(one, "modules", ())]}
+    files = {"facts.json": json.dumps(facts), "recipe.yaml": recipe.to_yaml(), "sitecustomize.py": _SITE}
+    before = os.environ.get(_PATH)
+    with tempfile.TemporaryDirectory(prefix="eff-run-", ignore_cleanup_errors=True) as folder:
+        for name, text in files.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        os.environ[_PATH] = os.pathsep.join(filter(None, (folder, before)))
+        try:
+            yield Path(folder, _TAKEN).exists
+        finally:
+            os.environ.pop(_PATH)
+            if before is not None:
+                os.environ[_PATH] = before
 
 
 def begin(file: str) -> None:
@@ -88,7 +78,7 @@ def begin(file: str) -> None:
         after_import(name, install)
 
     def guard(_: Any) -> None:
-        UnseenSteps(functools.cache(front_ends), facts["script"], _taken(folder).touch)
+        UnseenSteps(functools.cache(front_ends), facts["script"], (folder / _TAKEN).touch)
 
     after_import("torch.optim.optimizer", guard)
 
@@ -102,7 +92,3 @@ def _run_own_sitecustomize(folder: Path) -> None:
             importlib.import_module("sitecustomize")
     finally:
         sys.modules.setdefault("sitecustomize", ours)
-
-
-def _taken(folder: Path) -> Path:
-    return folder / "taken"

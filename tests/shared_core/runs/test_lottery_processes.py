@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 2}
 SUPPORT = Path(__file__).resolve().parents[2] / "support" / "techniques"

@@ -1,4 +1,4 @@
-"""Quality against weights left: the rows of a search, as table, JSON, CSV and plot."""
+"""Quality against weights left: the rows of a lottery search, as table, JSON, CSV and plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,9 +16,8 @@ from rich.table import Table
 from shared_core.errors import ConfigError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
+from shared_core.runs.rows import Mode, is_larger_better, table_of, usual_metric
 
-_SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "ppl", "error", "err", "wer", "cer", "mae", "mse", "rmse", "nll"})
-_USUAL = ("eval_loss", "val_loss")
 _LABELS = {"none": "winning ticket", "random_reinit": "random re-init", "random_mask": "random mask"}
 
 
@@ -57,25 +55,22 @@ class TicketCurve:
     def smallest_winning(self) -> CurveRow | None:
         """The sparsest ticket that is as good as the dense run, None if no ticket is."""
         dense = self.rows[0].quality
-        if dense is None:
-            return None
-        tickets = [row for row in self.rows if row.control == "none" and row.round > 0 and row.quality is not None]
-        good = [row for row in tickets if _as_good(float(row.quality or 0.0), dense, self.larger_is_better)]
+        good = [
+            row for row in self.rows
+            if row.control == "none" and row.round > 0 and _is_as_good(row.quality, dense, self.larger_is_better)
+        ]  # fmt: skip
         return min(good, key=lambda row: row.left, default=None)
 
     def table(self) -> Table:
         """Return one row a run."""
-        table = Table(title=f"lottery tickets: {self.metric or 'nothing was measured'}", title_justify="left")
-        for name in ("round", "run", "weights left", "%", "quality", "best at step", "dense quality at step", "replay"):
-            table.add_column(name, justify="left" if name in ("run", "replay") else "right", overflow="fold")
+        columns = ["round", "run", "weights left", "%", "quality", "best at step", "dense quality at step", "replay"]
+        rows = []
         for row in self.rows:
-            quality, best, reached = (
-                "–" if value is None else f"{value:.6g}" for value in (row.quality, row.best_step, row.reached_dense_at)
-            )
             label = "dense" if row.round == 0 else _LABELS[row.control]
-            numbers = (f"{row.kept:,}", f"{100 * row.left:.2f}", quality, best, reached)
-            table.add_row(str(row.round), label, *numbers, row.replay or "")
-        return table
+            weights = (f"{row.kept:,}", f"{100 * row.left:.2f}")
+            measured = (row.quality, row.best_step, row.reached_dense_at)
+            rows.append((row.round, label, *weights, *measured, row.replay or ""))
+        return table_of(f"lottery tickets: {self.metric or 'nothing was measured'}", columns, ("run", "replay"), rows)
 
     def json(self) -> str:
         """Return the curve as JSON."""
@@ -125,7 +120,7 @@ def curve_of(
     results: Sequence[tuple[int, str, Path, dict[str, Any]]],
     *,
     metric: str | None = None,
-    mode: Literal["auto", "max", "min"] = "auto",
+    mode: Mode = "auto",
     quality: Literal["last", "best"] = "last",
 ) -> TicketCurve:
     """Return the curve of finished runs.
@@ -140,25 +135,25 @@ def curve_of(
         ConfigError: If no validation reported the metric, or it must be chosen.
     """
     name = _metric(results[0][3], metric)
-    larger = name is not None and (mode == "max" if mode != "auto" else not _is_loss(name))
-    histories = [_history(result, name, larger) for *_, result in results]
-    dense = _quality(histories[0], quality, larger)
-    rows = []
-    for (number, control, folder, result), history in zip(results, histories, strict=True):
-        # NaN became the worst value in `_history`: it never wins here.
-        best = max(history, key=lambda point: point[1] if larger else -point[1], default=None)
-        reached = None
-        if dense is not None:
-            reached = next((step for step, value in history if _as_good(value, dense, larger)), None)
+    larger = name is not None and is_larger_better(name, mode)
+    dense = None
+    rows: list[CurveRow] = []
+    for number, control, folder, result in results:
+        history = _history(result, name, larger)
+        best = (max if larger else min)(history, key=lambda point: point[1], default=None)
+        reached = best if quality == "best" else history[-1] if history else None
+        dense = dense if rows else reached
         rows.append(
             CurveRow(
                 round=number,
                 control=control,
                 kept=result["kept"],
                 left=result["kept"] / result["numel"],
-                quality=_quality(history, quality, larger),
+                quality=reached[1] if reached else None,
                 best_step=best[0] if best else None,
-                reached_dense_at=reached,
+                reached_dense_at=next(
+                    (step for step, value in history if dense and _is_as_good(value, dense[1], larger)), None
+                ),
                 replay=result["replay"],
                 folder=folder.name,
             )
@@ -168,20 +163,13 @@ def curve_of(
 
 def _metric(dense: dict[str, Any], metric: str | None) -> str | None:
     known = sorted({name for entry in dense["history"] for name in entry["metrics"]})
-    if metric is not None:
-        if metric not in known:
-            told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric, known)
-            raise ConfigError("lottery", f"metric must be one that validation reports, got {metric!r}{told}")
-        return metric
-    usual = next((name for name in _USUAL if name in known), None)
-    if usual is None and len(known) > 1:
+    if metric is not None and metric not in known:
+        told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric, known)
+        raise ConfigError("lottery", f"metric must be one that validation reports, got {metric!r}{told}")
+    metric = metric or usual_metric(known)
+    if metric is None and known:
         raise ConfigError("lottery", "metric must be chosen, got none", f"it may be {', '.join(known)}")
-    return usual or (known[0] if known else None)
-
-
-def _is_loss(name: str) -> bool:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
+    return metric
 
 
 def _history(result: dict[str, Any], metric: str | None, larger: bool) -> list[tuple[int, float]]:
@@ -192,11 +180,7 @@ def _history(result: dict[str, Any], metric: str | None, larger: bool) -> list[t
     return [(step, worst if math.isnan(value) else value) for step, value in points]
 
 
-def _quality(history: list[tuple[int, float]], which: str, larger: bool) -> float | None:
-    if not history:
-        return None
-    return history[-1][1] if which == "last" else (max if larger else min)(value for _, value in history)
-
-
-def _as_good(value: float, than: float, larger: bool) -> bool:
+def _is_as_good(value: float | None, than: float | None, larger: bool) -> bool:
+    if value is None or than is None:
+        return False
     return value >= than if larger else value <= than

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from shared_core import Recipe
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.lottery_ticket import LotterySearch
-from shared_core.lottery_ticket.curve import curve_of
-from shared_core.lottery_ticket.search import RoundCommand
+from shared_core.runs import LotterySearch
+from shared_core.runs.lottery import parse_round
+from shared_core.runs.ticket_curve import curve_of
 
 
 def result(history, **more):
@@ -155,11 +155,11 @@ def test_wrong_options_are_refused(options, message):
 def test_commands_are_taken_apart(tmp_path):
     path = str(tmp_path / "my_train.py")
     Path(path).touch()
-    parsed = RoundCommand(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
-    assert parsed.command.interpreter == ("python", "-u")
-    assert parsed.command.arguments == (path, "--lr", "1", "--prune_x")
-    assert parsed.recipe == Recipe.from_dict({"qat": {"scheme": "int8"}})
-    assert RoundCommand(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"]).command.arguments == (
+    parsed, ours = parse_round(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
+    assert parsed.interpreter == ("python", "-u")
+    assert parsed.arguments == (path, "--lr", "1", "--prune_x")
+    assert ours == Recipe.from_dict({"qat": {"scheme": "int8"}})
+    assert parse_round(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"])[0].arguments == (
         "-m",
         "pkg.train",
         "x.py",
@@ -171,7 +171,7 @@ def test_commands_are_taken_apart(tmp_path):
         ["python", "-X", "dev", path],
         ["python", "-m", "torch.distributed.run", "eff", "run", path, "--eff_recipe", "{recipe}"],
     ):
-        assert RoundCommand(other).command.interpreter == ()
+        assert parse_round(other)[0].interpreter == ()
     for command, message in (
         ([], "command must be given"),
         (["python", "nowhere.py"], "script must be a file, got 'nowhere.py'"),
@@ -180,7 +180,7 @@ def test_commands_are_taken_apart(tmp_path):
         (["python", path, "--prune_sparsitty", "1"], "did you mean 'prune_sparsity'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            RoundCommand(command)
+            parse_round(command)
 
 
 def test_the_command_line_refuses_before_it_trains(tmp_path):

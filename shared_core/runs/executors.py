@@ -1,15 +1,17 @@
-"""Where the runs of a search may be started beside this machine: as jobs of SLURM by submitit, or as tasks of Ray."""
+"""Where runs are started: as processes of this machine, as jobs of SLURM by submitit, or as tasks of Ray."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,67 +20,41 @@ from shared_core.files.journal import read_object, write_object
 from shared_core.libraries import optional
 
 EXECUTORS = ("local", "submitit", "ray")
-_TIME_LIMITS = ("timeout_min", "slurm_time")
+_TIME_LIMITS = {"timeout_min", "slurm_time"}
 _POLL_SECONDS = 0.5
 
 
-class Run(Protocol):
-    """A training that was started, as `subprocess.Popen` shows one."""
+@dataclass(frozen=True)
+class RemoteRun:
+    """A training that runs elsewhere, as `subprocess.Popen` shows one."""
+
+    is_done: Callable[[], bool]
+    result: Callable[[], int]
+    """Returns its exit code, once it has ended."""
+    kill: Callable[[], object]
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
+        return self.result() if self.is_done() else None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Return the exit code once it has ended, or raise `subprocess.TimeoutExpired`."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("training", timeout)
+            time.sleep(min(_POLL_SECONDS, timeout))
+        return code
 
-    def kill(self) -> None:
-        """Stop it."""
 
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: Any) -> None: ...
+Run = subprocess.Popen[bytes] | RemoteRun
 
 
 class Executor(Protocol):
-    """Starts trainings elsewhere."""
+    """Starts trainings."""
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> Run:
-        """Return a training that was started: its command, further variables, and the file that takes its output."""
-
-
-class RemoteRun:
-    """A training that runs elsewhere.
-
-    Args:
-        is_done: Returns whether it has ended.
-        result: Returns its exit code then.
-        cancel: Stops it.
-    """
-
-    def __init__(self, is_done: Callable[[], bool], result: Callable[[], int], cancel: Callable[[], object]) -> None:
-        self._is_done, self._result, self._cancel = is_done, result, cancel
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        return self._result() if self._is_done() else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once it has ended."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired("training", timeout or 0)
-            time.sleep(min(_POLL_SECONDS, timeout or _POLL_SECONDS))
-        return code
-
-    def kill(self) -> None:
-        """Stop it."""
-        self._cancel()
-
-    def __enter__(self) -> RemoteRun:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
+        """Return a training that was started: its command, further variables, and the file its output is added to."""
 
 
 def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> Executor | None:
@@ -100,31 +76,48 @@ def executor_of(name: str, options: Sequence[str], folder: Path, where: str) -> 
     """
     if name not in EXECUTORS:
         raise ConfigError(where, f"--executor must be one of {', '.join(EXECUTORS)}, got {name!r}")
+    if name == "local" and options:
+        raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
     values: dict[str, Any] = {}
     for option in options:
-        key, equals, value = option.partition("=")
-        if not (key and equals and value):
+        key, _, value = option.partition("=")
+        if not (key and value):
             raise ConfigError(where, f"--executor-set must be NAME=VALUE, got {option!r}")
         values[key] = int(value) if value.isdecimal() else value
-    if name == "local":
-        if values:
-            raise ConfigError(where, f"--executor-set must come with submitit or ray, got {options[0]!r} with local")
-        return None
-    return (SubmititExecutor if name == "submitit" else RayExecutor)(folder, values, where)
+    if name == "submitit":
+        return SubmititExecutor(folder, values, where)
+    return RayExecutor(values, where) if name == "ray" else None
+
+
+class LocalExecutor:
+    """A process of this machine for each training, which inherits descriptors; options are those of `Popen`."""
+
+    def __init__(self, where: str, *descriptors: int, **options: Any) -> None:
+        self._where, self._options = where, options
+        self._descriptors = descriptors if os.name == "posix" else ()
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Return the process.
+
+        Raises:
+            ConfigError: If the command cannot be started.
+        """
+        try:
+            with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
+                return subprocess.Popen(
+                    arguments, env={**os.environ, **variables}, pass_fds=self._descriptors, stdin=subprocess.DEVNULL,
+                    stdout=written, stderr=subprocess.STDOUT, **self._options,
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(self._where, f"command must be one that can be started, got {error}") from error
 
 
 class SubmititExecutor:
-    """One job of SLURM for each training; without SLURM, or with ``cluster=local``, a process as submitit starts it.
-
-    Args:
-        folder: Of the search; submitit's files lie in ``.submitit`` in it.
-        parameters: Of submitit's ``update_parameters``, and ``cluster``.
-        where: Who asks.
-    """
+    """One job of SLURM for each training; without SLURM, or with ``cluster=local``, a process as submitit starts it."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Any], where: str) -> None:
         submitit = optional("submitit", "slurm", f"{where}: --executor submitit")
-        if not any(name in parameters for name in _TIME_LIMITS):
+        if not parameters.keys() & _TIME_LIMITS:
             raise ConfigError(
                 where,
                 "--executor-set must name a time limit, as submitit stops a job after 5 minutes without, got none",
@@ -175,15 +168,9 @@ class SubmititExecutor:
 
 
 class RayExecutor:
-    """One task of Ray for each training, in the cluster of ``RAY_ADDRESS``, or one that is started here.
+    """One task of Ray for each training, in the cluster of ``address`` or ``RAY_ADDRESS``, or one started here."""
 
-    Args:
-        folder: Of the search; not used, as Ray keeps its files elsewhere.
-        options: Of Ray's ``options``, as num_gpus and num_cpus, and ``address``.
-        where: Who asks.
-    """
-
-    def __init__(self, folder: Path, options: Mapping[str, Any], where: str) -> None:
+    def __init__(self, options: Mapping[str, Any], where: str) -> None:
         self._ray, self._where, given = optional("ray", "ray", f"{where}: --executor ray"), where, dict(options)
         try:
             self._ray.init(address=given.pop("address", None), ignore_reinit_error=True, log_to_driver=False)
@@ -200,9 +187,8 @@ class RayExecutor:
                 return int(self._ray.get(reference))
             except self._ray.exceptions.RayError as error:
                 first = (str(error).splitlines() or [""])[0]
-                raise TrainingError(
-                    self._where, f"Ray's task must come to its end, got {first}", f"see {log}"
-                ) from error
+                told = f"Ray's task must come to its end, got {first}"
+                raise TrainingError(self._where, told, f"see {log}") from error
 
         return RemoteRun(
             lambda: bool(self._ray.wait([reference], timeout=0)[0]), result, lambda: self._ray.cancel(reference)
@@ -210,14 +196,7 @@ class RayExecutor:
 
 
 def run_training(arguments: list[str], variables: dict[str, str], folder: str, log: str) -> int:
-    """Train once, on the machine that this is called on, and return the exit code.
-
-    Args:
-        arguments: The command.
-        variables: Further variables of its environment.
-        folder: Where it starts.
-        log: The file that its output is added to.
-    """
+    """Train once, on the machine that this is called on, started in a folder, and return the exit code."""
     with open(log, "ab") as written:
         try:
             return subprocess.run(
@@ -231,15 +210,13 @@ def run_training(arguments: list[str], variables: dict[str, str], folder: str, l
 
 @contextlib.contextmanager
 def _interruptible_children() -> Iterator[None]:
-    """Start processes that heed SIGINT, by which submitit cancels those of this machine.
-
-    A shell starts background jobs with SIGINT ignored, and so would their children.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    """Start processes that heed SIGINT, by which submitit cancels them; a shell's background jobs ignore it."""
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if is_ignored and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
         yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)

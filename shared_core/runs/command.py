@@ -1,11 +1,10 @@
-"""The user's training command with a recipe: a Python script under `eff run`'s machinery, others as they stand."""
+"""The user's training command: taken apart, and put together again with the recipe and the folder of a run."""
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from typing import Any
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
-from shared_core.front_ends.executors import Executor, Run
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, check_steps, take_flags
+from shared_core.runs.executors import Executor
+from shared_core.runs.started_run import StartedRun
 
 VARIABLE = "EFF_RECIPE"
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _LAUNCHERS = ("torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "srun", *_LAUNCHING_MODULES)
-_CHILD = "from shared_core.front_ends.training_command import train_script; train_script()"
-
+_CHILD = "from shared_core.runs.command import train_script; train_script()"
 _SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
 
 
@@ -87,20 +86,17 @@ class TrainingCommand:
         if not parts:
             raise ConfigError(where, "command must be given, got none", "write it after --: python my_train.py")
         starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
-        before = parts[1 : starts[0]] if starts else []
-        if not Path(parts[0]).name.startswith("python") or not starts or not all(o.startswith("-") for o in before):
+        start = starts[0] if starts else len(parts)
+        script = parts[start : start + (2 if parts[start : start + 1] == ["-m"] else 1)]
+        is_python = Path(parts[0]).name.startswith("python") and all(part.startswith("-") for part in parts[1:start])
+        if not script or not is_python or is_launcher(script[-1]):
             # No Python script in sight, or options with values that cannot be told apart: run as it stands.
             return cls(where, (), tuple(parts), {})
-        start = starts[0]
-        if is_launcher(parts[start : start + 2][-1]):
-            return cls(where, (), tuple(parts), {})
-        size = 2 if parts[start] == "-m" else 1
-        script = parts[start : start + size]
-        if size == 1 and not Path(script[0]).is_file():
-            raise ConfigError(where, f"script must be a file, got {script[0]!r}")
-        if len(script) < size:
+        if script == ["-m"]:
             raise ConfigError(where, "-m must be followed by a module, got none")
-        flags, rest = take_flags(parts[start + size :])
+        if script[0] != "-m" and not Path(script[0]).is_file():
+            raise ConfigError(where, f"script must be a file, got {script[0]!r}")
+        flags, rest = take_flags(parts[start + len(script) :])
         steps = flags.pop(STEPS_FLAG, None)
         check_steps(steps, where)
         return cls(where, tuple(parts[:start]), (*script, *rest), flags, steps)
@@ -109,34 +105,16 @@ class TrainingCommand:
         """Return whether an argument contains `sign`."""
         return any(sign in argument for argument in self.arguments)
 
-    def start(
-        self,
-        recipe: Recipe,
-        file: Path,
-        stands_for: Mapping[str, str],
-        lock: int,
-        *,
-        environment: Mapping[str, str] | None = None,
-        child: str = _CHILD,
-        executor: Executor | None = None,
-        log: Path | None = None,
-        **streams: Any,
-    ) -> Run:
-        """Return a fresh process that trains once.
+    def with_recipe(
+        self, recipe: Recipe, file: Path, stands_for: Mapping[str, str], child: str = _CHILD
+    ) -> tuple[list[str], dict[str, str]]:
+        """Write a recipe into a file, and return the command that trains with it and the variables that it needs.
 
         Args:
-            recipe: All that it trains with.
-            file: Where the recipe is written to; ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
+            recipe: All that is trained with.
+            file: ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
             stands_for: What further signs in arguments stand for.
-            lock: A file descriptor to pass on.
-            environment: Further variables.
-            child: Python code that runs the script in the process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
-            executor: Starts it elsewhere; None: here.
-            log: What takes the output of one that is started elsewhere.
-            streams: Of `subprocess.Popen`.
-
-        Raises:
-            ConfigError: If the command cannot be started.
+            child: Python code that runs a script in its process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
         """
         file = file.resolve()
         with atomic_write(file) as temporary:
@@ -147,17 +125,24 @@ class TrainingCommand:
         if self.interpreter:
             # -P: the script's folder is put on the path, as Python would, and not the working one
             arguments = [*self.interpreter, "-P", "-c", child, str(file), *arguments]
-        variables = {**(environment or {}), VARIABLE: str(file)}
-        if self.steps is not None:
-            variables[STEPS_VARIABLE] = self.steps
-        if executor is not None and log is not None:
-            return executor.start(arguments, variables, log)
-        # The child holds the lock too: a training that outlives a killed search keeps others out.
-        descriptors = (lock,) if os.name == "posix" else ()
-        try:
-            return subprocess.Popen(arguments, env={**os.environ, **variables}, pass_fds=descriptors, **streams)
-        except OSError as error:
-            raise ConfigError(self.where, f"command must be one that can be started, got {error}") from error
+        steps = {} if self.steps is None else {STEPS_VARIABLE: self.steps}
+        return arguments, {VARIABLE: str(file), **steps}
+
+    def start(
+        self,
+        name: str,
+        recipe: Recipe,
+        file: Path,
+        stands_for: Mapping[str, str],
+        log: Path,
+        executor: Executor,
+        variables: Mapping[str, str] | None = None,
+    ) -> StartedRun:
+        """Return a run of this name; its output is added to the log, and its environment has further variables."""
+        arguments, needed = self.with_recipe(recipe, file, stands_for)
+        seen = log.stat().st_size if log.exists() else 0
+        run = executor.start(arguments, {**(variables or {}), **needed}, log)
+        return StartedRun(f"{self.where}: {name}", shlex.join(self.arguments), run, log, seen)
 
 
 def train_script() -> None:
@@ -171,11 +156,7 @@ def train_script() -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or ``-m`` and a module, in this process as Python would.
-
-    Args:
-        arguments: The script and what it is given.
-    """
+    """Run a script, or ``-m`` and a module, with what it is given, in this process as Python would."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -9,7 +9,7 @@ from torch import nn
 
 from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.errors import CheckpointError
-from shared_core.tools.distillation_chain.plan import count_parameters, find_model, model_metrics
+from shared_core.runs.trained_model import count_parameters, find_model, model_metrics
 
 
 def weights(folder, **state):

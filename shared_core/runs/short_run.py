@@ -1,7 +1,7 @@
 """A few hundred steps of somebody's script, in a process of its own that measures itself and then ends.
 
-`shared_core.tools.try_out` starts such processes two by two and lets them take turns; `shorten_script` is what each of
-them runs. A front end makes the trainer end after `ShortRun.steps`, keeps its files in `ShortRun.folder`, and calls
+`TryOut` starts such processes two by two and lets them take turns; `shorten_script` is what each of them runs. A front
+end makes the trainer end after `ShortRunConfig.steps`, keeps its files in the run's folder, and calls
 `ShortRun.conclude` behind the last step: nothing of the script that comes after is run.
 """
 
@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -34,62 +34,62 @@ from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import json_text
 
 VARIABLE = "EFF_SHORT_RUN"
-"""The plan of a short run, as JSON, for the process that runs it."""
+"""The options of a short run, as JSON, for the process that runs it."""
 KEY = "short_run"
 RESULT_FILE = "result.json"
 _WEIGHTS = (".safetensors", ".bin", ".ckpt")
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-@dataclasses.dataclass(frozen=True)
-class ShortPlan:
-    """The plan of a short run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortRunConfig(TechniqueConfig):
+    """Has `ShortRun` in a recipe: the hooks of a session are alike in every trainer and loop."""
 
-    Args:
-        steps: Optimizer steps.
-        block: Steps of a turn.
-        folder: All that the run writes.
-        eval_batches: Batches of a validation at most; 0: all.
-        seed: Added to the seed of the script's random numbers; 0 leaves them alone.
-        tell: File descriptor that a byte is written to at the end of a turn. The next turn begins with a byte from
-            the standard input.
-    """
+    key = KEY
+    switch = "steps"
+    before: ClassVar = tuple(sorted(OURS))  # its loss is the task's alone
+    logs_nothing = "it writes a file"
+    memory = "the loss of each step"
 
-    steps: int
-    block: int
-    folder: str
-    eval_batches: int
-    seed: int
-    tell: int
+    steps: int = option(help="optimizer steps")
+    block: int = option(help="steps of a turn")
+    folder: str = option(help="all that the run writes")
+    eval_batches: int = option(help="batches of a validation at most; 0: all")
+    seed: int = option(help="added to the seed of the script's random numbers; 0 leaves them alone")
+    turns: int = option(help="socket that a byte is written to at the end of a turn, and read from before the next")
+
+    @property
+    def output(self) -> str:
+        """The folder in place of the one that the script writes to."""
+        return os.path.join(self.folder, "output")
 
 
-class ShortRun:
-    """Measures a short run in its own process; a front end drives it.
+class ShortRun(Technique):
+    """Measures a short run in its own process, by what a session tells every technique; it changes nothing."""
 
-    Args:
-        plan: What was asked.
-        turns: File descriptor that turns are read from.
-    """
+    key = KEY
+    config: ShortRunConfig
 
-    def __init__(self, plan: ShortPlan, turns: int) -> None:
-        self.plan, self.steps, self.folder = plan, plan.steps, Path(plan.folder)
-        self._turns = turns
+    def __init__(self, config: ShortRunConfig) -> None:
+        super().__init__(config)
         self._seconds: list[float] = []
         self._losses: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._started = self._aside = 0.0
         self._done = 0
 
-    def seed(self) -> None:
+    def before_attach(self, context: Context) -> None:
         """Move the seeds of the script's random numbers: the order of the data and dropout become others."""
-        if self.plan.seed:
-            torch.manual_seed(torch.initial_seed() + self.plan.seed)
-            random.seed(self.plan.seed)
+        if self.config.seed:
+            torch.manual_seed(torch.initial_seed() + self.config.seed)
+            random.seed(self.config.seed)
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(self.plan.seed)
+                sys.modules["numpy"].random.seed(self.config.seed)
 
-    def begin(self) -> None:
+    def begin(self, context: Context) -> None:
         """Wait for the first turn; memory counts from here."""
+        if context.step or context.is_preview:
+            return
         self._wait()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
@@ -98,25 +98,26 @@ class ShortRun:
                 _CLEAR.write_text("5", encoding="ascii")
         self._start()
 
-    def saw(self, loss: Tensor) -> None:
-        """Note the task's loss of a micro-batch; it stays on its device."""
-        self._losses.append(loss.detach())
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Note the loss of a micro-batch; it stays on its device."""
+        self._losses.append(task_loss.detach())
+        return task_loss
 
-    def stepped(self) -> None:
-        """Count an optimizer step, applied or skipped; at the end of a block let the other run have its turn."""
+    def after_step(self, context: Context, applied: bool) -> None:
+        """Count the step; at the end of a block let the other run have its turn."""
         self._done += 1
         if self._losses:
             self._sums.append(torch.stack([loss.float().mean() for loss in self._losses]).mean())
             self._losses = []
-        if self._done % self.plan.block == 0:
+        if self._done % self.config.block == 0:
             _synchronize()
             self._seconds.append(time.perf_counter() - self._started - self._aside)
             self._wait()
             self._start()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Surround what is no part of a step: validation and saving."""
+    def swapped(self, context: Context, purpose: Purpose) -> Iterator[None]:
+        """Neither a validation nor saving is part of a step."""
         started = time.perf_counter()
         try:
             yield
@@ -134,15 +135,15 @@ class ShortRun:
             metrics: Returns those of the validation.
             save: Saves the model as the trainer does, into a folder or file of this name.
         """
-        memory = _peak_memory()
+        memory, model = _peak_memory(), Path(self.config.folder, "model")
         found = figures(metrics())
         last = self._sums[-max(len(self._sums) // 4, 1) :]
         if last:
             found["train_loss"] = float(torch.stack([loss.to("cpu", torch.float64) for loss in last]).mean())
-        save(self.folder / "model")
-        written, packed = _sizes(self.folder / "model")
+        save(model)
+        written, packed = _sizes(model)
         told = {key: {**report, "note": []} for key, report in session.receipt().values["techniques"].items()}
-        self.write({
+        write_result(self.config.folder, {
             "steps": self._done, "seconds": self._seconds, "memory": memory, "metrics": found,
             "bytes": written, "packed": packed,
             "techniques": {key: headline(report) for key, report in told.items() if key != KEY},
@@ -151,18 +152,24 @@ class ShortRun:
         sys.stderr.flush()
         os._exit(0)  # neither the rest of the script nor what it registered for its end: both may write elsewhere
 
-    def write(self, result: Mapping[str, Any]) -> None:
-        """Write the result."""
-        with atomic_write(self.folder / RESULT_FILE) as temporary:
-            temporary.write_text(json_text(dict(result)), encoding="utf-8")
-
     def _start(self) -> None:
         self._aside, self._started = 0.0, time.perf_counter()
 
     def _wait(self) -> None:
-        os.write(self.plan.tell, b".")
-        if not os.read(self._turns, 1):
+        os.write(self.config.turns, b".")
+        if not os.read(self.config.turns, 1):
             os._exit(1)  # whoever tries is gone
+
+
+def short_run_of(session: Session) -> ShortRun:
+    """Return what measures a session's training."""
+    return cast(ShortRun, session.techniques[KEY])
+
+
+def write_result(folder: str, result: Mapping[str, Any]) -> None:
+    """Write the result of a short run, or why there is none."""
+    with atomic_write(Path(folder, RESULT_FILE)) as temporary:
+        temporary.write_text(json_text(dict(result)), encoding="utf-8")
 
 
 def check_one_process(world_size: int) -> None:
@@ -184,10 +191,8 @@ def _peak_memory() -> int | None:
         return torch.cuda.max_memory_allocated()
     if not _STATUS.exists():
         return None
-    status = _STATUS.read_text(encoding="ascii")
-    kilobytes = {name: re.search(rf"{name}:\s+(\d+)", status) for name in ("VmHWM", "RssFile")}
-    peak, mapped = kilobytes["VmHWM"], kilobytes["RssFile"]
-    return None if peak is None or mapped is None else 1024 * (int(peak[1]) - int(mapped[1]))
+    kilobytes = dict(re.findall(r"^(VmHWM|RssFile):\s+(\d+)", _STATUS.read_text(encoding="ascii"), flags=re.MULTILINE))
+    return 1024 * (int(kilobytes["VmHWM"]) - int(kilobytes["RssFile"])) if len(kilobytes) == 2 else None
 
 
 def _sizes(model: Path) -> tuple[int, int]:
@@ -203,67 +208,24 @@ def _sizes(model: Path) -> tuple[int, int]:
     return written, packed
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShortRunConfig(TechniqueConfig):
-    """Has the technique below in a recipe: the hooks of a session are alike in every trainer and loop."""
-
-    key = KEY
-    switch = "on"
-    before: ClassVar = tuple(sorted(OURS))  # its loss is the task's alone
-    logs_nothing = "it writes a file"
-    memory = "the loss of each step"
-
-    on: bool = option(True, help="measure")
-
-
-class MeasuredRun(Technique):
-    """Tells a short run what a session tells every technique; it changes nothing."""
-
-    key = KEY
-    run: ClassVar[ShortRun]
-
-    def before_attach(self, context: Context) -> None:
-        """Random numbers are drawn from here on."""
-        self.run.seed()
-
-    def begin(self, context: Context) -> None:
-        """The next step is the first one."""
-        if not context.step and not context.is_preview:
-            self.run.begin()
-
-    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
-        """Note the loss."""
-        self.run.saw(task_loss)
-        return task_loss
-
-    def after_step(self, context: Context, applied: bool) -> None:
-        """Count the step."""
-        self.run.stepped()
-
-    def swapped(self, context: Context, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
-        """Neither a validation nor saving is part of a step."""
-        return self.run.aside()
-
-
 def shorten_script() -> None:
-    """Run a script for a few steps and end: ``RECIPE SCRIPT|-m MODULE ARGUMENTS``, the plan in the environment."""
+    """Run a script for a few steps and end: ``RECIPE SCRIPT|-m MODULE ARGUMENTS``, its options in the environment."""
     from shared_core.front_ends.finding import front_ends
-    from shared_core.front_ends.training_command import run_script
+    from shared_core.runs.command import run_script
 
-    turns = os.dup(0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    run = MeasuredRun.run = ShortRun(ShortPlan(**json.loads(os.environ.pop(VARIABLE))), turns)
-    register(MeasuredRun, ShortRunConfig)
+    register(ShortRun, ShortRunConfig)
+    config = ShortRunConfig(**json.loads(os.environ.pop(VARIABLE)))
     recipe, *arguments = sys.argv[1:]
     try:
-        wanted = Recipe.from_yaml(Path(recipe)).merged(Recipe.from_dict({KEY: {"on": True}}))
+        wanted = Recipe.from_yaml(Path(recipe)).merged(Recipe({KEY: config}))
         for front_end in front_ends():
             front_end.install(wanted)
-            front_end.shorten(run)
+            front_end.shorten(config)
         run_script(arguments)
     except BaseException as error:
         kind = "" if isinstance(error, EffError) else f"{type(error).__name__}: "
-        run.write({"error": f"{kind}{error}".strip(), "is_input": isinstance(error, EffError)})
+        write_result(config.folder, {"error": f"{kind}{error}".strip()})
         raise
-    run.write({"error": "the script ended before a training with the techniques reached its last step"})
+    write_result(
+        config.folder, {"error": "the script ended before a training with the techniques reached its last step"}
+    )

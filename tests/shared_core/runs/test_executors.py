@@ -17,9 +17,9 @@ from shared_core.cli import app
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, MissingExtraError, TrainingError
 from shared_core.files.journal import write_object
-from shared_core.front_ends.executors import RemoteRun, executor_of, run_training
-from shared_core.front_ends.training_command import TrainingCommand
-from shared_core.lottery_ticket import LotterySearch
+from shared_core.runs import LotterySearch, executor_of
+from shared_core.runs.command import TrainingCommand
+from shared_core.runs.executors import LocalExecutor, RemoteRun, run_training
 
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
 LOCAL = ["cluster=local", "timeout_min=5"]
@@ -220,8 +220,8 @@ def test_the_steps_of_a_loop_reach_the_runs_of_a_search(tmp_path):
     script.write_text("import os, sys\nprint(os.environ['EFF_TOTAL_STEPS'], sys.argv[1:])\n")
     parsed = TrainingCommand.parse([sys.executable, str(script), "--eff_total_steps", "70", "--lr", "1"], "lottery")
     assert (parsed.steps, parsed.flags) == ("70", {})
-    with (tmp_path / "out").open("wb") as out, parsed.start(Recipe({}), tmp_path / "r.yaml", {}, 0, stdout=out) as run:
-        assert run.wait() == 0
+    given = parsed.with_recipe(Recipe({}), tmp_path / "r.yaml", {})
+    assert LocalExecutor("lottery").start(*given, tmp_path / "out").wait() == 0
     assert (tmp_path / "out").read_text() == "70 ['--lr', '1']\n"
     with pytest.raises(ConfigError, match="lottery: --eff_total_steps must be a number of optimizer steps, got 'all'"):
         TrainingCommand.parse([sys.executable, str(script), "--eff_total_steps", "all"], "lottery")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared_core.errors import ConfigError, nearest
-from shared_core.tools.try_out.runs import PLAIN, Pair
+from shared_core.runs.rows import is_larger_better
+from shared_core.runs.try_out import PLAIN, Pair
 
 FLOORS = {"time": 0.02, "memory": 0.02, "bytes": 0.001, "packed": 0.01, "metric": 0.005}
 """Relative differences below these are called noise, however alike the plain runs were."""
 TRIMMED = 0.1
+_MEASURED = ("memory", "metric", "bytes", "packed")
 _USUAL = ("eval_loss", "val_loss", "train_loss")
-_SMALLER = ("loss", "error", "wer", "cer", "perplexity", "ppl", "mse", "mae", "rmse")
 # two-sided 95 % quantiles of Student's t by degrees of freedom; from 30 on the normal distribution's 2
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
@@ -149,16 +149,13 @@ def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "a
             continue
         results = [pair[1].values for pair in good]
         found = {"time": _time(_log_ratios(good), still)}
-        for what in ("memory", "metric", "bytes", "packed"):
-            values, others = ([_of(result, what, metric) for result in some] for some in (results, plain))
-            if values and others and None not in values and None not in others:
+        for what in _MEASURED:
+            values, others = (_values(some, what, metric) for some in (results, plain))
+            if values and others:
                 found[what] = _compared(values, others, FLOORS[what], smaller if what == "metric" else True)
         rows.append(Row(name, found, _means(results), results[0]["techniques"]))
-    seconds = statistics.median(second for values in plain for second in values["seconds"])
-    means = {"seconds": seconds}
-    for what in ("memory", "metric", "bytes", "packed"):
-        values = [_of(result, what, metric) for result in plain]
-        means |= {} if None in values else {what: statistics.fmean(values)}
+    means = {"seconds": statistics.median(second for values in plain for second in values["seconds"])}
+    means |= {what: statistics.fmean(values) for what in _MEASURED if (values := _values(plain, what, metric))}
     return Findings(metric, smaller, means, len(plain), _means(plain), rows, _notes(plain, metric))
 
 
@@ -175,20 +172,16 @@ def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | Non
     """
     known = set(plain[0].values["metrics"])
     if metric is not None and metric not in known:
-        raise ConfigError(
-            "eff try", f"--metric must be one that the script reports, got {metric!r}{nearest(metric, known)}"
-        )
+        told = f"--metric must be one that the script reports, got {metric!r}{nearest(metric, known)}"
+        raise ConfigError("eff try", told)
     metric = metric or next((name for name in _USUAL if name in known), None)
-    return metric, mode == "min" or (mode == "auto" and metric is not None and _is_smaller_better(metric))
+    return metric, metric is not None and not is_larger_better(metric, mode)
 
 
-def _is_smaller_better(name: str) -> bool:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return any(word in _SMALLER or word.endswith("loss") for word in words)
-
-
-def _of(result: Mapping[str, Any], what: str, metric: str | None) -> Any:
-    return result["metrics"].get(metric) if what == "metric" else result[what]
+def _values(results: Sequence[Mapping[str, Any]], what: str, metric: str | None) -> list[float]:
+    """Return a figure of every run, nothing where one lacks it."""
+    values = [result["metrics"].get(metric) if what == "metric" else result[what] for result in results]
+    return [] if None in values else values
 
 
 def _means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -233,13 +226,12 @@ def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None) -> list[str]:
     notes = []
     if metric is None:
         notes.append("no loss and no metric was seen, so quality is not compared")
-    elif len({_of(values, "metric", metric) for values in plain}) == 1:
+    elif len({*_values(plain, "metric", metric)}) == 1:
         notes.append(
             f"{metric} was the same in all plain runs, although their random numbers differ: a change of "
             f"{100 * FLOORS['metric']:g} % of it counts as noise, which nothing here measured"
         )
     if metric == "train_loss":
-        notes.append(
-            "train_loss is the mean over the last quarter of the steps, of a micro-batch, before techniques add to it"
-        )
+        told = "the mean over the last quarter of the steps, of a micro-batch, before techniques add to it"
+        notes.append(f"train_loss is {told}")
     return notes

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import socket
 import statistics
 from pathlib import Path
 
@@ -15,12 +15,11 @@ from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.engine.registry import REGISTRY, register
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.front_ends import short_run
-from shared_core.front_ends.short_run import KEY, RESULT_FILE, MeasuredRun, ShortPlan, ShortRun, ShortRunConfig
 from shared_core.reports.page import build_page
 from shared_core.reports.try_page import try_page
-from shared_core.tools.try_out import TryOut, chosen_metric, findings
-from shared_core.tools.try_out.runs import ALL, PLAIN, Reading, without_output
+from shared_core.runs import TryOut, chosen_metric, findings, short_run
+from shared_core.runs.short_run import KEY, RESULT_FILE, ShortRun, ShortRunConfig, short_run_of
+from shared_core.runs.try_out import ALL, PLAIN, Reading, without_output
 
 RECIPE = Recipe.from_dict({"prune": {"sparsity": 0.5}, "average": {"kind": "ema"}})
 
@@ -134,17 +133,15 @@ def test_flags_that_name_an_output_folder_name_another():
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """A short run in this process, whose turns have all been given."""
-    turns, give = os.pipe()
-    told, tell = os.pipe()
-    os.write(give, b"." * 100)
-    run = ShortRun(ShortPlan(8, 2, str(tmp_path), 0, 3, tell), turns)
-    monkeypatch.setattr(MeasuredRun, "run", run, raising=False)
+    ours, theirs = socket.socketpair()
+    ours.send(b"." * 100)
+    options = {"steps": 8, "block": 2, "folder": str(tmp_path), "eval_batches": 0, "seed": 3}
     monkeypatch.setattr(short_run.os, "_exit", lambda code: None)
-    register(MeasuredRun, ShortRunConfig)
-    yield run, told
+    register(ShortRun, ShortRunConfig)
+    yield Recipe.from_dict({KEY: {**options, "turns": theirs.fileno()}}), ours
     REGISTRY.remove(KEY)
-    for end in (turns, give, told, tell):
-        os.close(end)
+    ours.close()
+    theirs.close()
 
 
 def train(recipe):
@@ -169,11 +166,12 @@ def train(recipe):
 
 
 def test_a_measured_run_trains_what_it_would_without_and_tells_each_turn(measured, tmp_path):
-    run, told = measured
-    weights, session, losses = train(Recipe.from_dict({KEY: {"on": True}}))
+    recipe, told = measured
+    weights, session, losses = train(recipe)
     assert torch.equal(weights["weight"], train(Recipe({}))[0]["weight"])
-    assert os.read(told, 100) == b"....."  # before the first step, and behind each of four blocks
-    run.conclude(session, lambda: {"eval_loss": 0.5, "eval_runtime": 3.0}, lambda place: save_file(weights, place))
+    assert told.recv(100) == b"....."  # before the first step, and behind each of four blocks
+    metrics = {"eval_loss": 0.5, "eval_runtime": 3.0}
+    short_run_of(session).conclude(session, lambda: metrics, lambda place: save_file(weights, place))
     found = json.loads((tmp_path / RESULT_FILE).read_text())
     assert found["steps"] == 8
     assert len(found["seconds"]) == 4
@@ -184,7 +182,7 @@ def test_a_measured_run_trains_what_it_would_without_and_tells_each_turn(measure
 
 def test_random_numbers_of_a_run_are_its_own(measured):
     torch.manual_seed(0)
-    measured[0].seed()
+    Session(measured[0]).attach(torch.nn.Linear(4, 1))
     assert torch.initial_seed() == 3
 
 

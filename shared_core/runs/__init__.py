@@ -1,0 +1,5 @@
+"""Runs of a user's own training, several of them: lottery searches, chains of students, and trials of techniques."""
+
+from shared_core.lazy_exports import export_lazily
+
+__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)

@@ -1,0 +1,12 @@
+from .chain import ChainTable as ChainTable
+from .chain import TeacherChain as TeacherChain
+from .executors import executor_of as executor_of
+from .lottery import LotterySearch as LotterySearch
+from .stages import Stage as Stage
+from .stages import plan_stages as plan_stages
+from .started_run import RunError as RunError
+from .ticket_curve import TicketCurve as TicketCurve
+from .try_out import TryOut as TryOut
+from .verdicts import Findings as Findings
+from .verdicts import chosen_metric as chosen_metric
+from .verdicts import findings as findings

@@ -1,0 +1,289 @@
+"""Chains of students: each stage is a run of the user's own training, taught by the model of the stage before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rich.table import Table
+
+from shared_core.engine.receipt import VARIABLE as RECEIPT_VARIABLE
+from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+from shared_core.files.atomic import make_folder
+from shared_core.files.journal import check_same, read_object
+from shared_core.runs.command import TrainingCommand, without_secrets
+from shared_core.runs.executors import Executor, LocalExecutor
+from shared_core.runs.journal import Journal
+from shared_core.runs.rows import table_of, usual_metric
+from shared_core.runs.stages import Stage, plan_stages
+from shared_core.runs.trained_model import count_parameters, find_model, model_metrics
+
+JOURNAL_FILE = "chain.json"
+_VALIDATION = ("eval_", "val_")
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """One finished stage."""
+
+    stage: int
+    student: str | None
+    teacher: str | None
+    """As it was given, or the stage before; None: it learned from the labels alone."""
+    flags: Mapping[str, Any]
+    """Our flags that it trained with, without the teacher."""
+    model: str
+    """Where its model lies, under the chain's folder."""
+    parameters: int
+    teacher_parameters: int | None
+    """None without a teacher, or with a cached one."""
+    batches: int
+    """Micro-batches that the teacher was asked about."""
+    metrics: Mapping[str, float]
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ChainTable:
+    """The finished stages of a chain, in order."""
+
+    rows: tuple[ChainRow, ...]
+    chosen: str | None = None
+    """The metric that was asked for."""
+
+    @property
+    def metric(self) -> str | None:
+        """The metric that is shown of each row: by default the validation loss, or the only figure of a validation."""
+        return self.chosen or usual_metric(self.known)
+
+    def figure(self, row: ChainRow) -> float | None:
+        """Return the metric of a stage, None if it was not measured."""
+        return row.metrics.get(self.metric or "")
+
+    @property
+    def known(self) -> list[str]:
+        """Names of the metrics that validations reported."""
+        return sorted({name for row in self.rows for name in row.metrics if name.startswith(_VALIDATION)})
+
+    def json(self) -> str:
+        """Return the stages as JSON."""
+        rows = [{**asdict(row), "metric": self.figure(row)} for row in self.rows]
+        return json.dumps({"metric": self.metric, "stages": rows}, indent=1)
+
+    def table(self) -> Table:
+        """Return one row a stage."""
+        hint = f", --metric may be {', '.join(self.known)}" if self.metric is None and self.known else ""
+        columns = ["stage", "student", "parameters", "teacher", self.metric or "no metric", "seconds"]
+        rows = []
+        for row in self.rows:
+            names = (row.stage, row.student or "the same", f"{row.parameters:,}", row.teacher or "none")
+            rows.append((*names, self.figure(row), f"{row.seconds:.1f}"))
+        return table_of(f"chain{hint}", columns, ("student", "teacher"), rows)
+
+
+class TeacherChain:
+    """A chain of students, each taught by the model of the stage before, over the user's own training.
+
+    Students of falling size are teacher assistants; the same student again and again is born again.
+
+    Args:
+        command: ``["python", "my_train.py", …]`` runs as under `eff run`. ``{out}`` in an argument stands for the
+            stage's folder, ``{student}`` for its student, ``{teacher}`` for its teacher's path, ``{stage}`` for its
+            number, ``{recipe}`` for the file of its recipe.
+        folder: Everything is written into it. A chain that was stopped, or killed, goes on from it.
+        model: Where under ``{out}`` the script writes its model, as a glob; by default it is looked for.
+        metric: What the table shows; by default the validation loss.
+        executor: Starts the stages elsewhere; None: here.
+        plan: Its stages, as `plan_stages` takes them: teacher, students or generations, options.
+
+    Raises:
+        ConfigError: If an option or the command is wrong.
+        CheckpointError: If the teacher cannot be read, or the folder is of another chain.
+
+    Source: Mirzadeh et al. 2019, arXiv:1902.03393; Furlanello et al. 2018, arXiv:1805.04770.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path | str,
+        *,
+        model: str | None = None,
+        metric: str | None = None,
+        executor: Executor | None = None,
+        **plan: Any,
+    ) -> None:
+        self.folder, self._executor, self._model, self.metric = Path(folder), executor, model, metric
+        self._command = TrainingCommand.parse(command, "chain")
+        self.stages = plan_stages(self._command, **plan)
+        if "," in str(self.folder.resolve()):  # it separates several teachers
+            told = f"out must have no comma in its path, which separates teachers, got {self.folder}"
+            raise ConfigError("chain", told)
+        shown = {"command": without_secrets(command)}
+        self._journal = Journal(self.folder / JOURNAL_FILE, "chain", "chain", shown, own="[!.]*")
+        self._rows: list[ChainRow] = []
+        self._trained: dict[str, Any] = {}  # a stage whose training has ended, until it has a row
+        self._read()
+
+    @property
+    def table(self) -> ChainTable:
+        """The finished stages."""
+        return ChainTable(tuple(self._rows), self.metric)
+
+    def run(
+        self,
+        *,
+        resume: bool = False,
+        output: BinaryIO | None = None,
+        begin: Callable[[Stage], object] = lambda stage: None,
+        end: Callable[[ChainTable], object] = lambda table: None,
+    ) -> ChainTable:
+        """Run what is not finished, and return the table of all stages.
+
+        Args:
+            resume: Leave the folder of a half-run stage as it is, for a script that goes on from what it finds there;
+                by default the stage starts anew in an empty one.
+            output: Shows what the training prints, as it comes; it is in the stage's log in any case.
+            begin: Called with a stage before it runs.
+            end: Called with the table after every stage.
+
+        Raises:
+            RunError: If a training failed.
+            TrainingError: If it was not distilled, somebody works on this chain now, or a finished stage did not log
+                the metric.
+            CheckpointError: If it left no model.
+        """
+        with self._journal.locked() as lock:
+            self._read()  # again under the lock: another process may have finished stages meanwhile
+            self._write()
+            self._check_metric()
+            for stage in self.stages[len(self._rows) :]:
+                begin(stage)
+                row = self._trained_before(stage)
+                if row is None:
+                    self._train(stage, resume, self._executor or LocalExecutor("chain", lock), output)
+                    row = self._row(stage)
+                self._rows.append(row)
+                self._trained = {}
+                self._write()
+                self._check_metric()
+                end(self.table)
+        return self.table
+
+    def _check_metric(self) -> None:
+        for row in self._rows:
+            if self.metric is not None and self.metric not in row.metrics:
+                raise TrainingError(
+                    "chain",
+                    f"metric must be one that stage-{row.stage} logged, got {self.metric!r}"
+                    f"{nearest(self.metric, row.metrics)}",
+                    "run the chain again with that name: finished stages are kept",
+                )
+
+    def _trained_before(self, stage: Stage) -> ChainRow | None:
+        """Return the row of a stage that is trained already, but whose model was not found then (a wrong --model)."""
+        if self._trained and stage.plan().items() <= self._trained.items():
+            with contextlib.suppress(CheckpointError):
+                return self._row(stage)
+        return None
+
+    def _train(self, stage: Stage, resume: bool, executor: Executor, output: BinaryIO | None) -> None:
+        out = self.folder / stage.name
+        log, file, receipt = (out.with_name(f"{out.name}.{end}") for end in ("log", "yaml", "receipt.json"))
+        if not resume:
+            log.unlink(missing_ok=True)
+            if out.exists():
+                shutil.rmtree(out)
+        make_folder(out)
+        receipt.unlink(missing_ok=True)  # that of an earlier try must not stand for this one
+        teacher = str((self.folder / self._rows[-1].model).resolve()) if self._rows else stage.teacher
+        signs = {"student": stage.student, "out": out.resolve(), "teacher": teacher, "stage": stage.number}
+        stands_for = {f"{{{name}}}": str(value or "") for name, value in signs.items()}
+        started = time.monotonic()
+        self._command.start(
+            stage.name, stage.recipe(teacher), file, stands_for, log, executor,
+            {RECEIPT_VARIABLE: str(receipt.resolve())},
+        ).finish(output)  # fmt: skip
+        # On disk before its model is looked for: the costly part is over.
+        self._trained = {**stage.plan(), "seconds": round(time.monotonic() - started, 1)}
+        self._distilled(stage)
+        self._write()
+
+    def _row(self, stage: Stage) -> ChainRow:
+        told, out = self._distilled(stage), self.folder / stage.name
+        model = find_model(out, self._model)
+        parameters = count_parameters(model, self.stages[-1].flags.get("distill_student"))
+        of_teacher = told.get("teacher_parameters")
+        return ChainRow(
+            **stage.plan(),
+            model=str(model.relative_to(self.folder)),
+            parameters=parameters,
+            teacher_parameters=of_teacher,
+            batches=int(told.get("batches", 0)),
+            metrics=model_metrics(out, model, self._receipt(stage)),
+            seconds=self._trained["seconds"],
+            warnings=tuple(_size_warnings(stage, parameters, of_teacher)),
+        )
+
+    def _receipt(self, stage: Stage) -> dict[str, Any]:
+        file = self.folder / f"{stage.name}.receipt.json"
+        return read_object(file) if file.is_file() else {}
+
+    def _distilled(self, stage: Stage) -> Mapping[str, Any]:
+        """Return what the receipt tells of distillation; an error if it should have been and was not."""
+        if stage.teacher is None:
+            return {}
+        told: Mapping[str, Any] = self._receipt(stage).get("techniques", {}).get("distill", {})
+        if not told.get("batches"):
+            found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
+            raise TrainingError(
+                "chain",
+                f"{stage.name} must learn from its teacher, but {found}",
+                "the command must train to its end with the Hugging Face Trainer or Lightning, and take its recipe: "
+                "`python my_train.py` does, any other command must take it from the file that EFF_RECIPE and "
+                "{recipe} name",
+            )
+        return told
+
+    def _read(self) -> None:
+        """Read the finished stages, and the one that was trained but has no row yet."""
+        noted, file = self._journal.read("stages", "trained"), self._journal.file
+        self._trained = noted.get("trained") or {}
+        try:
+            self._rows = [ChainRow(**{**row, "warnings": tuple(row["warnings"])}) for row in noted.get("stages", ())]
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(file, "file must hold the stages of a chain", "it is damaged, remove it") from error
+        for row, stage in zip(self._rows, self.stages, strict=False):
+            plan = stage.plan()
+            check_same(file, {name: getattr(row, name) for name in plan}, plan, "chain")
+            # A stage's model is the next one's teacher.
+            if not (self.folder / row.model).exists():
+                raise CheckpointError(
+                    file,
+                    f"the model of {stage.name} must be there, got none at {self.folder / row.model}",
+                    "put it back, or give another folder",
+                )
+        if len(self._rows) > len(self.stages):
+            raise CheckpointError(
+                file,
+                f"chain must have at least the {len(self._rows)} stages that are finished, got {len(self.stages)}",
+                "give the same ones or more, or another folder",
+            )
+
+    def _write(self) -> None:
+        self._journal.write(stages=[asdict(row) for row in self._rows], trained=self._trained)
+
+
+def _size_warnings(stage: Stage, parameters: int, of_teacher: int | None) -> Iterator[str]:
+    if stage.student is not None and of_teacher is not None and parameters >= of_teacher:
+        yield (
+            f"{stage.name}: {stage.student} has {parameters:,} parameters, not fewer than its teacher's "
+            f"{of_teacher:,}; an assistant helps where it lies between its teacher and the next student in size"
+        )

@@ -1,0 +1,288 @@
+"""Iterative magnitude pruning over the user's own training: every round is a fresh run with the ticket so far.
+
+A search is a folder: which experiment it is, which runs are finished, and which process works on it. Each run leaves
+the weights of step k, the ticket that it found, and its figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, get_args
+
+from shared_core.config.training_time import Position, parse_position
+from shared_core.engine.compatibility import check
+from shared_core.engine.recipe import Recipe
+from shared_core.errors import ConfigError, TrainingError
+from shared_core.files.atomic import atomic_write, make_folder
+from shared_core.files.journal import read_object
+from shared_core.front_ends.flags import recipe_of
+from shared_core.lottery_ticket.config import LotteryConfig
+from shared_core.lottery_ticket.run_folder import RESULT_FILE, TICKET_FILE
+from shared_core.runs.command import TrainingCommand, without_secrets
+from shared_core.runs.executors import Executor, LocalExecutor
+from shared_core.runs.journal import Journal
+from shared_core.runs.rows import Mode
+from shared_core.runs.started_run import StartedRun
+from shared_core.runs.ticket_curve import TicketCurve, curve_of
+
+JOURNAL_FILE, LOG_FILE = "lottery.json", "output.log"
+CONTROLS = ("random_reinit", "random_mask")
+_CHOSEN_HERE = ("out", "ticket", "control")
+Quality = Literal["last", "best"]
+
+Launch = Callable[[Recipe, Path, int], StartedRun | None]
+"""Trains with a recipe into a folder, under a lock; what it returns is waited for, None: it has trained already."""
+
+
+class LotterySearch:
+    """Searches winning tickets: a dense run, then `rounds` runs, each with `rate` fewer of the weights left.
+
+    Every run is the user's own training from its first step, with its seeds and data order. It is replayed up to step k
+    (`rewind_to`); there what is pruned becomes zero, and what is left has the value that it had in the dense run.
+
+    Args:
+        rounds: Runs after the dense one.
+        rate: Share of the weights left that each round prunes; half of it in the output layer.
+        rewind_to: Step k: a step, a fraction of the run, or ``"2ep"``. By default 0, the initialisation; a third of
+            the run for rewind ``learning_rate``.
+        controls: Of ``"random_reinit"`` and ``"random_mask"``: also train these, with each ticket's number of weights.
+        control_rounds: In these rounds only; by default in all.
+        metric: What the curve shows, as the trainer names it; by default the validation loss.
+        mode: Whether it is better when larger (``max``) or smaller (``min``).
+        quality: Of a run: that of its ``last`` validation or of its ``best``.
+        options: Further ones of `LotteryConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
+            include, skip, min_size.
+
+    Raises:
+        ConfigError: If an option breaks its rule.
+
+    Source: Frankle and Carbin 2019, arXiv:1803.03635; late rewinding: Frankle et al. 2020, arXiv:1912.05671; learning
+    rate rewinding: Renda, Frankle and Carbin 2020, arXiv:2003.02389.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shared_core import Session
+        >>> def train(recipe):
+        ...     torch.manual_seed(0)
+        ...     model, session = torch.nn.Linear(10, 2), Session(recipe)
+        ...     session.attach(model)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     session.begin([optimizer], total_steps=3)
+        ...     for _ in range(3):
+        ...         model(torch.ones(1, 10)).square().sum().backward()
+        ...         session.before_step()
+        ...         optimizer.step()
+        ...         _ = session.after_step()
+        ...         optimizer.zero_grad()
+        ...     session.evaluated({"loss": float(model(torch.ones(1, 10)).square().sum().detach())})
+        ...     session.finish()
+        >>> curve = LotterySearch(rounds=2, rate=0.5, rewind_to=1).run(train, tempfile.mkdtemp())
+        >>> [(row.kept, row.replay) for row in curve.rows]
+        [(20, None), (15, 'bit-equal'), (11, 'bit-equal')]
+    """
+
+    def __init__(
+        self,
+        rounds: int = 10,
+        rate: float = 0.2,
+        rewind_to: Position | None = None,
+        *,
+        controls: Sequence[str] = (),
+        control_rounds: Sequence[int] = (),
+        metric: str | None = None,
+        mode: Mode = "auto",
+        quality: Quality = "last",
+        **options: Any,
+    ) -> None:
+        _check_options(rounds, controls, control_rounds, mode, quality)
+        for name in _CHOSEN_HERE:
+            if name in options:
+                raise ConfigError("lottery", f"{name} must not be given, it is chosen for every run")
+        # Learning rate rewinding replays the schedule's last two thirds; weight rewinding starts from the
+        # initialisation.
+        if rewind_to is None:
+            rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
+        self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
+        # After so many rounds 1 - (1 - rate)^rounds of the weights are gone: the cap must leave room for that.
+        most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
+        if most is not None and most < asked - 1e-9:
+            raise ConfigError(
+                "lottery", f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
+            )
+        self.rounds, self.controls = rounds, tuple(dict.fromkeys(controls))
+        self.control_rounds = tuple(control_rounds) or tuple(range(1, rounds + 1))
+        self.metric, self.mode, self.quality = metric, mode, quality
+
+    def run(self, train: Callable[[Recipe], object], folder: Path | str) -> TicketCurve:
+        """Search with a function that trains once, in this process alone, and return the curve.
+
+        Args:
+            train: Builds the model, seeded the same way every time, and trains it with the recipe that it is given: in
+                a `Session`, or a Trainer with ``attach`` or a callback.
+            folder: Everything is written into it. A search that was stopped goes on from it.
+
+        Raises:
+            CheckpointError: If the folder is of another search.
+            TrainingError: If the recipe was not trained with.
+            ConfigError: If no validation reported the metric.
+        """
+
+        def launch(recipe: Recipe, out: Path, lock: int) -> None:
+            train(recipe)
+
+        return self._search(Path(folder), None, launch)
+
+    def run_command(
+        self,
+        command: Sequence[str],
+        folder: Path | str,
+        *,
+        output: BinaryIO | None = None,
+        progress: Callable[[TicketCurve], object] = lambda curve: None,
+        executor: Executor | None = None,
+    ) -> TicketCurve:
+        """Search with a command that trains once, in a fresh process every time, and return the curve.
+
+        Args:
+            command: ``["python", "my_train.py", …]`` runs as under `eff run`: techniques reach every Hugging Face
+                Trainer and Lightning Trainer, flags of ours in it are taken out. Any other command must take the recipe
+                itself from the file that ``EFF_RECIPE`` names (Lightning does). ``{round}`` in an argument stands for
+                the run's name, ``{out}`` for its folder, ``{recipe}`` for that file.
+            folder: Everything is written into it. A search that was stopped, or killed, goes on from it: finished runs
+                are not run again.
+            output: Shows what the training prints, as it comes; it is in the run's ``output.log`` in any case.
+            progress: Called with the curve so far after every run.
+            executor: Starts the runs elsewhere, controls beside the rounds after theirs; None: here, one by one.
+
+        Raises:
+            CheckpointError: If the folder is of another search.
+            TrainingError: If the command failed, or did not train with the recipe.
+            ConfigError: If no validation reported the metric, or the command is wrong.
+            CompatibilityError: If flags of ours in the command cannot be combined with tickets.
+        """
+        training, ours = parse_round(command)
+        check(Recipe({"lottery": self.config}).merged(ours))
+
+        def launch(recipe: Recipe, out: Path, lock: int) -> StartedRun | None:
+            make_folder(out)
+            signs = {"{round}": out.name, "{out}": str(out.resolve())}
+            starter = executor or LocalExecutor("lottery", lock)
+            run = training.start(out.name, recipe.merged(ours), out / "recipe.yaml", signs, out / LOG_FILE, starter)
+            # Nothing else needs what a control finds, and the next round needs this one's ticket.
+            if executor is not None and out.name.endswith(CONTROLS):
+                return run
+            run.finish(output)
+            return None
+
+        return self._search(Path(folder), without_secrets(command), launch, progress)
+
+    def _runs(self) -> Iterator[tuple[int, str]]:
+        yield 0, "none"
+        for number in range(1, self.rounds + 1):
+            yield number, "none"
+            if number in self.control_rounds:
+                yield from ((number, control) for control in self.controls)
+
+    def _search(
+        self,
+        folder: Path,
+        command: list[str] | None,
+        launch: Launch,
+        progress: Callable[[TicketCurve], object] = lambda curve: None,
+    ) -> TicketCurve:
+        # More rounds, further controls or another metric may be asked of a search that is there already.
+        plan = {name: value for name, value in self.config.to_dict().items() if name not in _CHOSEN_HERE}
+        position = parse_position(self.config.rewind_to)  # 500 and "500" are one step
+        plan |= {"rewind_to": [position.value, position.unit], "command": command}
+        journal = Journal(folder / JOURNAL_FILE, "lottery", "search", plan, own="round-*")
+        results: dict[tuple[int, str], dict[str, Any]] = {}
+        waiting: dict[tuple[int, str], StartedRun] = {}
+
+        def add(run: tuple[int, str]) -> None:
+            results[run] = _result(_folder_of(folder, *run))
+            # The curve is written after every run, so that a search that is stopped has its points.
+            progress(self._curve(folder, results))
+
+        with journal.locked() as lock, contextlib.ExitStack() as stopping:
+            journal.write(**journal.read())
+            for run in self._runs():
+                out = _folder_of(folder, *run)
+                if not (out / RESULT_FILE).exists() and (started := launch(self._recipe(folder, *run), out, lock)):
+                    stopping.callback(started.run.kill)
+                    waiting[run] = started
+                else:
+                    add(run)
+            for run, started in waiting.items():
+                started.finish()
+                add(run)
+            stopping.pop_all()  # all have ended
+        return self._curve(folder, {run: results[run] for run in self._runs()})
+
+    def _recipe(self, folder: Path, number: int, control: str) -> Recipe:
+        out = _folder_of(folder, number, control).resolve()
+        options = {**self.config.to_dict(), "out": str(out), "control": control}
+        if number:  # the ticket that the round before found
+            options["ticket"] = str(_folder_of(folder, number - 1, "none").resolve() / TICKET_FILE)
+        return Recipe.from_dict({"lottery": options})
+
+    def _curve(self, folder: Path, results: dict[tuple[int, str], dict[str, Any]]) -> TicketCurve:
+        rows = [(*run, _folder_of(folder, *run), result) for run, result in results.items()]
+        curve = curve_of(rows, metric=self.metric, mode=self.mode, quality=self.quality)
+        for name, text in (("curve.json", curve.json()), ("curve.csv", curve.csv())):
+            with atomic_write(folder / name) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        with contextlib.suppress(ImportError):
+            curve.plot(folder / "curve.png")
+        return curve
+
+
+def parse_round(command: Sequence[str]) -> tuple[TrainingCommand, Recipe]:
+    """Return a command that trains once, in a round, and the recipe of our flags in it.
+
+    Raises:
+        ConfigError: If it is empty, its script does not exist, or a flag of ours is wrong.
+    """
+    training = TrainingCommand.parse(command, "lottery")
+    recipe = recipe_of(dict(training.flags))
+    if "lottery" in recipe:
+        raise ConfigError("lottery", "command must not have flags of ticket, which are chosen for every round")
+    return training, recipe
+
+
+def _folder_of(folder: Path, number: int, control: str) -> Path:
+    return folder / (f"round-{number:02d}" + ("" if control == "none" else f"-{control}"))
+
+
+def _result(out: Path) -> dict[str, Any]:
+    if not (out / RESULT_FILE).exists():
+        raise TrainingError(
+            "lottery",
+            f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}",
+            "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that EFF_RECIPE names) "
+            "that is finished",
+        )
+    return read_object(out / RESULT_FILE)
+
+
+def _check_options(
+    rounds: int, controls: Sequence[str], control_rounds: Sequence[int], mode: str, quality: str
+) -> None:
+    is_number = isinstance(rounds, int) and not isinstance(rounds, bool)
+    if not is_number or rounds < 1:
+        raise ConfigError("lottery", f"rounds must be a whole number of at least 1, got {rounds!r}")
+    if isinstance(controls, str):
+        raise ConfigError("lottery", f"controls must be a list, got {controls!r}", f"write [{controls!r}]")
+    for control in controls:
+        if control not in CONTROLS:
+            raise ConfigError("lottery", f"controls must be of {', '.join(CONTROLS)}, got {control!r}")
+    for number in control_rounds:
+        if not 1 <= number <= rounds:
+            raise ConfigError("lottery", f"control_rounds must be rounds from 1 to {rounds}, got {number!r}")
+    if control_rounds and not controls:
+        told = f"control_rounds must come with controls, got {[*control_rounds]} without"
+        raise ConfigError("lottery", told, f"add {' or '.join(CONTROLS)}")
+    for name, value, known in (("mode", mode, get_args(Mode)), ("quality", quality, get_args(Quality))):
+        if value not in known:
+            raise ConfigError("lottery", f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {value!r}")

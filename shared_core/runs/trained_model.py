@@ -1,0 +1,146 @@
+"""What a finished training left: its model, how large that is, and the results of its validations."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
+from shared_core.engine.receipt import figures
+from shared_core.errors import CheckpointError
+from shared_core.files.atomic import is_stray
+from shared_core.files.journal import read_object
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def find_model(folder: Path, pattern: str | None = None) -> Path:
+    """Return the model that a training wrote into `folder`.
+
+    The folder itself where it holds weights, else its best ``checkpoint-*``, else the best ``.ckpt`` under it. The best
+    is what the trainer says it is; the newest where it was told no metric.
+
+    Args:
+        folder: The training's output folder.
+        pattern: Where in it the script writes its model, if elsewhere; of several matches the newest is taken.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if pattern is not None:
+        # Of several files the newest: a script may have written others before.
+        found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise CheckpointError("chain", f"{folder} must hold a model under {pattern!r}, got nothing there")
+        return found[-1]
+    if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
+        return folder
+    if checkpoints := _checkpoints(folder):
+        state = _state(checkpoints[-1])
+        # The trainer's own choice, if it made one: its path may be of the folder's place at that time, so the name
+        # counts.
+        best = folder / Path(str(state.get("best_model_checkpoint"))).name
+        return best if best in checkpoints else checkpoints[-1]
+    files = {file: load_checkpoint(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
+    if files:
+        # Every .ckpt holds its ModelCheckpoint's state: that of the newest knows the best.
+        newest = max(files, key=lambda file: (_steps(files[file]), file.stat().st_mtime))
+        best = Path(str(_monitor(files[newest]).get("best_model_path")))
+        return next((file for file in files if file.resolve() == best.resolve()), newest)
+    raise CheckpointError(
+        "chain",
+        f"{folder} must hold the trained model, a Transformers folder, checkpoint-* or .ckpt, got none",
+        "the script must save it there (save_model, ModelCheckpoint), or say where under {out} it lies (--model)",
+    )
+
+
+def count_parameters(model: Path, submodule: str | None = None) -> int:
+    """Return how many weights a saved model has; each tied one once, without the statistics of batch norms.
+
+    Args:
+        model: As `find_model` returns it.
+        submodule: Count only these of a ``.ckpt``, where there are any.
+    """
+    opened = open_ingredient(model)
+    # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
+    specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
+    if model.suffix == ".ckpt" and submodule:
+        # A Lightning file holds the whole module: the student is a part of it.
+        specs = {name: spec for name, spec in specs.items() if name.startswith(f"{submodule}.")} or specs
+    return sum(math.prod(spec.shape) for spec in specs.values() if averaged(spec.dtype))
+
+
+def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
+    """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved.
+
+    Args:
+        folder: The training's output folder, with ``*_results.json``, ``trainer_state.json`` or ``metrics.csv``.
+        model: The model in it; figures logged after it was saved are not its own.
+        receipt: Of the training, empty if there is none; its last validation counts where nothing else tells.
+    """
+    # From the least to the most telling: later ones take the place of earlier figures of the same name.
+    found = figures(receipt.get("validation", {}))
+    last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None
+    checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
+    last = _steps(checkpoint) if checkpoint else last
+    for file in folder.rglob("metrics.csv"):
+        with file.open(newline="", encoding="utf-8") as rows:
+            found |= _up_to(last, map(_numbers, csv.DictReader(rows)))
+    state = next(filter(None, map(_state, (model, folder, *reversed(_checkpoints(folder))))), {})
+    found |= _up_to(last, state.get("log_history", ()))
+    if monitor := _monitor(checkpoint):
+        is_best = Path(str(monitor.get("best_model_path"))).resolve() == model.resolve()
+        score = monitor.get("best_model_score" if is_best else "current_score")
+        found |= figures({monitor["monitor"]: score})
+    for file in folder.glob("*_results.json"):
+        found |= figures(_object(file))
+    return {name: value for name, value in sorted(found.items()) if name not in ("step", "epoch")}
+
+
+def _up_to(last: int | None, entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the latest figure of each name, of entries until a step."""
+    found: dict[str, float] = {}
+    for entry in entries:
+        # Figures of steps after this model belong to another one.
+        if last is None or float(entry.get("step", 0)) <= last:
+            found |= figures(entry)
+    return found
+
+
+def _numbers(row: Mapping[str, str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, text in row.items():
+        with contextlib.suppress(ValueError, TypeError):
+            found[str(name)] = float(text)
+    return found
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    return _object(folder / "trainer_state.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where it is none, or another's that holds something else."""
+    with contextlib.suppress(CheckpointError):
+        return read_object(file)
+    return {}
+
+
+def _steps(checkpoint: Any) -> int:
+    return int(checkpoint.get("global_step", 0)) if isinstance(checkpoint, Mapping) else 0
+
+
+def _monitor(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the first ModelCheckpoint that watches a metric, empty if none does."""
+    callbacks = checkpoint.get("callbacks", {})
+    states = [state for name, state in callbacks.items() if str(name).startswith("ModelCheckpoint")]
+    return next((state for state in states if state.get("monitor")), {})
