@@ -55,6 +55,7 @@ LEVELS = (
     ("front_ends",),
     ("<technique>",),
     ("tools", "reports"),
+    ("contrib",),
     ("cli",),
 )
 STANDS_ON = {

@@ -16,7 +16,7 @@ from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"hf_eff", "lightning_eff", "shared_core", *(one.package for one in REGISTRY.values())}
-PACKAGES |= {"shared_core.tools.distillation_chain", "shared_core.numerics", "shared_core.tools.planning"}
+PACKAGES |= {"shared_core.tools.distillation_chain", "shared_core.numerics", "shared_core.contrib.planning"}
 BUILD = """
 import socket, sys
 def refuse(*_):

@@ -20,7 +20,6 @@ class GradientNoiseConfig(TechniqueConfig):
     before = ("prune",)  # zeros of masks come after the noise
     conflicts: ClassVar = {"dp": "its noise is the one that is accounted for; leave noise out"}
     figures: ClassVar = {"deviation": Figure("standard deviation of the latest noise", in_bar=True)}
-    memory = "one gradient's size within the step"
 
     eta: float = option(help="variance of the noise at the first step", above=0.0)
 

@@ -1,84 +1,24 @@
-"""Metrics of predictions that the evaluators of soups report.
-
-Metrics of transformers models on a local file, for soups: of classes, of numbers, of the next token.
-"""
+"""Metrics of transformers models on a local file, for soups: of classes, of numbers, of the next token."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from hf_eff._adapters.teacher import load_teacher
-from hf_eff.evaluation.data import IGNORED, check_tokens, empty, goals, label_column, open_table, text_columns
+from hf_eff.evaluation.images import ImageExamples
+from hf_eff.evaluation.metrics import class_score, regression_score
+from hf_eff.evaluation.tables import first_line
+from hf_eff.evaluation.texts import IGNORED, TextExamples
 from shared_core.checkpoint_formats import storage_key
-from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError
-
-if TYPE_CHECKING:
-    from hf_eff.evaluation.data import ImageExamples
-
-
-def f1(guesses: Tensor, truth: Tensor, classes: int) -> float:
-    """Return F1 = 2 TP / (2 TP + FP + FN), of class 1 of two, or the mean over more classes.
-
-    A class that is neither there nor guessed does not count; without any the score is 0.
-
-    Example:
-        >>> f1(torch.tensor([1, 1, 0, 0]), torch.tensor([1, 0, 1, 0]), classes=2)
-        0.5
-    """
-    scores = []
-    for number in [1] if classes == 2 else range(classes):
-        both = int(((guesses == number) & (truth == number)).sum())
-        either = int((guesses == number).sum() + (truth == number).sum())
-        if either:
-            scores.append(2 * both / either)
-    return sum(scores) / len(scores) if scores else 0.0
-
-
-def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
-    r"""Return ``mse`` or ``loss`` (mean squared error), ``mae``, ``pearson`` or ``spearman``, in float64.
-
-    Correlations of predictions or truths that are all alike are NaN: there is nothing to order.
-
-    Args:
-        task: One of these names.
-        predicted: Shape (examples).
-        truth: Shape (examples).
-
-    Example:
-        >>> one, two = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 5.0])
-        >>> regression_score("mae", one, two), regression_score("mse", one, two)
-        (2.0, 5.0)
-    """
-    predicted, truth = predicted.double(), truth.double()
-    if task in ("mse", "loss"):
-        return float((predicted - truth).square().mean())
-    if task == "mae":
-        return float((predicted - truth).abs().mean())
-    if task == "spearman":
-        predicted, truth = _ranks(predicted), _ranks(truth)
-    one, two = predicted - predicted.mean(), truth - truth.mean()
-    size = float(one.norm() * two.norm())
-    return float(one @ two) / size if size else math.nan
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Return the ranks of values; equal ones share the mean of theirs."""
-    _, where, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    found: Tensor = (ends - (counts - 1).double() / 2)[where]
-    return found
-
+from shared_core.errors import CheckpointError, ConfigError, EffError
 
 _LANGUAGE_MODEL, _CLASSIFIER, _REGRESSOR = (
     "language model", "classifier of texts or images (single labels)",
@@ -90,8 +30,6 @@ _TASKS = {
     **dict.fromkeys(("mse", "mae", "pearson", "spearman"), (_REGRESSOR,)),
     "loss": (_LANGUAGE_MODEL, _CLASSIFIER, _REGRESSOR),
 }  # fmt: skip
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_DEFAULT_LENGTH = 512
 
 
 class FolderEvaluator:
@@ -141,26 +79,23 @@ class FolderEvaluator:
         if not data.exists():
             raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
         self._kind, is_image = self._kind_of_model()
-        self._images: ImageExamples | None = None
-        self._examples: list[dict[str, Any]] = []
-        if is_image:
-            if text or max_length is not None:
-                raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
-            self._images = _images(data, folder, self._config, regression=self._kind == _REGRESSOR)
+        self._examples: ImageExamples | TextExamples
+        regression = self._kind == _REGRESSOR
+        if not is_image:
+            causal = self._kind == _LANGUAGE_MODEL
+            self._examples = TextExamples(
+                data, folder, self._config, causal=causal, regression=regression, text=text, max_length=max_length
+            )
+        elif text or max_length is not None:
+            raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
         else:
-            self._examples = self._read(data, text, max_length)
-            if not self._examples:
-                raise empty(data)
-            # similar lengths together: less padding
-            self._examples.sort(key=lambda example: -len(example["input_ids"]))
+            self._examples = ImageExamples(data, folder, self._config, regression=regression)
         self._model: nn.Module | None = None
 
     @property
     def digest(self) -> str:
         """A hash of the examples: it changes with data, tokenizer or image processor, columns and length."""
-        if self._images is not None:
-            return self._images.digest()
-        return hashlib.sha256(json.dumps(self._examples, sort_keys=True).encode()).hexdigest()
+        return self._examples.digest()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_model": None}
@@ -176,10 +111,9 @@ class FolderEvaluator:
         except EffError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 "eff soup",
-                f"--data must be what {type(self._model).__name__} takes, got {first_line:.200}",
+                f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}",
                 "check lengths (--max-length), sizes, and memory (--batch-size)",
             ) from error
 
@@ -225,127 +159,19 @@ class FolderEvaluator:
             )
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
-    # -- examples
-
-    def _read(self, file: Path, text: tuple[str, ...], max_length: int | None) -> list[dict[str, Any]]:
-        data = open_table(file)
-        causal = self._kind == _LANGUAGE_MODEL
-        if causal:
-            label = next((name for name in ("label", "labels") if name in data.column_names), None)
-        else:
-            label = label_column(data.column_names, file)
-        if "input_ids" in data.column_names and not text:
-            encoded = data.select_columns([name for name in _INPUTS if name in data.column_names]).to_dict()
-            limit = max_length or self._longest(None, default=sys.maxsize)
-        else:
-            tokenizer = self._tokenizer()
-            columns = text_columns(data, text, label, file)
-            if causal and len(columns) > 1:
-                raise ConfigError(
-                    "eff soup", f"--text must be one column for a language model, got {columns}", "name one"
-                )
-            limit = max_length or self._longest(tokenizer)
-            cut = {} if causal else {"truncation": True, "max_length": limit}
-            encoded = dict(tokenizer(*(list(data[name]) for name in columns), **cut))
-        inputs = {name: rows for name, rows in encoded.items() if name in _INPUTS}
-        labels = list(data[label]) if label is not None else []
-        if causal and label == "labels" and any(isinstance(row, list) for row in labels):
-            inputs["labels"] = labels
-        check_tokens(inputs, getattr(self._config.get_text_config(), "vocab_size", None), causal, file)
-        rows = [{name: values[number] for name, values in inputs.items()} for number in range(len(data))]
-        if not causal:
-            labels = goals(labels, self._config, self._kind == _REGRESSOR, file)
-            return [
-                {**{name: values[:limit] for name, values in row.items()}, "label": goal}
-                for row, goal in zip(rows, labels, strict=True)
-            ]
-        examples = []
-        for row in rows:
-            mask = row.get("attention_mask", [1] * len(row["input_ids"]))  # what it leaves out is padding
-            ids, wanted = (
-                [value for value, is_seen in zip(row[name], mask, strict=True) if is_seen]
-                for name in ("input_ids", "labels" if "labels" in row else "input_ids")
-            )
-            examples += [
-                {"input_ids": ids[i : i + limit], "labels": wanted[i : i + limit]}
-                for i in range(0, len(ids), limit)
-                if len(ids[i : i + limit]) > 1  # one token alone predicts nothing
-            ]
-        return examples
-
-    def _tokenizer(self) -> Any:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
-            # in a folder without its files transformers 5 makes one up, to which every word is unknown
-            if len(tokenizer) <= len(tokenizer.all_special_tokens):
-                raise ValueError("no word in its vocabulary")
-            return tokenizer
-        except Exception as error:  # transformers and tokenizers each raise their own
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                "eff soup",
-                f"--task: {self._folder} must hold the tokenizer, got none that loads ({first_line:.200})",
-                "save it there, or give data with input_ids",
-            ) from error
-
-    def _longest(self, tokenizer: Any, default: int = _DEFAULT_LENGTH) -> int:
-        limits = [getattr(tokenizer, "model_max_length", None)]
-        limits += [getattr(self._config, name, None) for name in ("max_position_embeddings", "n_positions")]
-        # a tokenizer without a limit says 10**30
-        return min((limit for limit in limits if limit and limit < 10**9), default=default)
-
-    # -- metrics
-
-    def _batches(self) -> Iterator[tuple[dict[str, Tensor], list[dict[str, Any]]]]:
-        padding = getattr(self._config, "pad_token_id", None)
-        # decoders find the last token of a text by the padding after it: without padding, one text at a time
-        size = 1 if padding is None and self._kind != _LANGUAGE_MODEL else self._batch_size
-        for start in range(0, len(self._examples), size):
-            rows = self._examples[start : start + size]
-            longest = len(rows[0]["input_ids"])
-            ones = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in rows]
-            fill = {"input_ids": padding or 0}
-            inputs = {
-                name: torch.tensor([row[name] + [fill.get(name, 0)] * (longest - len(row[name])) for row in ones])
-                for name in _INPUTS
-                if name in ones[0]
-            }
-            yield {name: value.to(self._device) for name, value in inputs.items()}, rows
-
-    def _labelled(self) -> Iterator[tuple[dict[str, Tensor], list[float]]]:
-        if self._images is None:
-            for inputs, rows in self._batches():
-                yield inputs, [row["label"] for row in rows]
-            return
-        for start in range(0, len(self._images), self._batch_size):
-            end = start + self._batch_size
-            yield {"pixel_values": self._images.batch(start, end).to(self._device)}, self._images.labels[start:end]
-
     def _of_labels(self, model: nn.Module) -> float:
-        outputs, wanted = [], []
-        for inputs, labels in self._labelled():
-            logits = model(**inputs).logits.float().cpu()
-            if not logits.isfinite().all():
-                return math.nan  # argmax of NaN is a class too
-            outputs.append(logits)
-            wanted += labels
-        logits, truth = torch.cat(outputs), torch.tensor(wanted, dtype=torch.float64)
-        if self._kind == _REGRESSOR:
-            return regression_score(self.task, logits[:, 0], truth)
-        if self.task == "loss":
-            return float(F.cross_entropy(logits, truth.long(), reduction="none").double().mean())
-        guesses = logits.argmax(-1)
-        if self.task == "f1":
-            return f1(guesses, truth.long(), self._config.num_labels)
-        return float((guesses == truth).double().mean())
+        found = [
+            (model(**self._on_device(inputs)).logits.float().cpu(), labels)
+            for inputs, labels in self._examples.batches(self._batch_size)
+        ]
+        logits, truth = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return (regression_score if self._kind == _REGRESSOR else class_score)(self.task, logits, truth)
 
     def _of_tokens(self, model: nn.Module) -> float:
         total, count = 0.0, 0
-        for inputs, rows in self._batches():
-            logits = model(**inputs, use_cache=False).logits
-            width = inputs["input_ids"].shape[1]
-            padded = [row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows]
-            labels = torch.tensor(padded, device=logits.device)[:, 1:]
+        for inputs, tokens in self._examples.batches(self._batch_size):
+            logits = model(**self._on_device(inputs), use_cache=False).logits
+            labels = tokens.to(logits.device)[:, 1:]
             for row_logits, row_labels in zip(logits[:, :-1], labels, strict=True):  # one float32 row at a time
                 losses = F.cross_entropy(row_logits.float(), row_labels, ignore_index=IGNORED, reduction="none")
                 total += float(losses.double().sum())
@@ -357,10 +183,5 @@ class FolderEvaluator:
             return mean
         return math.exp(mean) if mean < 700 else math.inf  # the largest exponent of a float is 709
 
-
-def _images(file: Path, folder: Path, config: Any, *, regression: bool) -> ImageExamples:
-    try:
-        from hf_eff.evaluation.data import ImageExamples
-    except ImportError as error:
-        raise MissingExtraError("eff soup --task", "pillow", "examples") from error
-    return ImageExamples(file, folder, config, regression=regression)
+    def _on_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self._device) for name, value in inputs.items()}

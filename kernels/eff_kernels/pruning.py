@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
-from eff_kernels.top_k import kth_smallest_key, kth_smallest_key_there
+from eff_kernels.top_k import kth_smallest_key
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
@@ -246,13 +246,7 @@ def _keep_first_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], 
     return not number
 
 
-def kth_smallest(
-    scores: Sequence[Tensor],
-    k: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    leave_out: Sequence[int] | None = None,
-) -> float:
+def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch.float32) -> float:
     """Return the k-th smallest (1-based) of all scores together, exactly and without sorting.
 
     A histogram of the order-preserving bit patterns, 16 bits a pass: a few MB of memory whatever the number of scores,
@@ -260,11 +254,9 @@ def kth_smallest(
     and ten times slower on others).
 
     Args:
-        scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access; an
-            attribute ``tensors``, a list, then tells their devices.
-        k: From 1 to the number of scores that take part.
+        scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access.
+        k: From 1 to the number of scores.
         dtype: float32, or float64 if any of the tensors is: scores are compared in it.
-        leave_out: Per tensor the flat index of one score that does not take part, or -1.
 
     Raises:
         ValueError: If `k` is out of range.
@@ -273,12 +265,6 @@ def kth_smallest(
         >>> kth_smallest([torch.tensor([4.0, 1.0]), torch.tensor([[3.0], [2.0]])], 3)
         3.0
     """
-    leave_out = [-1] * len(scores) if leave_out is None else leave_out
-    if dtype == torch.float32 and (device := _one_gpu(getattr(scores, "tensors", scores))) is not None:
-        key, numel = kth_smallest_key(scores, k, leave_out, device)
-        if not 1 <= k <= numel:
-            raise ValueError(f"kth_smallest: k must be in [1, {numel}], got {k}")
-        return _from_key(key - (1 << 31), dtype)
     rank, prefix = k, 0
     # Radix selection: the digit of the k-th smallest is found from the top, 16 bits a pass, by a histogram of those
     # scores that share the digits found so far. Exact, and its memory does not grow with the number of scores.
@@ -286,13 +272,11 @@ def kth_smallest(
         counts = np.zeros(1 << _DIGIT, dtype=np.int64)
         is_first = shift + _DIGIT == 8 * dtype.itemsize
         found = None if is_first else (prefix, *_bounds(prefix, shift + _DIGIT, dtype))
-        for i, index in enumerate(leave_out):
+        for i in range(len(scores)):
             flat = scores[i].detach().reshape(-1)
             piece = flat
             for piece in torch.split(flat, _HISTOGRAM_PIECE):
                 counts += _histogram(piece, shift, found, dtype).cpu().numpy()
-            if index >= 0:
-                counts -= _histogram(flat[index : index + 1], shift, found, dtype).cpu().numpy()
             del flat, piece  # before the next scores are computed: never two tensors' scores at a time
         cumulative = counts.cumsum()
         if not 1 <= rank <= cumulative[-1]:
@@ -333,7 +317,7 @@ def kth_smallest_there(scores: Sequence[Tensor], k: int) -> Tensor | None:
     """Return what `kth_smallest` does in float32 as a tensor without axes, for which nothing waits.
 
     Args:
-        scores: As there.
+        scores: As there; of those computed on access an attribute ``tensors``, a list, tells the devices.
         k: From 1 to the number of scores, which is not checked.
 
     Returns:
@@ -342,7 +326,7 @@ def kth_smallest_there(scores: Sequence[Tensor], k: int) -> Tensor | None:
     device = _one_gpu(getattr(scores, "tensors", scores))
     if device is None:
         return None
-    key = (kth_smallest_key_there(scores, k, [-1] * len(scores), device)[0] - (1 << 31)).to(torch.int32)
+    key = (kth_smallest_key(scores, k, device)[0] - (1 << 31)).to(torch.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The k-th smallest of scores on a GPU: their digits are counted there, and the host reads once."""
+"""The k-th smallest of scores on a GPU, and masks of the largest: nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -14,77 +14,63 @@ _DIGITS = (8, 8, 16)
 """Bits a pass, from the top: few scores share the first 16, so that counts of the last 16 collide seldom."""
 
 
-def kth_smallest_key(scores: Sequence[Tensor], k: int, leave_out: Sequence[int], device: torch.device) -> list[int]:
-    """Return the key of the k-th smallest score and how many scores there are, read from the device once.
+def kth_smallest_key(scores: Sequence[Tensor], k: int, device: torch.device) -> Tensor:
+    """Return the key of the k-th smallest score, int64 ``[1]`` on the device.
 
     A key is the float32's bits as an integer in the order of the floats, from 0 to 2^32 − 1.
 
     Args:
         scores: float16, bfloat16 or float32 on the device, without NaN; read by index once a pass.
-        k: From 1; checked by the caller, who learns the number of scores only then.
-        leave_out: Per tensor the flat index of one score that does not take part, or -1.
+        k: From 1 to the number of scores, which is not checked.
         device: Where the scores are.
 
     Example:
-        >>> key, numel = kth_smallest_key([torch.tensor([4.0, -0.0, 0.0])], 2, [-1], torch.device("cpu"))
-        >>> hex(key), numel
-        ('0x80000000', 3)
+        >>> hex(kth_smallest_key([torch.tensor([4.0, -0.0, 0.0])], 2, torch.device("cpu")).item())
+        '0x80000000'
     """
-    key, numel = kth_smallest_key_there(scores, k, leave_out, device).tolist()
-    return [key, numel]
-
-
-def kth_smallest_key_there(scores: Sequence[Tensor], k: int, leave_out: Sequence[int], device: torch.device) -> Tensor:
-    """Return what `kth_smallest_key` does, not read: int64 ``[2]`` on the device; arguments are those of it."""
     rank = torch.full((1,), k, dtype=torch.int64, device=device)
     prefix = torch.zeros_like(rank)
     # Rank and prefix stay tensors: each pass takes the digit from the one before without a host read.
-    total = prefix
     shift = _WIDTH
     for bits in _DIGITS:
         shift -= bits
         counts = torch.zeros(1 << bits, dtype=torch.int64, device=device)
-        for i, index in enumerate(leave_out):
-            count_digits_(counts, scores[i].detach().contiguous(), prefix, index, shift)
+        for i in range(len(scores)):
+            count_digits_(counts, scores[i].detach().contiguous(), prefix, shift)
         cumulative = counts.cumsum(0)
-        if shift == _WIDTH - bits:
-            total = cumulative[-1:]
-        # clamp: a k beyond the count has no digit; the host sees it by `total`, after the last pass.
+        # clamp: a k beyond the count has no digit
         digit = torch.searchsorted(cumulative, rank).clamp_(max=len(counts) - 1)
         rank = rank - (cumulative - counts).gather(0, digit)
         prefix = prefix << bits | digit
-    return torch.cat((prefix, total))
+    return prefix
 
 
 @torch.library.custom_op("eff_kernels::count_digits_", mutates_args={"counts"})
-def count_digits_(counts: Tensor, values: Tensor, prefix: Tensor, left_out: int, shift: int) -> None:
+def count_digits_(counts: Tensor, values: Tensor, prefix: Tensor, shift: int) -> None:
     """Add to `counts` how often each digit occurs in the keys of values that begin with a prefix.
 
     Args:
         counts: int64 ``[2^bits]``.
         values: float16, bfloat16 or float32, contiguous.
         prefix: int64 ``[1]``, the bits of the keys above ``shift + bits``.
-        left_out: Flat index of one value that does not count, or -1.
         shift: How many bits lie below the digit.
     """
     if values.is_cuda:
         from eff_kernels._triton.pruning import count_digits_triton_
 
         with torch.cuda.device(values.device):
-            count_digits_triton_(counts, values, prefix, left_out, shift)
+            count_digits_triton_(counts, values, prefix, shift)
         return
     bits = len(counts).bit_length() - 1
     # Keys: int32 bits of a float in the order of floats, negative ones flipped, then shifted to start at 0.
     patterns = (values.reshape(-1).float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals +0.0
     keys = (patterns ^ ((patterns >> 31) & 0x7FFFFFFF)).long() + (1 << 31)
     takes_part = keys >> (shift + bits) == prefix
-    if left_out >= 0:
-        takes_part[left_out] = False
     counts += torch.bincount((keys[takes_part] >> shift) & (len(counts) - 1), minlength=len(counts))
 
 
 @count_digits_.register_fake
-def _(counts: Tensor, values: Tensor, prefix: Tensor, left_out: int, shift: int) -> None:
+def _(counts: Tensor, values: Tensor, prefix: Tensor, shift: int) -> None:
     pass
 
 

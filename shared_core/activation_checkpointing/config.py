@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
-from shared_core.config.model_shape import ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError, nearest
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 BUDGET = "budget:"
 """Before the memory that a plan keeps within."""
-_SELECTIVE_SHARE = 0.66  # measured on a transformer of 16 blocks of width 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,6 @@ class CheckpointingConfig(TechniqueConfig):
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback", "tensor_parallel")
     logs_nothing: ClassVar[str] = "the same in every step"
-    memory: ClassVar[str] = "see the line of activations; sublayer and stage depend on the model: not counted"
 
     policy: str = option(
         help="What is recomputed in backward: block, sublayer (attention), sqrt, stage (CNN), every_k, selective "
@@ -68,26 +65,6 @@ class CheckpointingConfig(TechniqueConfig):
         # not above: it imports FSDP2 and the compiler, seconds that those who only list the options must not wait
 
         check_policy(self.policy)
-
-    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-        """Return the bytes of activations that are kept at the worst moment."""
-        count, whole = shape.layers, sizes.activations / shape.layers
-        given = run.compute_bytes * run.tokens * shape.hidden  # what goes from block to block
-        least, kept = count * given + whole, sizes.activations
-        if self.policy == "selective":
-            kept *= _SELECTIVE_SHARE
-        elif self.policy == "sqrt":
-            segments = max(1, round(math.sqrt(count)))
-            kept = segments * given + math.ceil(count / segments) * whole
-        elif self.policy == "every_k":
-            chosen = -(-count // self.k)
-            kept = (count - chosen + 1) * whole + chosen * given
-        elif self.policy == "block":
-            kept = least
-        elif self.has_budget:
-            number, unit = self.budget
-            kept = min(kept, {"fraction": number * kept, "bytes": number, "least": least}[unit])
-        return replace(sizes, activations=kept)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

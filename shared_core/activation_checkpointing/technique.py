@@ -55,8 +55,10 @@ class ActivationCheckpointing(Technique):
         self._earlier: Mapping[str, Any] = {}
         """Counts of the run that a resumed one goes on from."""
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
+        model = context.model
+        context.undo.callback(self._detach)
         config = self.config
         for name in chosen_blocks(model, config.include):
             refuse_scripted(model.get_submodule(name), f"checkpointing: {name}")
@@ -67,15 +69,12 @@ class ActivationCheckpointing(Technique):
             self._hook = model.register_forward_pre_hook(lambda *_: self._look())
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
+        names = self.handle.names if self.handle else chosen_blocks(model, self.config.include)
+        return Touched.modules({name: model.get_submodule(name) for name in names}, what="blocks")
 
     def plan(self, context: Context) -> Plan:
         """Return that the blocks must stay: their forwards are wrapped."""
         return Plan(guards=self.handle.blocks if self.handle else {})
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the blocks that are wrapped, or from which a budget will choose."""
-        names = self.handle.names if self.handle else chosen_blocks(model, self.config.include)
-        return Touched.modules({name: model.get_submodule(name) for name in names}, what="blocks")
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
         wanted = [segment for segment in segments if segment]
@@ -144,15 +143,15 @@ class ActivationCheckpointing(Technique):
                 "name others with include, or drop it",
             )
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Unwrap the blocks; weights need no baking."""
         if self._steps and (self._is_reached or not self._was_recomputed):
             self._check()
         elif self._budget is not None and self._budget.plan is None:
             context.services.say("efftrain: checkpointing: the run was over before a budget could be planned")
-        self.detach(model)
+        self._detach()
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Give the blocks their own forward back."""
         if self._budget is not None:
             self._budget.cancel()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.model_shape import ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import Figure, TechniqueConfig, option
-
-_PACKED_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,6 @@ class ActivationsConfig(TechniqueConfig):
     }
     works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
     figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes that was saved so far")}
-    memory: ClassVar[str] = "see the line above; exact saves what the receipt says, 0 to 50 % and more"
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
         help="Store what backward needs smaller: exact (masks as bits, zeros left out, small integers; gradients stay "
@@ -57,11 +53,6 @@ class ActivationsConfig(TechniqueConfig):
     def rounds(self) -> bool:
         """Whether gradients are no longer exact."""
         return self.pack in ("bf16", "fp16", "int8")
-
-    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-        """Return activations in fewer bytes, or on the host."""
-        left = sizes.activations * (min(1.0, _PACKED_BYTES[self.pack] / run.compute_bytes) if self.rounds else 1.0)
-        return replace(sizes, activations=0.0, on_host=left) if self.offload else replace(sizes, activations=left)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

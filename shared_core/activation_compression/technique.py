@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from shared_core.activation_compression.config import ActivationsConfig
 from shared_core.activation_compression.host_offload import CudaLane, HostMover
 from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.plan import Ability
+from shared_core.engine.plan import Ability, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -57,7 +56,7 @@ class ActivationCompression(Technique):
         """Return native; tells where offload has no use."""
         return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Refuse to offload where there is no GPU.
 
         Raises:
@@ -65,6 +64,7 @@ class ActivationCompression(Technique):
         """
         if self.config.offload and not torch.cuda.is_available():
             raise _nothing_to_offload("a machine without one")
+        return Touched()
 
     def begin(self, context: Context) -> None:
         """Open the lane to the host.

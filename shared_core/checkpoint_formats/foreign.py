@@ -79,6 +79,9 @@ _PYTHON: Any = pickle._Unpickler
 class _Reader(_PYTHON):  # type: ignore[misc]
     """Python's own unpickler, in Python: of its operations, those that call or set anything are replaced.
 
+    torch's (2.13) cannot read all of these files, whatever `safe_globals` admits: it fills no subclass of dict or list,
+    which hyperparameters often are, and hashes any key.
+
     Names are never imported. What is called is one of five functions here, or a `Foreign`, which gives another. Items
     are put into lists and dicts alone.
     """

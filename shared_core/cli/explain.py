@@ -48,9 +48,9 @@ def explain(
     Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
     """
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.contrib.planning import PlannedRun
     from shared_core.engine.recipe import Recipe
     from shared_core.errors import nearest
-    from shared_core.tools.planning import PlannedRun
 
     if trainer not in ("hf", "lightning"):
         raise ConfigError("eff explain", f"--trainer must be hf or lightning, got {trainer!r}")
@@ -107,8 +107,8 @@ def run_length(
 
 
 def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
+    from shared_core.contrib.planning.plan import counted_costs
     from shared_core.tools.planning import explain as explanation
-    from shared_core.tools.planning.plan import counted_costs
 
     model = inputs = None
     if name is not None:
@@ -182,8 +182,8 @@ def _is_empty(model: nn.Module | None) -> bool:
 
 def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
     """Return the bytes that autograd keeps of example inputs (or why not), and the shape that a config tells."""
-    from shared_core.tools.planning import ModelShape
-    from shared_core.tools.planning.plan import saved_bytes
+    from shared_core.contrib.planning import ModelShape
+    from shared_core.contrib.planning.plan import saved_bytes
 
     if inputs is not None:
         try:

@@ -12,7 +12,7 @@ import typer
 from shared_core.printing import echo
 
 if TYPE_CHECKING:
-    from shared_core.tools.planning import Plan
+    from shared_core.contrib.planning import Plan
 
 _GIB = 2**30
 
@@ -45,11 +45,11 @@ def plan(
     Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
     """
     from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.contrib.planning import ModelShape, PlannedRun
+    from shared_core.contrib.planning import plan as plan_run
     from shared_core.engine import compatibility
     from shared_core.engine.recipe import Recipe
     from shared_core.errors import ConfigError
-    from shared_core.tools.planning import ModelShape, PlannedRun
-    from shared_core.tools.planning import plan as plan_run
 
     if (params is None) == (config is None):
         raise ConfigError(
@@ -102,7 +102,7 @@ def plan(
 def _counted(config: Path) -> tuple[int | None, str]:
     """Return the parameters of the model that a config describes and its attention, or None where nothing builds it."""
     from shared_core.cli.loading import empty_folder
-    from shared_core.tools.planning.plan import attention_of
+    from shared_core.contrib.planning.plan import attention_of
 
     folder = config if config.is_dir() else config.parent
     if not config.is_dir() and config.name != "config.json":

@@ -29,16 +29,16 @@ from shared_core.cli.quantized_models import BETWEEN, load_quantized
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.json_yaml import json_text
+from shared_core.libraries import optional
 from shared_core.printing import echo
-from shared_core.reports.page import check_page, write_page
-from shared_core.reports.quantization_page import section_of_method, sections, tell
+from shared_core.reports.page import check_place, write_page
+from shared_core.reports.quantization_page import sections, tell
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
-    from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
     from shared_core.tools.quantize.study import StudyResult
 
 REPORT_FILE = "eff_quantization.json"
@@ -65,7 +65,7 @@ def quantize(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="gptq, or awq or smoothquant by torchao, in place of rounding. Needs --calibration."),
+        typer.Option(help="gptq, in place of rounding. Needs --calibration."),
     ] = None,
     weights: Weights = None,
     calibration: Annotated[
@@ -141,8 +141,7 @@ def quantize(
     eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
     with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
     from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
-    exact values, become float32. With --method awq or smoothquant the weights are plain too, no deployment file is
-    written, and quality is that of torchao's kernels. Under torchrun the processes share the calibration batches.
+    exact values, become float32. Under torchrun the processes share the calibration batches.
     """
     set_options = [f"{name}={value}" for name, value in given_options(context).items()] + (set_options or [])
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
@@ -152,7 +151,8 @@ def quantize(
     job = Job.joined()
     check_new(out, "eff quantize")
     if report is not None:
-        check_page(report, "eff quantize: --report", made=out)
+        check_place(report, "eff quantize: --report", made=out)
+        optional("matplotlib", "plots", "eff quantize: --report")
     _check_together(
         ("--qat", qat, "--eval or --attack", evaluate or attack),
         ("--sensitivity", sensitivity, "--calibration", calibration),
@@ -168,18 +168,18 @@ def quantize(
         ("--attack-range", attack_range != "0,1", "--attack", attack),
         ("--attack-steps", attack_steps != 20, "--attack", attack),
     )
-    if method:
-        _check_alone(asked)
+    if method is not None:
+        _check_method(asked)
     if largest_loss is not None and plan is not None:
         raise ConfigError(
             "eff quantize", "--largest-loss must stand without --plan, which it would make", "leave one out"
         )
-    config, by_torchao, gptq = _configs(scheme, method, plan, _options(set_options))
+    config, gptq = _configs(scheme, method, plan, _options(set_options))
     asked["scheme"] = asked["scheme"] if method else config.scheme
     settings = _attack_settings(attack_eps, attack_range, attack_steps)
     network, inputs, folder = open_model(model, weights, "eff quantize")
     float_bytes = model_bytes(network)
-    notes = _in_float32(network) if folder and by_torchao is None else []
+    notes = _in_float32(network) if folder else []
     if folder and (equalize or correct_bias):
         _check_keeps_its_layers(network, "--equalize" if equalize else "--correct-bias")
     if latency and inputs is None and not folder:
@@ -187,21 +187,17 @@ def quantize(
             "eff quantize", f"{model} must return (model, example_inputs) for --latency, got a model alone"
         )
     study = QuantizationStudy(
-        network=network, config=config, method=by_torchao, gptq=gptq, num_batches=batches, equalize=equalize,
+        network=network, config=config, gptq=gptq, num_batches=batches, equalize=equalize,
         correct_bias=correct_bias, kv_cache=kv_cache, mode=mode, accept=accept, sensitivity=sensitivity,
         largest_loss=largest_loss, all_layers=all_layers, attack=settings, job=job,
         allow_partial=allow_partial,
         progress=functools.partial(bar, is_shown=job.is_main),
     )  # fmt: skip
-    try:
-        study.check()
-    except CompatibilityError as error:
-        hint = "a folder's model is on the CPU, one of a module:function where that puts it" if folder else ""
-        raise CompatibilityError(str(error), remedy=hint) from error
+    study.check()
     if qat is not None:
         study.qat_model = copy.deepcopy(network)
         load_quantized(study.qat_model, qat, "eff quantize: --qat")
-    if by_torchao is None and calibration is None and (static := static_input(network, config)) is not None:
+    if calibration is None and (static := static_input(network, config)) is not None:
         raise ConfigError(
             "eff quantize",
             f"--calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got none",
@@ -228,8 +224,7 @@ def quantize(
     values["bytes"]["float"] = float_bytes
     _write(out, result, values, folder, _between(result, study.data, values["notes"]))
     if report is not None:
-        gained = [] if by_torchao is None else [section_of_method(values)]
-        write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
+        write_page(report, f"Quantisation of {model}", sections(values))
     if as_json:
         echo(json_text(values))
         return
@@ -238,9 +233,11 @@ def quantize(
         echo(f"wrote {report} and {report.with_suffix('.md')}")
 
 
-def _check_alone(asked: dict[str, Any]) -> None:
-    others = _WITHOUT_METHOD if asked["method"] == "gptq" else (*_WITHOUT_METHOD, "kv_cache")
-    alone = [name for name in others if asked[name] is not None and asked[name] is not False]
+def _check_method(asked: dict[str, Any]) -> None:
+    if asked["method"] != "gptq":
+        remedy = "use llm-compressor for AWQ and SmoothQuant"
+        raise ConfigError("eff quantize", f"--method must be gptq, got {asked['method']!r}", remedy)
+    alone = [name for name in _WITHOUT_METHOD if asked[name] is not None and asked[name] is not False]
     if alone:
         flags = ", ".join("--" + name.replace("_", "-") for name in alone)
         raise ConfigError("eff quantize", f"--method must stand without {flags}, which it cannot serve", "leave it out")
@@ -248,21 +245,17 @@ def _check_alone(asked: dict[str, Any]) -> None:
 
 def _configs(
     scheme: str | None, method: str | None, plan: Path | None, options: dict[str, Any]
-) -> tuple[QatConfig, TorchaoMethodConfig | None, GptqConfig | None]:
-    """Return (how to quantise, the method of torchao and GPTQ's options if they are asked for)."""
+) -> tuple[QatConfig, GptqConfig | None]:
+    """Return (how to quantise, GPTQ's options if it is asked for)."""
     from shared_core.quantization import BitPlan, QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
     from shared_core.quantization.post_training.quantize import as_config
-    from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
 
-    by_torchao = gptq = None
-    if method == "gptq":
+    gptq = None
+    if method:
         own: dict[str, Any] = {name: options.pop(name) for name in ("damping", "actorder") if name in options}
         gptq = GptqConfig.from_dict(own)
         options = {"scheme": scheme or "int4_weight", **options}
-    elif method:
-        by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **options})
-        options = {"scheme": by_torchao.scheme}
     else:
         planned = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
         options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
@@ -274,7 +267,7 @@ def _configs(
             f"--set must hold options of quantising, got {useless[0]}, which only training has",
             "drop it",
         )
-    return config, by_torchao, gptq
+    return config, gptq
 
 
 def _attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shared_core.errors import ConfigError
 from shared_core.printing import echo
-
-if TYPE_CHECKING:
-    from shared_core.tools.try_out import Findings
 
 PAGE, RESULT = "eff_try.html", "eff_try.json"
 
@@ -46,7 +43,7 @@ def try_out(
     from shared_core.files.json_yaml import json_text
     from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
     from shared_core.reports.page import write_page
-    from shared_core.reports.try_page import try_page
+    from shared_core.reports.try_page import tell, try_page
     from shared_core.tools.try_out import TryOut, chosen_metric, findings
 
     if script.startswith("-"):
@@ -74,24 +71,5 @@ def try_out(
     if as_json:
         echo(text)
         return
-    _show(found)
+    tell(found)
     echo(f"how it was judged, and all figures: {out / PAGE}, and .md and .json beside it")
-
-
-def _show(found: Findings) -> None:
-    from rich.table import Table
-
-    from shared_core.reports.console import Console
-    from shared_core.reports.try_page import cells, headings, plain_cells
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 110
-    table = Table(title=f"beside {found.num_plain} plain runs; (noise): no more than they differ", title_justify="left")
-    for name in headings(found)[:-1]:
-        table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
-    for row in (plain_cells(found), *(cells(found, row) for row in found.rows)):
-        table.add_row(*("–" if cell is None else str(cell) for cell in row[:-1]))
-    console.print(table, markup=False)
-    for line in (*(f"{row.name}: {row.advice}" for row in found.rows), *(f"note: {note}" for note in found.notes)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

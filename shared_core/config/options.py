@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
 
@@ -81,8 +80,6 @@ class TechniqueConfig:
     """The figures that `metrics` logs, by name, without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
-    memory: ClassVar[str] = "not counted: the technique does not say what it needs"
-    """The reason that `memory_costs` gives where it counts no bytes."""
     saved_structure: ClassVar[tuple[str, str] | None] = None
     """Of a technique whose state is the structure of the saved weights: why they can only be loaded with it, and what
     else can be done."""
@@ -90,8 +87,6 @@ class TechniqueConfig:
     """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
     needs_values: ClassVar[bool] = False
     """Whether `attach` reads weights, so that a preview needs a model that has them."""
-    counts_logits: ClassVar[bool] = False
-    """Whether `memory_costs` goes by the model's vocabulary, and not by the parameters that the technique touches."""
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""
@@ -108,29 +103,6 @@ class TechniqueConfig:
     def needed_metrics(self) -> Mapping[str, str]:
         """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
         return {}
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return what the technique adds to a run's memory and traffic, or takes away.
-
-        Args:
-            shape: Of the model that is trained.
-            run: Processes, precision and batch.
-        """
-        return [Cost(self.key, why=self.memory)]
-
-    def reshaped(self, shape: ModelShape) -> ModelShape:
-        """Return the sizes of the model that is trained: others where the technique changes its structure."""
-        return shape
-
-    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-        """Return what the technique makes of that which is counted once for all techniques.
-
-        Args:
-            sizes: As the techniques before it leave them.
-            shape: Of the model that is trained.
-            run: Processes, precision and batch.
-        """
-        return sizes
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""

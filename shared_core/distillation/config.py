@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.layer_init import parse_layers
@@ -23,8 +22,6 @@ CACHE = "cache:"
 """Before the folder of a cached teacher."""
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
-_CHUNK_MIB = 512  # of chunked distillation on a GPU
-_TEACHER_BYTES = {"nf4": 0.53, "int8": 1.0, "float32": 4.0}  # nf4: codes with a scale for each 64 of them
 _NOT_MUTUAL = {
     "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
     "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
@@ -59,7 +56,6 @@ class DistillConfig(TechniqueConfig):
     works_in: ClassVar[tuple[str, ...]] = (
         "pruning_callback", "deepspeed_fp16", "lightning_deepspeed", "tensor_parallel",
     )  # fmt: skip
-    counts_logits: ClassVar[bool] = True
     figures: ClassVar[Mapping[str, Figure]] = {
         "soft_loss": Figure("mean soft term of the latest step, with T²", in_bar=True),
         "task_loss": Figure("mean task loss of the latest step", in_bar=True),
@@ -334,25 +330,3 @@ class DistillConfig(TechniqueConfig):
         for key, reason in _NOT_MUTUAL.items():
             if self.mutual and key in recipe:
                 yield f"distill with teacher mutual cannot be combined with {key}: {reason}"
-
-    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-        """Return no logits of all positions where they are made in chunks."""
-        return replace(sizes, logits=0.0) if self.chunked else sizes
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of logits, whole or in chunks, and of the teacher."""
-        if self.chunked:
-            chunk = 2.0**20 * (self.budget_mib or _CHUNK_MIB)
-            costs = [Cost("distill: chunk of logits", during=chunk, why="budget_mib")]
-        else:
-            logits = run.tokens * shape.vocab * (run.compute_bytes + 4.0)
-            why = "the teacher's and the soft term's gradient, T·V·(c + 4)"
-            costs = [Cost("distill: logits", during=logits, why=why)]
-        if not run.teacher_params:
-            why = "not counted: give --teacher-params; a cached teacher (eff cache-teacher) needs none"
-            return [*costs, Cost("distill: teacher", why=why)]
-        bytes_each = _TEACHER_BYTES.get(self.teacher_dtype, run.compute_bytes)
-        size = run.teacher_params * bytes_each
-        sent = run.accumulate * run.ring(size) if run.strategy == "fsdp2" else 0.0
-        why = f"P_t·{bytes_each:g}/N; gathered in every forward under FSDP2"
-        return [*costs, Cost("distill: teacher", held=size / run.parts, sent=sent, why=why)]

@@ -91,17 +91,18 @@ class Distillation(Technique):
 
     # -- start and end
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
+    def before_attach(self, context: Context) -> None:
         """Make the other students: no technique has touched the model that they are copies of."""
         if self.config.mutual and not context.is_preview:
-            self._peers = make_peers(self.config, model, self._find_student(model), context)
+            self._peers = make_peers(self.config, context.model, self._find_student(context.model), context)
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
-        self.detach(model)
+        model = context.model
+        context.undo.callback(self._detach)
         config, student = self.config, self._find_student(model)
         if context.is_preview:
-            return
+            return Touched()
         comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
         self._told, teachers = comparison.told, comparison.teachers.modules
@@ -120,8 +121,9 @@ class Distillation(Technique):
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
         self._fused = FusedHead(student) if self.fuses_head else None  # its hook makes what the next one keeps
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
+        return Touched.modules({self.config.student or type(context.model).__name__: student}, what="student")
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Take the hook off the student and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
@@ -160,12 +162,12 @@ class Distillation(Technique):
                 pairs.load_state_dict(self._saved_pairs[name])
         self._saved_teachers, self._saved_pairs = {}, {}
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Detach: the student is a plain model already."""
-        self._told |= self._examples.finish(model, context)
+        self._told |= self._examples.finish(context.model, context)
         if self._comparison is not None:
             self._comparison.teachers.gather()  # its state stays readable
-        self.detach(model)
+        self._detach()
 
     def _find_student(self, model: nn.Module) -> nn.Module:
         name = self.config.student
@@ -426,11 +428,6 @@ class Distillation(Technique):
             "positions": int(self._positions),
             **self._examples.report(),
         }
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return what is distilled."""
-        student = self._find_student(model)
-        return Touched.modules({self.config.student or type(model).__name__: student}, what="student")
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:

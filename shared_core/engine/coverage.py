@@ -20,7 +20,7 @@ from shared_core.modules.matching import named_by, own_class, plain_name
 if TYPE_CHECKING:
     from shared_core.config.options import TechniqueConfig
     from shared_core.engine.plan import Touched
-    from shared_core.engine.technique import Technique
+    from shared_core.engine.technique import Context
 
 ENOUGH = 0.5
 """The least share of the weights that multiply activations which a technique must reach unasked."""
@@ -235,23 +235,21 @@ def _too_small(config: TechniqueConfig, weight: Weight) -> str:
     return f"smaller than min_size {least}" if weight.numel < least and "min_size" in config.changed() else ""
 
 
-def of_run(
-    counted: Counted, techniques: Mapping[str, Technique], model: nn.Module, *, allow_partial: bool
-) -> dict[str, Reach]:
+def of_run(counted: Counted, context: Context, *, allow_partial: bool) -> dict[str, Reach]:
     """Return by key what each technique of layers reaches.
 
     Args:
         counted: From `count`, before techniques attached.
-        techniques: Attached to the model, by key.
-        model: The model.
+        context: All techniques are attached.
         allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
 
     Raises:
         MatchError: If one reaches less.
     """
     found: dict[str, Reach] = {}
-    for key, technique in techniques.items():
-        one = reach(counted, technique.touched(model), technique.config, model, reaches_frozen=technique.reaches_frozen)
+    for key, technique in context.techniques.items():
+        frozen = technique.reaches_frozen
+        one = reach(counted, context.touched[key], technique.config, context.model, reaches_frozen=frozen)
         if one is None:
             continue
         found[key] = one

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from shared_core.engine.plan import Touched
     from shared_core.engine.technique import Context
 
 Offer = TypeVar("Offer")
@@ -33,7 +34,7 @@ def offering(techniques: Mapping[str, object], protocol: type[Offer]) -> list[tu
 class LooksFirst(Protocol):
     """Looks at the user's model, or copies it, before any technique has touched it."""
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
+    def before_attach(self, context: Context) -> None:
         """No technique is attached yet."""
         ...
 
@@ -42,8 +43,8 @@ class LooksFirst(Protocol):
 class LeavesUnheld(Protocol):
     """Works on single parameters, and leaves alone, as frozen, those that no optimizer holds."""
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
-        """Leave alone those in `context.unheld`: called once after `attach`, before saved state is restored."""
+    def leave_unheld(self, context: Context) -> Touched:
+        """Leave alone those in `context.unheld`, and return what is left; once, before saved state is restored."""
         ...
 
 

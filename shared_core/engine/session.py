@@ -207,7 +207,6 @@ class Session:
         context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
-        attached: list[Technique] = []
         reduced = model_guards.trained_in_ddp(model)
         # Counted before: techniques replace layers and move weights.
         if self.techniques:
@@ -219,19 +218,16 @@ class Session:
         # Whatever default device the script has set, or Lightning sets around configure_model.
         with torch.device("cpu"):
             for _, looking in offering(self.techniques, LooksFirst):
-                looking.before_attach(model, context)
+                looking.before_attach(context)
         try:
             for key, technique in self.techniques.items():
-                attached.append(technique)
                 with self._timed(key), torch.device("cpu"):
-                    technique.attach(model, context)
+                    context.touched[key] = technique.attach(context)
             model_guards.refuse_not_reduced(model, reduced)
             # a checkpoint's run was looked at when it began, and knew what optimizers hold
-            self._measure_coverage(model, allow_partial=self.recipe.allow_partial or bool(resumed))
+            self._measure_coverage(context, allow_partial=self.recipe.allow_partial or bool(resumed))
         except BaseException:
-            # In reverse: the last one may sit on what an earlier one put in.
-            for technique in reversed(attached):
-                technique.detach(model)
+            context.undo.close()
             raise
         if self.coverage:
             self._experts.watch(model)
@@ -324,13 +320,13 @@ class Session:
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
         for key, leaving in offering(self.techniques, LeavesUnheld):
             with self._timed(key), torch.device("cpu"):
-                leaving.leave_unheld(context.model, context)
+                context.touched[key] = leaving.leave_unheld(context)
         self._counted = dataclasses.replace(self._counted, unheld=places)
-        self._measure_coverage(context.model, allow_partial=self.recipe.allow_partial)
+        self._measure_coverage(context, allow_partial=self.recipe.allow_partial)
         self.note(told)
 
-    def _measure_coverage(self, model: nn.Module, *, allow_partial: bool) -> None:
-        self.coverage = coverage.of_run(self._counted, self.techniques, model, allow_partial=allow_partial)
+    def _measure_coverage(self, context: Context, *, allow_partial: bool) -> None:
+        self.coverage = coverage.of_run(self._counted, context, allow_partial=allow_partial)
 
     def _refuse_without_batches(self, context: Context) -> None:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
@@ -624,7 +620,7 @@ class Session:
             # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
-                    self.techniques[key].finish(self.context.model, self.context)
+                    self.techniques[key].finish(self.context)
             # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
             # final tensors.
             reports = self._reports()
@@ -707,8 +703,7 @@ class Session:
         try:
             self._final_reports = self._reports()  # stock layers have nothing left to tell
         finally:
-            for technique in reversed(self.techniques.values()):
-                technique.detach(self.context.model)
+            self.context.undo.close()
             if self._parameters is not None:
                 self._parameters.restore()
             self._finished = True

@@ -242,6 +242,10 @@ class Context:
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     """All of the recipe, by key, in the order of composition."""
+    touched: dict[str, Touched] = field(default_factory=dict)
+    """By recipe key what each technique chose in the model."""
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What techniques put here in `attach` gives the model back as the user made it."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
     unvalidated: bool = False
@@ -374,10 +378,6 @@ class Technique:
         """Return how this technique runs on a device, whatever its options."""
         return Ability("native")
 
-    def touched(self, model: nn.Module) -> Touched:
-        """Return what was chosen in the model."""
-        return Touched()
-
     def plan(self, context: Context) -> Plan:
         """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.
 
@@ -389,11 +389,13 @@ class Technique:
 
     # -- attach
 
-    def attach(self, model: nn.Module, context: Context) -> None:
-        """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
+    def attach(self, context: Context) -> Touched:
+        """Prepare the model, before the optimizer exists and before any wrapping; return what was chosen in it.
 
-    def detach(self, model: nn.Module) -> None:
-        """Give the model back its stock classes without touching a weight. Safe to call twice."""
+        Matching nothing is an error. For each change something is put on `context.undo` that takes it back, without
+        touching a weight that is the user's: called once the run is over or was cut short, the last one first.
+        """
+        return Touched()
 
     # -- train
 
@@ -431,7 +433,7 @@ class Technique:
 
     # -- finish
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """End of training: bake into plain weights in place and leave stock modules behind."""
 
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:

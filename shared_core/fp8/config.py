@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from shared_core.config.conflicts import LBFGS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 # recipe → formats of inputs and weights, and of gradients with respect to a layer's output
@@ -138,11 +137,6 @@ class Fp8Config(TechniqueConfig):
     def backward_is_narrow(self) -> bool:
         """Whether gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
         return self.gradient_format == "fp8_e5m2" and self.recipe in (*_HYBRID, "hfp8")
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of a weight's codes and of its transpose's, which later micro-batches multiply too."""
-        why = "2 bytes a linear weight until the next step's forward; saved inputs take 1 byte a value for each layer"
-        return [Cost("fp8: codes", during=2.0 * shape.matrices if run.parts == 1 else 0.0, why=why)]
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield what these options need and the recipe lacks."""

@@ -84,22 +84,26 @@ class Fp8(Technique):
             return Ability("native", f"recipes {', '.join(native)}; the others are emulated")
         return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to multiply in FP8; remember nothing yet."""
+        model = context.model
+        context.undo.callback(self._detach)
         found = select_layers(model, self.config)
         self.left_out = found.left_out
         self.sixteen_bit = set(found.sixteen_bit)
         self._convert(model, found.narrow | found.sixteen_bit)
+        return self._touched()
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Leave in their precision the layers whose weight no optimizer holds."""
         out = {name: UNHELD for name, module in self.layers.items() if _parameter(module) in context.unheld}
         if len(out) == len(self.layers):
             raise MatchError("fp8", "must find at least one layer whose weight an optimizer holds, got none")
         if out:
-            self.detach(model)
+            self._detach()
             self.left_out |= {self._stacks().get(name, name): reason for name, reason in out.items()}
-            self._convert(model, {name: module for name, module in self.layers.items() if name not in out})
+            self._convert(context.model, {name: module for name, module in self.layers.items() if name not in out})
+        return self._touched()
 
     def _convert(self, model: nn.Module, layers: dict[str, Any]) -> None:
         """Swap the classes of these layers, each with its place in what is remembered."""
@@ -123,7 +127,7 @@ class Fp8(Technique):
             model, tuple({type(one) for one in self.layers.values() if isinstance(one, nn.Module)})
         )
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Give the layers back their stock class."""
         for module in self.layers.values():
             restore(module)
@@ -138,7 +142,7 @@ class Fp8(Technique):
         stacks = {stack.rpartition(".")[0]: self.layers[name].module for name, stack in self._stacks().items()}
         return Plan(guards=linear | stacks)
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the layers that multiply in FP8."""
         sizes: dict[str, int] = {}
         stacks = self._stacks()
@@ -277,9 +281,9 @@ class Fp8(Technique):
         if self._bank is not None:
             self._bank.forget()
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Leave stock layers; their weights are plain and need no baking."""
-        self.detach(model)
+        self._detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the histories with the open window, whether the open step met NaN, and counts."""

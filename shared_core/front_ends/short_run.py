@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.engine.receipt import figures, headline
@@ -222,7 +222,7 @@ class MeasuredRun(Technique):
     key = KEY
     run: ClassVar[ShortRun]
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
+    def before_attach(self, context: Context) -> None:
         """Random numbers are drawn from here on."""
         self.run.seed()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.config.training_time import Position
 
@@ -63,21 +62,3 @@ class CommConfig(TechniqueConfig):
                     "lost of a gradient is kept in units of the loss scale, which changes; take hook bf16 or fp16, or "
                     "train in bf16"
                 )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of gradients that are not sent, and of the error that powersgd keeps."""
-        # FSDP2 sends each micro-batch's gradients (a reduce-scatter, half an all-reduce): 2 bytes in the place of
-        # compute_bytes.
-        if run.strategy == "fsdp2":  # the reduce-scatter alone, in every micro-batch
-            sent = (2.0 - run.compute_bytes) * run.accumulate * run.ring(shape.params)
-            return [Cost(f"comm: {self.hook}", sent=min(sent, 0.0), why="gradients in 2 bytes")]
-        # An all-reduce is a reduce-scatter and an all-gather: twice a ring's bytes.
-        whole = 2 * run.ring(shape.params * run.weight_bytes)
-        if self.hook in ("fp16", "bf16"):
-            sent = 2.0 / run.weight_bytes
-            return [Cost(f"comm: {self.hook}", sent=(sent - 1) * whole, why="gradients in 2 bytes")]
-        # 18·r·h of 12·h² in a block; what lies outside is counted as a matrix of V x h
-        sent = self.rank * (18 * shape.hidden * shape.layers + shape.vocab + shape.hidden) / shape.params
-        held = 4.0 * shape.params
-        why = f"r·(m + n) of a matrix with r = {self.rank} from begin on; held: the error, 4 bytes a parameter"
-        return [Cost("comm: powersgd", held=held, sent=(sent - 1) * whole, why=why)]

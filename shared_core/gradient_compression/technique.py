@@ -68,12 +68,13 @@ class GradientCompression(Technique):
             return Ability("refused", "torch was built without torch.distributed")
         return Ability("native", "in two processes and more, under DDP or FSDP2")
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Refuse a run of one process, which sends nothing.
 
         Raises:
             CompatibilityError: If there is only one process.
         """
+        context.undo.callback(self._detach)
         context.windows[self.key] = self
         if world_size() < 2 and not context.is_preview:
             raise CompatibilityError(
@@ -82,16 +83,13 @@ class GradientCompression(Technique):
                 "start it with torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave "
                 "comm out",
             )
+        return trained(context.model)
 
     def plan(self, context: Context) -> Plan:
         """Return from when on gradients are compressed; a step that overflowed in fp16 is discarded."""
         if self.config.hook == "powersgd":
             self._first = context.resolve(self.config.begin, "comm.begin")
         return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the parameters whose gradients are sent."""
-        return trained(model)
 
     def begin(self, context: Context) -> None:
         """Register with the DDP module, or with those that FSDP2 sharded.
@@ -200,7 +198,7 @@ class GradientCompression(Technique):
             self.power_sgd.share_errors_()
         return contextlib.nullcontext()
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Have gradients reduced whole again."""
         if self._switch is not None:
             # DDP cannot be given another hook: the one that it has passes gradients on as they are.
@@ -208,9 +206,9 @@ class GradientCompression(Technique):
         if self._scatter is not None:
             self._scatter.dtype = None
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Have gradients reduced whole again; weights need no baking."""
-        self.detach(model)
+        self._detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the errors, `Q` of the last step, and the counts."""

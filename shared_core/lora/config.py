@@ -7,10 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import AVERAGED_COPY, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS, ZERO3
-from shared_core.config.model_shape import ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import Figure, TechniqueConfig, option
-
-_BASE_BYTES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0}  # codes with a scale for each 64 of them, or for each row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,6 @@ class LoraConfig(TechniqueConfig):
         "layers": Figure("layers with an adapter"),
         "trained": Figure("parameters that are trained"),
     }
-    memory: ClassVar[str] = "frozen weights in codes; gradients and moments of adapters alone, 18·r·h a block"
 
     rank: int = option(
         help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1, high=2**16
@@ -95,15 +91,6 @@ class LoraConfig(TechniqueConfig):
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return whether the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
         return (other == "qat" and self.base == "none") or (other == "soup" and not self.requantize)
-
-    def resized(self, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-        """Return the bytes of codes and adapters, and how many parameters these have."""
-        # 4 matrices of h x h and two of h x 4h have 8·h + 10·h rows and columns
-        trained = 18 * self.rank * shape.hidden * shape.layers
-        codes = shape.matrices * _BASE_BYTES.get(self.base, run.weight_bytes)
-        return dataclasses.replace(
-            sizes, trained=trained, weights=codes + (shape.embeddings + trained) * run.weight_bytes
-        )
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

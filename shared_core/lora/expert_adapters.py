@@ -30,7 +30,8 @@ class AdaptedStack:
     """One parameter that stacks the matrices of experts, and its adapters; stands for a layer of `lora`.
 
     The module keeps its place and its parameters; adapters are a child of it. Its state dicts hold the sums alone. peft
-    computes the same with `target_parameters`, in wrappers that change the keys.
+    computes the same with `target_parameters`, in wrappers that change the keys, hold adapters in the stack's 16 bits
+    and parametrize the stack in each forward, which qat's layers do not allow (peft 0.21).
 
     Args:
         module: What stacks experts.

@@ -95,7 +95,7 @@ class Lora(Technique):
         codes = needs("bitsandbytes", "lora", "lora")
         return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Freeze the model, quantise the layers and put adapters on them.
 
         Raises:
@@ -104,6 +104,8 @@ class Lora(Technique):
             CompatibilityError: If the model has adapters already, or bitsandbytes does not run on its device.
             TrainingError: If a weight is not finite.
         """
+        model = context.model
+        context.undo.callback(self._detach, context.model)
         optional("peft", "lora", "lora")
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
             raise CompatibilityError("lora", "model must have no adapters yet, got peft's", "merge them, or drop lora")
@@ -149,6 +151,7 @@ class Lora(Technique):
                 f"lora: base {self.config.base} is of linear layers; the experts' stacks stay as they are under their "
                 f"adapters: {', '.join(stacks[:3])}" + (f" and {len(stacks) - 3} more" if len(stacks) > 3 else "")
             )
+        return self._touched()
 
     def _measure(self, layer: Any) -> dict[str, Any]:
         weight = (layer if isinstance(layer, AdaptedStack) else layer.user_layer).weight.detach()
@@ -160,7 +163,7 @@ class Lora(Technique):
             "base_sqnr_db": round(ratio, 3) if math.isfinite(ratio) else None,
         }
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self, model: nn.Module) -> None:
         """Restore the user's layers: untouched if training has not begun, else with what was trained merged in.
 
         Sharded ones are left with their base: the processes that hold the other parts may be gone.
@@ -186,13 +189,14 @@ class Lora(Technique):
         events = [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
         return Plan(events, guards=linear | weights, keeps_frozen=True)
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the layers that get adapters, without what those add; others are trained whole."""
         sizes = {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}
         return Touched(sizes, self.left_out, "layers", self.whole)
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Restore the user's layers where no optimizer holds the adapters, but in copies of what is trained."""
+        model = context.model
         copied = layers_of_copies("lora", model, context.unheld, context.shapes)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         for name in [*self.whole]:
@@ -204,7 +208,7 @@ class Lora(Technique):
         unheld = [name for name, one in self.layers.items() if any(m in context.unheld for m in adapters(one))]
         # of all: the optimizer was made before the adapters, which `begin` refuses
         if len(unheld) == len(self.layers):
-            return
+            return self._touched()
         self._copied = {name for name in unheld if self.layers[name] in copied}
         for name in (name for name in unheld if name not in self._copied):
             layer = self.layers.pop(name)
@@ -214,6 +218,7 @@ class Lora(Technique):
             self.left_out[name] = UNHELD
             for count in ("trained_parameters", "adapter_parameters"):
                 self._parameters[count] -= in_adapters
+        return self._touched()
 
     def begin(self, context: Context) -> None:
         """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all.
@@ -289,12 +294,12 @@ class Lora(Technique):
 
     # -- end
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Merge in float, round to the base's grid again if asked to, and leave the user's own layers.
 
         Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
         """
-        reshard_(model)
+        reshard_(context.model)
         self._tell_loaded(context)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
@@ -310,7 +315,7 @@ class Lora(Technique):
                 told |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):
                 told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
-            restore_layer(model, layer, merged)
+            restore_layer(context.model, layer, merged)
         self.layers = {}
 
     def _tell_loaded(self, context: Context) -> None:

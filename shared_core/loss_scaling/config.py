@@ -55,7 +55,6 @@ class LossScaleConfig(TechniqueConfig):
         "grad_below_subnormal": Figure("share of gradients that it makes zero", only="with `histogram_every`"),
         "update_to_weight": Figure("log2 of median update over median weight", only="with `histogram_every`"),
     }
-    memory: ClassVar[str] = "one flag and one number agreed on by all ranks"
 
     kind: Literal["dynamic", "static", "enhanced", "auto"] = option(
         help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed; "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.plan import Plan
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.loss_scaling.activation_flush import FlushProbe
@@ -59,6 +59,11 @@ class LossScaling(Technique):
         self.scaler = scaler
         return scaler
 
+    def attach(self, context: Context) -> Touched:
+        """Return that the run as a whole is scaled."""
+        context.undo.callback(self._detach)
+        return Touched()
+
     def begin(self, context: Context) -> None:
         """Note how many steps the scaler has seen; let it unscale the gradients of 16-bit parameters."""
         self._steps_at_begin = self.scaler.num_steps
@@ -70,7 +75,7 @@ class LossScaling(Technique):
             self.histograms.watch(context.model)
             self._arm_histograms(context)
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Remove the hooks of the flush count and of the histograms."""
         self.flush.leave()
         self.histograms.leave()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
@@ -101,7 +100,3 @@ class LotteryConfig(TechniqueConfig):
                 "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning "
                 "ticket"
             )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of masks."""
-        return [Cost("lottery: masks", held=shape.matrices / run.parts, why="1 byte a weight")]

@@ -70,13 +70,15 @@ class LotteryTicket(Technique):
 
     # -- before the first step
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Find the weights and read the ticket.
 
         Raises:
             MatchError: If there is nothing to prune.
             CheckpointError: If the ticket cannot be read, or the folder not written.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         config = self.config
         try:
             self._targets = find_targets(
@@ -108,10 +110,12 @@ class LotteryTicket(Technique):
         context.projections.append(self._masks.apply)
         if is_main() and not context.is_preview:
             self._folder.make()
+        return self._touched()
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Leave dense what no optimizer holds."""
         self._targets = self._targets.without(context.unheld, "lottery")
+        return self._touched()
 
     def plan(self, context: Context) -> Plan:
         """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
@@ -134,7 +138,7 @@ class LotteryTicket(Technique):
             acts_on_gradients=True,  # rewinding clears the optimizer's state, and learning rates are held for a step
         )
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the weights that tickets are of."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
@@ -283,7 +287,7 @@ class LotteryTicket(Technique):
 
     # -- the end
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Write the ticket that this run found, and its figures last: a run without these is not finished.
 
         Raises:
@@ -297,7 +301,7 @@ class LotteryTicket(Technique):
             )
         self._masks.apply()
         unmeasured = self._evaluate(context)
-        reshard_(model)
+        reshard_(context.model)
         self._result = self._figures(context, unmeasured)
         found = self._find(context) if self.config.control == "none" else None  # controls leave no ticket
         if is_main():
@@ -366,7 +370,7 @@ class LotteryTicket(Technique):
         packed = self._masks.packed().items()
         return {name: Zeros(mask, counted[name], holds=Where.TRAINED) for name, mask in packed}
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Release masks and ticket."""
         self._masks.set({})
         self._weights, self._masks.weights = {}, {}

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import AVERAGED_COPY, FSDP1, RUN_ENVIRONMENTS, ZERO3
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import parse_json
@@ -202,22 +201,3 @@ class LowRankConfig(TechniqueConfig):
                 "factors and gathers no weights beside them; leave merge out, and call shared_core.low_rank.merge on "
                 "the loaded model"
             )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return no bytes of its own: the factorised model has other sizes, see `reshaped`."""
-        if self.kept_share(shape) is None:
-            return [Cost("low_rank", why=f"not counted: what {self.rank} keeps is known from eff low-rank alone")]
-        return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
-
-    def reshaped(self, shape: ModelShape) -> ModelShape:
-        """Return the sizes of the factorised model."""
-        kept = self.kept_share(shape)
-        return shape if kept is None else replace(shape, params=shape.embeddings + round(kept * shape.matrices))
-
-    def kept_share(self, shape: ModelShape) -> float | None:
-        """Return the share of the blocks' parameters that factors have, None where weights alone tell it."""
-        if self.rule.kind == "budget":
-            return float(self.rule.value)
-        rank = {"number": self.rule.value, "share": self.rule.value * shape.hidden}.get(self.rule.kind)
-        # 4 matrices of h x h and two of h x 4h have 18·h rows and columns for 12·h² parameters
-        return None if rank is None else min(1.0, 1.5 * rank / shape.hidden)

@@ -66,7 +66,7 @@ class LowRank(Technique):
 
     # -- start
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Factorise the model, as a checkpoint that will be loaded needs it, or as the options say.
 
         A model that is factorised already is trained as it is.
@@ -77,6 +77,8 @@ class LowRank(Technique):
             CompatibilityError: If a weight is not whole.
             CheckpointError: If the checkpoint is of other layers.
         """
+        model = context.model
+        context.undo.callback(self._detach, context.model)
         config, before = self.config, sum(parameter.numel() for parameter in model.parameters())
         resumed = context.resumed.get(self.key)
         self.layers = factorised(model)
@@ -103,6 +105,7 @@ class LowRank(Technique):
         self._parameters = (before, sum(parameter.numel() for parameter in model.parameters()))
         if not config.merge:
             context.restructured()
+        return self._touched()
 
     def _as_saved(self, model: nn.Module, saved: Mapping[str, Any]) -> dict[str, LowRankLayer]:
         try:
@@ -114,7 +117,7 @@ class LowRank(Technique):
                 "build the model that it was saved from",
             ) from error
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self, model: nn.Module) -> None:
         """Restore the user's layers: their own weights if training has not begun, else the products."""
         layers, self.layers = self.layers, {}
         if self._stays or self._is_complete or any(hasattr(p, "device_mesh") for p in model.parameters()):
@@ -132,8 +135,9 @@ class LowRank(Technique):
         total = None if context is None else context.total_steps
         return not self.config.merge and context is not None and total is not None and context.step >= total
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Restore the user's layers where no optimizer holds the factors, but in copies of what is trained."""
+        model = context.model
         copied = layers_of_copies("low_rank", model, context.unheld, context.shapes)
         out = {
             name: layer
@@ -142,7 +146,7 @@ class LowRank(Technique):
         }
         # of all: the optimizer was made before the factors, which `prepare_optimizers` refuses
         if not self._is_fresh or not out or len(out) == len(self.layers):
-            return
+            return self._touched()
         for name, layer in out.items():
             replace_(model, layer, layer.dense.to(layer.first.weight))
             del self.layers[name]
@@ -153,6 +157,7 @@ class LowRank(Technique):
         self._parameters = (self._parameters[0], sum(parameter.numel() for parameter in model.parameters()))
         if not self.config.merge:
             context.restructured()
+        return self._touched()
 
     def prepare_optimizers(self, context: Context) -> None:
         """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
@@ -179,7 +184,7 @@ class LowRank(Technique):
         after = [(None, "factors are multiplied out")] if self.config.merge else []
         return Plan([(0, "layers are factorised"), *after], guards=self.layers)
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the factorised layers, with the sizes of their factors."""
         return Touched.modules(self.layers, self.left_out, "factorised layers")
 
@@ -236,7 +241,7 @@ class LowRank(Technique):
 
     # -- end
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Multiply the factors if asked to; otherwise they stay."""
         self._stays = not self.config.merge
 

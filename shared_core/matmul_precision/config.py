@@ -28,7 +28,6 @@ class MatmulPrecisionConfig(TechniqueConfig):
         "lightning_deepspeed",
     )
     logs_nothing: ClassVar[str] = "the same in every step"
-    memory: ClassVar[str] = "no memory, no traffic"
 
     precision: Literal["highest", "high", "medium"] = option(
         help="highest: float32; high: TF32 (10 bits) where the GPU has it; medium: on a CPU also bfloat16 (7 bits)"

@@ -48,30 +48,28 @@ class MatmulPrecision(Technique):
         for precision in ("high", "medium"):
             technique = cls(MatmulPrecisionConfig(precision=precision))  # type: ignore[arg-type]
             # Measured on an empty model: the setting is torch's own.
-            technique.attach(nn.Module(), Context(nn.Module()))
+            technique.attach(Context(nn.Module()))
             technique._device, technique._format = device, float32_matmul_format(device)
             reason = technique._reason()
-            technique.detach(nn.Module())
+            technique._detach()
             if technique.is_active:
                 return Ability("native", f"{precision} multiplies in {technique._format}")
         return Ability("inactive", reason)
 
-    def touched(self, model: nn.Module) -> Touched:
-        """Return what is multiplied otherwise."""
-        return Touched(what="all float32 matrix products")
-
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Set the precision, for evaluation too."""
+        context.undo.callback(self._detach)
         if context.is_preview:
-            return
+            return Touched(what="all float32 matrix products")
         self.previous = float32_matmul_precision()
         self._before = _switches()
         # Numbers rise, so that the order of setting is known.
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
         self._set = _switches()
+        return Touched(what="all float32 matrix products")
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Put torch's setting back; where a later run has set its own since, that one puts it back in our place."""
         mine = next((number for number, one in self._live.items() if one is self), None)
         if mine is None:
@@ -124,9 +122,9 @@ class MatmulPrecision(Technique):
             return f"{still} this CPU has no bf16 instructions"
         return f"{still} oneDNN does not use this CPU's bf16 instructions for them"
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Put torch's setting back; weights need no baking."""
-        self.detach(model)
+        self._detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the loss was computed in; all else is measured anew."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 
 
@@ -47,18 +46,3 @@ class PrimaryWeightsConfig(TechniqueConfig):
     telemetry_every: int = option(
         100, help="applied steps between two counts of updates too small for the 16-bit weight; 0: never", low=0
     )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of what is kept beside the weights, and of moments and gradients in float32."""
-        kept = {"fp32_copy": 4.0, "stochastic_rounding": 0.0, "kahan": 2.0}[self.kind]
-        is_wide = self.state_dtype == "float32"
-        held = kept + (4 - run.weight_bytes) * run.moments * is_wide
-        why = "moments in fp32, 4 bytes of a copy with fp32_copy, 2 of what was lost with kahan; fp32 gradients"
-        return [
-            Cost(
-                "primary_weights",
-                held=held * shape.params / run.parts,
-                during=4.0 * is_wide * shape.params / run.parts,
-                why=why if is_wide else "2 bytes of what was lost with kahan",
-            )
-        ]

@@ -108,16 +108,20 @@ class PrimaryWeights(Technique):
 
     # -- start and end
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Check that there is something to do.
 
         Raises:
             MatchError: If no trainable parameter is fp16 or bf16.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         self._model = model
         # Lightning's 16-true and bf16-true cast the model only after this; `begin` looks again
         if context.front_end != "lightning":
             check_match(model.parameters())
+        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
+        return Touched.parameters(chosen, what="parameters in 16 bit")
 
     def prepare_optimizers(self, context: Context) -> None:
         """Take the parameters' place until `begin`: torch casts moments that it loads to their format.
@@ -142,11 +146,6 @@ class PrimaryWeights(Technique):
     def plan(self, context: Context) -> Plan:
         """Return that the optimizer steps float32 values in place of the weights."""
         return Plan(acts_on_gradients=True)
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the trainable parameters in 16 bit."""
-        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
-        return Touched.parameters(chosen, what="parameters in 16 bit")
 
     def begin(self, context: Context) -> None:
         """Make or restore the copies, and let gradients be accumulated in float32.
@@ -200,7 +199,7 @@ class PrimaryWeights(Technique):
             if names[parameter] in saved:
                 restore_(kept, parameter, saved[names[parameter]], names[parameter])
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
         self._put_back()
         self._close_slices()
@@ -499,7 +498,7 @@ class PrimaryWeights(Technique):
         finally:
             self._shards = CopiesOfShards()
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Gather what belongs to a checkpoint of the end; the parameters hold the weights already."""
         self._gather()
 

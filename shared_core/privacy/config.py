@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import DEEPSPEED, LBFGS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 
@@ -82,6 +81,11 @@ class PrivacyConfig(TechniqueConfig):
         help="In Lightning, and in a loop whose model returns its loss, compare the first batch's loss with its "
         "halves': it must be a mean over examples.",
     )
+    secure_mode: bool = option(
+        False,
+        help="Draw noise as Opacus' secure mode does against attacks on floating point, several times as slowly. Not "
+        "with a seed.",
+    )
     seed: int | None = option(
         None,
         help="Makes batches and noise reproducible; whoever knows it can take the noise off again. By default they are "
@@ -90,10 +94,10 @@ class PrivacyConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse no noise multiplier, or two.
+        """Refuse no noise multiplier, or two, and a known seed in secure mode.
 
         Raises:
-            ConfigError: Unless one of the two is given.
+            ConfigError: Naming the options.
         """
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
@@ -101,6 +105,8 @@ class PrivacyConfig(TechniqueConfig):
                 f"one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
                 f"{self.target_epsilon}",
             )
+        if self.secure_mode and self.seed is not None:
+            raise ConfigError("dp", f"secure_mode must stand without a seed, got {self.seed}", "drop the seed")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
@@ -147,12 +153,3 @@ class PrivacyConfig(TechniqueConfig):
                 "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training "
                 "data"
             )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of what gradients of single examples are made of, and of their sums between ranks."""
-        sizes = 4.0 * shape.params
-        passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
-        why = "inputs of layers and gradients of outputs, or gradients of each example; /N: their clipped sum"
-        during = min(passed, run.micro_batch * sizes) + sizes / run.parts
-        sent = run.accumulate * run.ring(sizes) if run.strategy == "fsdp2" else 2 * run.ring(sizes)
-        return [Cost("dp", during=during, sent=sent, why=why)]

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shared_core.distributed.collectives import rank, world_size
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.privacy.normal import Normals
 
 _ORDERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler", "DistributedSampler")
 _AHEAD = 16
 """Draws that are kept: loaders with workers are that many ahead, and draw again beyond."""
+_WORDS, _FIRST_WORD = 624, 24
+"""Words of a CPU generator, of 32 bits in 64, and the byte where they begin in torch's `get_state`."""
 
 
 class Secret:
     """Random numbers of any step, as a function of a key alone: a resumed run, or another process, draws the same.
 
-    Philox (Salmon et al. 2011) counts in 256 bits, of which a step has its own 2¹⁹². Neither it nor SFC64, which it
-    seeds, is a cryptographic generator, and noise in floating point can be told apart by its last bits (Mironov 2012):
-    both need an attacker who sees gradients, and neither is accounted for.
+    torch's generators draw them. They are not cryptographic ones: whoever sees enough of a tensor's noise can tell the
+    rest of it. Each tensor and step has a generator of its own, which tells nothing of the key.
 
     Args:
         key: The key, 16 bytes.
@@ -35,42 +33,42 @@ class Secret:
     def __init__(self, key: bytes) -> None:
         self.key = key
 
-    def stream(self, name: str, step: int) -> np.random.Generator:
-        """Return the random numbers of this name at this step."""
-        # Philox is a function of key and counter: any step can be drawn again, without drawing those before it.
-        key = int.from_bytes(hashlib.sha256(self.key + name.encode()).digest()[:16], "little")
-        return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, step]))
+    def generator(self, name: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return the generator of this name at this step."""
+        made = torch.Generator(device)
+        seed = hashlib.shake_256(self.key + f"{name} {step}".encode()).digest(4 * _WORDS)
+        if made.device.type != "cpu":
+            return made.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
+        # `manual_seed` keeps 32 bits of a seed on a CPU (torch 2.13), which can be tried out: fill the whole state.
+        state = made.get_state()
+        words = torch.frombuffer(bytearray(seed), dtype=torch.int32).long() & 0xFFFFFFFF
+        state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = words.view(torch.uint8)
+        made.set_state(state)
+        return made
 
-    def noise(self, like: Iterable[Tensor], std: float, step: int) -> Iterator[Tensor]:
+    def noise(self, like: Iterable[Tensor], std: float, step: int, *, secure_mode: bool = False) -> Iterator[Tensor]:
         """Yield N(0, std²) in the shape, dtype and place of each of these tensors; in the whole shape of a sharded one.
 
         All processes draw the same: each adds its part of it, which is none of another's, once. Of complex numbers
         both parts are drawn.
+
+        Args:
+            like: The tensors.
+            std: Standard deviation.
+            step: Of the run.
+            secure_mode: Draw as Opacus does against attacks on floating point: half the sum of four numbers.
         """
-        host = self.stream("noise", step)
-        asked = [
-            ((*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape), tensor.dtype, tensor.device)
-            for tensor in like
-        ]
-        in_float32 = [math.prod(shape) for shape, dtype, device in asked if _is_float32_on_cpu(dtype, device)]
-        # SFC64 makes numbers in a third of Philox's time. It cannot skip to a step, and is made anew for each.
-        normals = Normals(np.random.SFC64(host.bit_generator.random_raw(4)), sum(in_float32))
-        for shape, dtype, device in asked:
-            # The same bits on every platform, which torch's CPU generator is not promised to draw.
-            if _is_float32_on_cpu(dtype, device):
-                drawn = torch.from_numpy(normals.take(math.prod(shape), std)).view(shape)
-            elif device.type == "cpu":
-                drawn = torch.from_numpy(np.asarray(host.standard_normal(shape))).mul_(std)
+        for number, tensor in enumerate(like):
+            generator = self.generator(f"noise {number}", step, tensor.device)
+            shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
+            kind: Any = {"dtype": tensor.dtype.to_real(), "device": tensor.device}
+            if secure_mode:
+                from opacus.optimizers.optimizer import _generate_noise
+
+                drawn = _generate_noise(std, torch.empty((), **kind).expand(shape), generator, secure_mode=True)
             else:
-                # On a GPU the seed is drawn on the host: the noise is the same after a resume, on that kind of
-                # device.
-                generator = torch.Generator(device).manual_seed(int(host.integers(2**63)))
-                drawn = torch.empty(shape, dtype=dtype.to_real(), device=device).normal_(0, std, generator=generator)
-            yield torch.view_as_complex(drawn) if dtype.is_complex else drawn
-
-
-def _is_float32_on_cpu(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype.to_real() == torch.float32
+                drawn = torch.normal(0.0, std, shape, generator=generator, **kind)
+            yield torch.view_as_complex(drawn) if tensor.is_complex() else drawn
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -119,7 +117,7 @@ class PoissonBatches(Sampler[list[int]]):
         self.sample_rate = self.expected / num_examples
         self.steps_per_epoch = -(-num_examples // self.expected)
         self._secret, self._drawn = secret, drawn
-        self._known: dict[tuple[int, bytes], np.ndarray[Any, Any]] = {}
+        self._known: dict[tuple[int, bytes], Tensor] = {}
         self.replayed = 0
         """Micro-batches that a resumed loop will skip at the next iteration, because it begins its epoch again."""
         self.is_read = False
@@ -132,14 +130,16 @@ class PoissonBatches(Sampler[list[int]]):
         """Have the next iteration begin at the epoch's first step: a resumed loop will skip what it has trained on."""
         self.replayed = self._drawn() % len(self)
 
-    def chosen(self, step: int) -> np.ndarray[Any, Any]:
+    def chosen(self, step: int) -> Tensor:
         """Return the examples of a step, those of all processes."""
         secret = self._secret()
         found = self._known.get((step, secret.key))
         if found is None:
             # other rates draw by other numbers: a run that goes on with another batch size repeats none of its draws
-            coins = secret.stream(f"sample {self.num_examples} {self.expected}", step).random(self.num_examples)
-            found = self._known[step, secret.key] = np.flatnonzero(coins < self.sample_rate)
+            generator = secret.generator(f"sample {self.num_examples} {self.expected}", step)
+            # In float64: a coin of 24 bits would land a little more often than a small rate says.
+            coins = torch.rand(self.num_examples, generator=generator, dtype=torch.float64)
+            found = self._known[step, secret.key] = (coins < self.sample_rate).nonzero().flatten()
             if len(self._known) > _AHEAD:
                 self._known.pop(next(iter(self._known)))
         return found

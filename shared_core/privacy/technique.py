@@ -94,13 +94,15 @@ class DifferentialPrivacy(Technique):
         """Return refused without Opacus."""
         return needs("opacus", "privacy", "dp") or super().ability(device)
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Put the hooks on.
 
         Raises:
             CompatibilityError: If the model has layers without gradients of single examples.
             MatchError: If nothing is trained.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         functorch = self.config.grad_sample_mode == "functorch"
         check_model(model, functorch)
         self._per_sample = PerSample(model, functorch)
@@ -109,8 +111,9 @@ class DifferentialPrivacy(Technique):
         self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._note = context.note
         self._handle = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        return trained(model)
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Take the hooks off."""
         if self._per_sample is not None:
             self._per_sample.remove()
@@ -176,10 +179,6 @@ class DifferentialPrivacy(Technique):
             guards=self._layers,  # one that takes the place of another would get noise and no signal
             acts_on_gradients=True,
         )
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the parameters whose gradients are clipped and noised."""
-        return trained(model)
 
     def begin(self, context: Context) -> None:
         """Settle the noise and say what the run will have spent.
@@ -349,7 +348,8 @@ class DifferentialPrivacy(Technique):
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm
-        noise = self._known(self._secret).noise(trained.values(), std, self._draws)
+        secret, secure_mode = self._known(self._secret), self.config.secure_mode
+        noise = secret.noise(trained.values(), std, self._draws, secure_mode=secure_mode)
         for (name, parameter), drawn in zip(trained.items(), noise, strict=True):
             total = self._sums.pop(name, None)
             # A parameter that no example reached still gets noise: its gradient is 0 plus N(0, σ² C²).
@@ -439,6 +439,7 @@ class DifferentialPrivacy(Technique):
             "expected_batch": batches.expected if batches else None,
             "noise_multiplier": self._noise,
             "max_grad_norm": config.max_grad_norm,
+            "secure_mode": config.secure_mode,
             "steps": sum(steps for _, _, steps in self._spent),
             "norms_by_ghost": sorted(name for name, is_ghost in self._ghosts.items() if is_ghost),
             "norms_by_example": sorted(name for name, is_ghost in self._ghosts.items() if not is_ghost),

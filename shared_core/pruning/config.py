@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, OverridableConfig, coerce, option
 from shared_core.config.training_time import Position
 
@@ -362,15 +361,3 @@ class PruneConfig(OverridableConfig):
                 "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches "
                 "on which statistics are estimated; leave bn_batches at 0, which averages them"
             )
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of masks, and of what lies beneath them or scores them."""
-        size = shape.linear / run.parts
-        packed = shape.linear / 8 if run.parts > 1 else 0.0
-        why = "1 byte a linear weight; under FSDP2 whole ones in bits"
-        costs = [Cost("prune: masks", held=size, host=packed, why=why)]
-        if self.straight_through:
-            costs.append(Cost("prune: weights beneath masks", held=4 * size, why="learn on until end, 4 bytes"))
-        if self.criterion in ("movement", "taylor", "fisher", "neuron_taylor"):
-            costs.append(Cost(f"prune: {self.criterion} scores", held=4 * size, why="until end, 4 bytes a weight"))
-        return costs

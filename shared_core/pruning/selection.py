@@ -257,48 +257,31 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
     scores = held if numel <= _HELD else scores
     if not num_pruned:
         return masks
-    there = kth_smallest_there(scores, num_pruned) if dtype == torch.float32 else None
-    if there is not None:
-        _keep_above_(masks, scores, there, numel - num_pruned)
-        return masks
-    threshold = kth_smallest(scores, num_pruned, dtype=dtype)
-    # Ties at the threshold: the first in the order of tensors and elements stay, so that every process agrees.
-    ties_to_keep = numel - num_pruned
-    for i, mask in enumerate(masks):
-        # Strictly above the threshold stays; equal ones fill up to exactly n - num_pruned.
-        torch.gt(_comparable(scores[i]), threshold, out=mask)
-        ties_to_keep -= int(mask.count_nonzero())
-    for i, mask in enumerate(masks):
-        if not ties_to_keep:
-            break
-        ties_to_keep -= _keep_ties_(mask, _comparable(scores[i]), threshold, ties_to_keep)
+    threshold = kth_smallest_there(scores, num_pruned) if dtype == torch.float32 else None
+    if threshold is None:
+        threshold = torch.tensor(kth_smallest(scores, num_pruned, dtype=dtype), dtype=dtype)
+    _keep_above_(masks, scores, threshold, numel - num_pruned)
     return masks
 
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
-    """Keep what is above the threshold and of what equals it the first, `count` in all; nothing waits for the GPU."""
+    """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU.
+
+    The order of ties is that of tensors and elements, so that every process agrees.
+    """
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
-        torch.gt(_comparable(scores[i]), threshold, out=mask)
-        left -= mask.count_nonzero()
+        torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)
+        left = left.to(mask.device) - mask.count_nonzero()
     for i, mask in enumerate(masks):
-        flat = _comparable(scores[i]).reshape(-1)
+        flat, left = _comparable(scores[i]).reshape(-1), left.to(mask.device)
         for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(flat, _PIECE), strict=True):
-            ties = score == threshold
+            ties = score == threshold.to(mask.device)
+            if mask.is_cpu and not ties.any():
+                continue
             ties &= ties.cumsum(0) <= left
             piece |= ties
-            left -= ties.count_nonzero()
-
-
-def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> int:
-    """Keep the first `count` elements that equal the threshold; return how many there were to keep."""
-    kept = 0
-    for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(scores.reshape(-1), _PIECE), strict=True):
-        # `~piece`: an element that is kept already is no tie to count again.
-        ties = ((score == threshold) & ~piece).nonzero().view(-1)[: count - kept]
-        piece[ties] = True
-        kept += ties.numel()
-    return kept
+            left = left - ties.count_nonzero()
 
 
 _NAMED = 5

@@ -92,26 +92,30 @@ class Pruning(Technique):
     def _targets(self) -> Targets:
         return self._policy.targets
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Find the weights to prune, choose the policy, and listen to what the criterion needs.
 
         Raises:
             MatchError: If there are none.
             CompatibilityError: If they are PEFT's adapters.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         targets = find_targets(model, self.config)
         refuse_adapters(
             "prune", model, targets.modules, "merging would fill their zeros again", "merge, and prune the merged model"
         )
         context.projections.append(self._project)
         self._take(targets, model, context)
+        return self._touched()
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Leave dense what no optimizer holds."""
         targets = self._targets.without(context.unheld, "prune")
         if targets.modules.keys() != self._targets.modules.keys():
             self._policy.scorer.detach()
-            self._take(targets, model, context)
+            self._take(targets, context.model, context)
+        return self._touched()
 
     def _project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         self._policy.store.apply(values)
@@ -129,7 +133,7 @@ class Pruning(Technique):
         self._policy.scorer.attach()
         context.windows["prune.scorer"] = self._policy.scorer
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the weights to prune."""
         return self._targets.touched()
 
@@ -258,9 +262,9 @@ class Pruning(Technique):
         finally:
             self._policy.release()
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Bake the zeros that there are: no weight is pruned here that no step followed. Masks stay until `detach`."""
-        reshard_(model)
+        reshard_(context.model)
         self._finalise(context)
         for note in self._policy.layers_report()["notes"]:
             context.note(note)
@@ -278,7 +282,7 @@ class Pruning(Technique):
         packed = self._policy.store.packed().items()
         return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Release the masks; the state stays readable."""
         policy = self._policy
         # cut short, the processes that hold the other parts may be gone

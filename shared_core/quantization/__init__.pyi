@@ -46,10 +46,6 @@ from .post_training.quantize import quantize_with_report as quantize_with_report
 from .post_training.sensitivity import TraceEstimate as TraceEstimate
 from .post_training.sensitivity import hessian_trace as hessian_trace
 from .post_training.sensitivity import layer_sensitivity as layer_sensitivity
-from .post_training.torchao_calibration import TorchaoReport as TorchaoReport
-from .post_training.torchao_calibration import methods_here as methods_here
-from .post_training.torchao_calibration import quantize_with_torchao as quantize_with_torchao
-from .post_training.torchao_calibration import to_plain_weights as to_plain_weights
 from .ranges.clip_search import kl_range as kl_range
 from .ranges.clip_search import mse_range as mse_range
 from .ranges.clip_search import percentile_range as percentile_range

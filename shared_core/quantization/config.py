@@ -54,9 +54,6 @@ class QatConfig(OverridableConfig):
         "layers": Figure("layers that are quantised"),
         "range_updates": Figure("how often the ranges were updated"),
     }
-    memory: ClassVar[str] = (
-        "a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"
-    )
     overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(

@@ -80,8 +80,10 @@ class QuantizationAwareTraining(Technique):
         kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
         return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to quantise; observe nothing yet."""
+        model = context.model
+        context.undo.callback(self._detach)
         config = self.config
         self.layers, self.left_out = select_layers(
             model, config.include, config.skip, config.min_size, trains=self._trains
@@ -126,8 +128,9 @@ class QuantizationAwareTraining(Technique):
         }
         # the state dict of a layer under adapters of lora has the merged weight, under the layer's own name
         self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
+        return self._touched()
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Leave in float the layers whose weights no optimizer holds.
 
         Raises:
@@ -141,7 +144,8 @@ class QuantizationAwareTraining(Technique):
         }
         if len(out) == len(self.layers):
             raise MatchError("qat", "must find at least one layer whose weights an optimizer holds, got none")
-        copied = layers_of_copies("qat", model, context.unheld, context.shapes) if self.config.learns_ranges else ()
+        learns = self.config.learns_ranges
+        copied = layers_of_copies("qat", context.model, context.unheld, context.shapes) if learns else ()
         if name := next((name for name, module in out.items() if module in copied), None):
             raise CompatibilityError(
                 "qat",
@@ -155,6 +159,7 @@ class QuantizationAwareTraining(Technique):
         self.left_out |= dict.fromkeys(out, UNHELD)
         self._weight_keys = {key: name for key, name in self._weight_keys.items() if name not in out}
         self.policy.leave_out(out)
+        return self._touched()
 
     @property
     def float_inputs(self) -> list[str]:
@@ -182,7 +187,7 @@ class QuantizationAwareTraining(Technique):
             if layer in self.layers and self.schemes[layer].weight == "channel"
         }
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Give the layers back their stock classes."""
         if self._keeps_modules:
             return
@@ -226,7 +231,7 @@ class QuantizationAwareTraining(Technique):
             return f"ranges still move, they freeze at step {self._freeze}"
         return ""
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the layers to quantise."""
         return Touched.modules(self.layers, self.left_out)
 
@@ -284,7 +289,7 @@ class QuantizationAwareTraining(Technique):
         for fold in self._folds if is_over else ():
             fold.frozen = True
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Bake the quantised weights in place and leave stock layers that carry their range.
 
         A run that ended before `begin` leaves its layers in float: no step has followed their quantisation. A trained
@@ -300,7 +305,7 @@ class QuantizationAwareTraining(Technique):
         bank.observing = False
         bank.clear_window()
         self._freeze_norms(context)
-        reshard_(model)
+        reshard_(context.model)
         self.policy.gather()
         self._final = self._layer_reports(gather=True)
         if self.config.keep:
@@ -312,7 +317,7 @@ class QuantizationAwareTraining(Technique):
             bake_(module, baked)
             if entry is not None:
                 module.quantized_range = entry  # type: ignore[assignment]
-        self.detach(model)
+        self._detach()
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy whose quantised layers hold the values of their codes, if quantisation has begun."""

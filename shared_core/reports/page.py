@@ -1,49 +1,103 @@
-"""One page of paragraphs, tables and plots, as self-contained HTML and as Markdown with the same words."""
+"""A page of paragraphs, tables and plots, with the same words as HTML, as Markdown and on a terminal."""
 
 from __future__ import annotations
 
 import base64
 import functools
-import io
+import json
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.printing import markdown_text, printable
 
-Cell = str | int | float | None
+ROWS = 1000
+"""Rows of a table that are shown; the last one says how many more there are."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows under headings; numbers stand to the right, None is a dash."""
+class Table(NamedTuple):
+    """Rows under headings.
+
+    A cell is any value of JSON: numbers stand to the right, None and the empty text are a dash.
+    """
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[Any]]
+
+    def texts(self) -> list[list[str]]:
+        """Return the rows as they are shown."""
+        shown = [[cell_text(cell) for cell in row] for row in self.rows[:ROWS]]
+        if len(self.rows) > ROWS:
+            shown[-1] = [f"… and {len(self.rows) - ROWS + 1:,} more", *["–"] * (len(self.headings) - 1)]
+        return shown
+
+    def numeric(self) -> list[bool]:
+        """Return for each column whether it holds numbers alone."""
+        columns = [[row[i] for row in self.rows if row[i] is not None] for i in range(len(self.headings))]
+        return [
+            bool(column) and all(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in column)
+            for column in columns
+        ]
 
 
-@dataclass(frozen=True)
-class Plot:
-    """An SVG and what it shows, in words: the Markdown page has those alone, and so has HTML where nothing draws."""
+class Plot(NamedTuple):
+    """A picture and what it shows, in words; without an SVG, and outside HTML, the words alone."""
 
-    svg: bytes
     caption: str
+    svg: bytes = b""
 
 
-@dataclass(frozen=True)
-class Section:
+Block = str | Table | Plot
+Columns = Mapping[str, str | Callable[[Any], Any]]
+"""Heading → key in an entry, or what gives the cell of an entry."""
+
+
+class Section(NamedTuple):
     """A heading and, in order, paragraphs (plain text), tables and plots."""
 
     title: str
-    blocks: Sequence[str | Table | Plot]
+    blocks: Sequence[Block]
 
 
-_MARKED, _LONGEST = 40, 60  # points of a curve with a mark on each, characters of a name in a plot
+def table_of(entries: Iterable[Mapping[str, Any]], columns: Columns) -> Table:
+    """Return a table of one row an entry.
+
+    Args:
+        entries: What the rows are about.
+        columns: See `Columns`.
+
+    Example:
+        >>> table_of([{"name": "0", "bits": 8}], {"layer": "name", "bytes": lambda entry: entry["bits"] / 8})
+        Table(headings=['layer', 'bytes'], rows=[['0', 1.0]])
+    """
+    rows = [[column(entry) if callable(column) else entry[column] for column in columns.values()] for entry in entries]
+    return Table(list(columns), rows)
+
+
+def cell_text(value: Any, digits: int = 6) -> str:
+    """Return a value of JSON as a cell shows it.
+
+    Example:
+        >>> [cell_text(value) for value in (1048576.0, 0.25, True, None, [4, 4], float("inf"))]
+        ['1,048,576', '0.25', 'true', '–', '4, 4', '∞']
+    """
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, str | bool):
+        return str(value) if isinstance(value, str) else str(value).lower()
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) >= 1000):
+        return f"{int(value):,}"
+    if isinstance(value, float):
+        return {math.inf: "∞", -math.inf: "−∞"}.get(value, f"{value:.{digits}g}")
+    if isinstance(value, list | tuple) and all(isinstance(item, int | float | str) for item in value):
+        return ", ".join(map(str, value)) or "none"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -68,6 +122,11 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 </style>
 </head>
 <body>
+{% macro row(tag, cells, numeric) %}
+<tr>
+{%- for cell in cells %}<{{ tag }}{% if numeric[loop.index0] %} class="n"{% endif %}>{{ cell }}</{{ tag }}>{% endfor %}
+</tr>
+{% endmacro %}
 <h1>{{ title }}</h1>
 {% for section in sections %}
 <h2>{{ section.title }}</h2>
@@ -75,16 +134,10 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 {% if block is string %}
 <p>{{ block }}</p>
 {% elif block.headings %}
-{% set numbers, number = numeric(block), ' class="n"'|safe %}
+{% set numeric = block.numeric() %}
 <table>
-<thead><tr>
-{%- for cell in block.headings %}<th{{ number if numbers[loop.index0] }}>{{ text(cell) }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in block.rows %}
-<tr>
-{%- for cell in row %}<td{{ number if numbers[loop.index0] }}>{{ text(cell) }}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody>
+{{ row("th", block.headings, numeric) }}
+{%- for cells in block.texts() %}{{ row("td", cells, numeric) }}{% endfor %}
 </table>
 {% elif block.svg %}
 <figure>
@@ -133,17 +186,44 @@ def _template() -> Any:
     import jinja2
 
     pages = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    pages.globals |= {
-        "text": _text,
-        "numeric": _numeric,
-        "base64": lambda svg: base64.b64encode(svg).decode("ascii"),
-    }
+    pages.globals["base64"] = lambda svg: base64.b64encode(svg).decode("ascii")
     return pages.from_string(_PAGE)
 
 
 def markdown(section: Section) -> str:
     """Return a section as Markdown, under a heading of the second level."""
     return "\n\n".join([f"## {markdown_text(section.title)}", *map(_markdown, section.blocks)])
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Plot):
+        return f"*Plot: {markdown_text(block.caption)}*"
+    if isinstance(block, str):  # what would start a list or a heading is escaped
+        return re.sub(r"^(\d*)([-+#.)])(?=[\s#-]|$)", r"\1\\\2", markdown_text(block))
+    lines = ["| " + " | ".join(map(markdown_text, cells)) + " |" for cells in (block.headings, *block.texts())]
+    rule = "|" + "|".join("---:" if is_number else "---" for is_number in block.numeric()) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def show(blocks: Iterable[Block]) -> None:
+    """Print paragraphs and tables on the terminal; a pipe gets long lines whole."""
+    from rich.table import Table as Grid
+
+    from shared_core.reports.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 110
+    for block in blocks:
+        if isinstance(block, Table):
+            grid = Grid()
+            for heading, is_number in zip(block.headings, block.numeric(), strict=True):
+                grid.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+            for cells in block.texts():
+                grid.add_row(*cells)
+            console.print(grid)
+        elif isinstance(block, str):
+            console.print(block, highlight=False, soft_wrap=True)
 
 
 def check_place(path: Path, where: str, made: Path | None = None) -> None:
@@ -166,26 +246,6 @@ def check_place(path: Path, where: str, made: Path | None = None) -> None:
             raise CheckpointError(f"{where} must be a file, got {target}; choose another name")
 
 
-def check_page(path: Path, where: str, made: Path | None = None) -> None:
-    """Refuse a place as `check_place` does, and to go on without what draws plots.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
-    check_place(path, where, made)
-    if not can_draw():
-        raise MissingExtraError(where, "matplotlib", "plots")
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib, which draws the plots, is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:
     """Write a page and, beside it, its Markdown twin, each whole or not at all.
 
@@ -202,125 +262,3 @@ def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int
     for target, content in ((path, page), (path.with_suffix(".md"), text)):
         with atomic_write(target) as temporary:
             temporary.write_text(content, encoding="utf-8")
-
-
-def bar_plot(values: Mapping[str, float], label: str, caption: str) -> Plot:
-    """Return a plot of one bar for each name, from top to bottom; a bar that is not finite is left out.
-
-    Args:
-        values: Name → length.
-        label: Of the axis, with its unit.
-        caption: What the plot shows.
-    """
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        bars = axes.barh(range(len(finite)), list(finite.values()), color="#0072b2")
-        axes.bar_label(bars, [_text(value, 3) for value in finite.values()], padding=3, fontsize=8)
-        axes.set_yticks(range(len(finite)), [_short(name) for name in finite])
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel(label)
-
-    return _drawn(draw, (8.0, 1.0 + 0.26 * max(len(finite), 1)), caption)
-
-
-def line_plot(
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    x: str,
-    y: str,
-    caption: str,
-    *,
-    marks: Collection[str] = (),
-    log: Mapping[str, int] | None = None,
-) -> Plot:
-    """Return a plot of curves through points (x, y), each with its name in the legend.
-
-    Args:
-        curves: Name → points; those without a point are left out.
-        x: Label of the horizontal axis, with its unit.
-        y: Of the vertical one.
-        caption: What the plot shows.
-        marks: Names of those whose points are not joined by lines.
-        log: Axes that are logarithmic, ``"x"`` or ``"y"``, with the base of their ticks.
-    """
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        styles = zip(("-", "--", "-.", ":") * len(curves), ("o", "s", "^", "x", "d") * len(curves), strict=False)
-        for (name, points), (line, mark) in zip(curves.items(), styles, strict=False):
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    linestyle="none" if name in marks else line,
-                    marker=mark if len(points) <= _MARKED or name in marks else "",
-                    label=_short(name),
-                )
-        if all(float(place).is_integer() for points in curves.values() for place, _ in points):
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        for axis, base in (log or {}).items():
-            getattr(axes, f"set_{axis}scale")("log", base=base)
-            getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        if axes.lines:
-            axes.legend()
-
-    return _drawn(draw, (8.0, 4.0), caption)
-
-
-def _drawn(draw: Any, size: tuple[float, float], caption: str) -> Plot:
-    if not can_draw():
-        return Plot(b"", caption)
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    stream = io.BytesIO()
-    with matplotlib.rc_context():
-        # neither the user's style, nor the day, nor random ids: the same values give the same bytes
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "efftrain", "text.parse_math": False, "axes.axisbelow": True})
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
-        figure.axes[0].grid(alpha=0.3)
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return Plot(stream.getvalue(), caption)
-
-
-def _short(name: str) -> str:
-    """Return a name as a plot has room for it; a leading underscore would keep it out of the legend."""
-    name = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
-    return f"\u200b{name}" if name.startswith("_") else name
-
-
-def _text(cell: Cell, digits: int = 6) -> str:
-    if cell is None or cell == "":
-        return "–"
-    if isinstance(cell, float):
-        return {math.inf: "∞", -math.inf: "−∞"}.get(cell, f"{cell:.{digits}g}")
-    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
-
-
-def _numeric(table: Table) -> list[bool]:
-    columns = zip(*table.rows, strict=True) if table.rows else [()] * len(table.headings)
-    return [
-        any(cell is not None for cell in column)
-        and all(cell is None or isinstance(cell, (int, float)) for cell in column)
-        for column in columns
-    ]
-
-
-def _markdown(block: str | Table | Plot) -> str:
-    if isinstance(block, str):
-        return _paragraph(block)
-    if isinstance(block, Plot):
-        return f"*Plot: {markdown_text(block.caption)}*"
-    lines = [block.headings, *block.rows]
-    shown = ["| " + " | ".join(markdown_text(_text(cell)) for cell in cells) + " |" for cells in lines]
-    rule = "|" + "|".join("---:" if numeric else "---" for numeric in _numeric(block)) + "|"
-    return "\n".join([shown[0], rule, *shown[1:]])
-
-
-def _paragraph(text: str) -> str:
-    return re.sub(r"^(\d*)([-+#.)])(?=[\s#-]|$)", r"\1\\\2", markdown_text(text))  # would start a list or a heading

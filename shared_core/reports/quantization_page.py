@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shared_core.reports.page import Cell, Plot, Section, Table, bar_plot, line_plot
-
-if TYPE_CHECKING:
-    from shared_core.quantization.post_training.torchao_calibration import (
-        TorchaoReport,  # `eff --help` must not wait for torch
-    )
+from shared_core.reports.page import Block, Columns, Section, Table, show, table_of
+from shared_core.reports.plots import bar_plot, line_plot
 
 Values = Mapping[str, Any]
-_PLOTTED = 60  # bars; more would not be read
 _NAMES = {"float": "float", "quantized": "quantised (PTQ)", "qat": "trained quantised (QAT)"}
 _METRICS = {
     "rmse": "root mean square error of the model's outputs",
     "kl": "KL divergence of the predicted distribution, nats",
 }
-_GAINS = ("plain_output_sqnr_db", "output_sqnr_db", "plain_sqnr_db", "sqnr_db")
 
 
 def sections(values: Values) -> list[Section]:
@@ -31,40 +24,38 @@ def sections(values: Values) -> list[Section]:
     Args:
         values: What ``eff_quantization.json`` holds.
     """
+    cache = values.get("kv_cache")  # most models have none
     return [
-        _asked(values),
+        Section("What was asked", _asked(values)),
         Section("Quality", _quality(values)),
         Section("Size", _size(values)),
         Section("Error of the outputs", _outputs(values)),
-        Section("Error of the weights", _sqnr(values)),
-        *_kv_cache(values.get("kv_cache")),
-        Section("Sensitivity", _sensitivity(values)),
+        Section("Error of the weights", _weights(values)),
+        *([Section("Cache of keys and values", _kv_cache(cache))] if cache else []),
+        Section("Sensitivity", [*_sensitivity(values), *_plan(values)]),
         Section("Robustness", _robustness(values)),
         Section("Latency", _latency(values)),
         Section("Notes", _notes(values)),
     ]
 
 
-def _asked(values: Values) -> Section:
+def _asked(values: Values) -> list[Block]:
     given = {name: value for name, value in values["asked"].items() if value not in (None, False, [])}
     if "attack" not in given:
         given = {name: value for name, value in given.items() if not name.startswith("attack_")}
-    options = {name: value for name, value in values["config"].items() if value not in (None, [], ())}
-    return Section(
-        "What was asked",
-        [
-            Table(["option", "value"], [[name.replace("_", "-"), _words(value)] for name, value in given.items()]),
-            "Of the quantisation, with defaults:",
-            Table(["option of qat", "value"], [[name, _words(value)] for name, value in options.items()]),
-        ],
-    )
+    options = [option for option in values["config"].items() if option[1] not in (None, [], ())]
+    return [
+        Table(["option", "value"], [[name.replace("_", "-"), value] for name, value in given.items()]),
+        "Of the quantisation, with defaults:",
+        Table(["option of qat", "value"], options),
+    ]
 
 
-def _quality(values: Values) -> list[str | Table | Plot]:
+def _quality(values: Values) -> list[Block]:
     before = values["quality"]["float"]
     if before is None:
         return ["Not measured; --eval measures it."]
-    rows: list[list[Cell]] = [["float", before, None, None, None]]
+    rows: list[list[Any]] = [["float", before, None, None, None]]
     for name, verdict in values["verdicts"].items():
         quality, loss = values["quality"][name], verdict["loss"]
         share = None if loss is None else f"{loss:.3%}"
@@ -77,69 +68,68 @@ def _quality(values: Values) -> list[str | Table | Plot]:
     ]
 
 
-def _size(values: Values) -> list[str | Table | Plot]:
+def _size(values: Values) -> list[Block]:
     size, layers = values["bytes"], {entry["name"]: entry for entry in values["layers"]}
-    rows: list[list[Cell]] = []
-    for name, (in_float, codes) in values["layer_bytes"].items():
-        entry = layers[name]
-        told = [entry[key] for key in ("type", "weights", "weight_bits", "input")]
-        rows.append([name, *told, in_float, codes, f"{in_float / codes:.2f}"])
-    headings = ["layer", "type", "weights", "bits", "input", "bytes in float", "bytes as codes", "ratio"]
+    rows = [
+        [name, *(layers[name][key] for key in ("type", "weights", "weight_bits", "input")), in_float, codes,
+         f"{in_float / codes:.2f}"]
+        for name, (in_float, codes) in values["layer_bytes"].items()
+    ]  # fmt: skip
     return [
         f"The whole model takes {size['quantized']:,} bytes with codes and scales, of {size['float']:,} in float: "
         f"{_ratio(values):.2f} times smaller. Biases, norms and layers left in float are counted as they are; a weight "
         "that layers share is counted once here and in each of their rows below.",
-        Table(headings, rows),
+        Table(["layer", "type", "weights", "bits", "input", "bytes in float", "bytes as codes", "ratio"], rows),
     ]
 
 
-def _outputs(values: Values) -> list[str | Table | Plot]:
-    whole = values.get("output_sqnr_db")
-    if "output_sqnr_db" not in values or not _has_batches(values):
+def _ratio(values: Values) -> float:
+    return float(values["bytes"]["float"] / values["bytes"]["quantized"])
+
+
+def _outputs(values: Values) -> list[Block]:
+    if "output_sqnr_db" not in values or not values["asked"].get("calibration"):
         return ["Not measured; --calibration gives the batches for it."]
     found = {entry["name"]: entry.get("output_sqnr_db") for entry in values["layers"]}
     measured = {name: value for name, value in found.items() if value is not None}
-    rows: list[list[Cell]] = [[name, round(measured[name], 2)] for name in sorted(measured, key=measured.__getitem__)]
     unknown = [name for name in found if name not in measured]
     return [
-        f"Signal to quantisation noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(whole)} of "
+        f"Signal to quantisation noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(values)} of "
         "the whole model's output. Of each layer's output below, given the inputs that it has in the float model.",
-        _bars(measured, "SQNR (dB)", "Signal to quantisation noise of the outputs, by layer", low=True),
-        Table(["layer", "SQNR (dB)"], rows),
+        bar_plot(measured, "SQNR (dB)", "Signal to quantisation noise of the outputs, by layer", lowest=True),
+        Table(
+            ["layer", "SQNR (dB)"],
+            [[name, round(measured[name], 2)] for name in sorted(measured, key=measured.__getitem__)],
+        ),
         *([f"No noise, or not reached by a batch: {', '.join(unknown)}."] if unknown else []),
     ]
 
 
-def _has_batches(values: Values) -> bool:
-    return bool(values["asked"].get("calibration"))
-
-
-def _decibels(value: float | None) -> str:
+def _decibels(values: Values) -> str:
+    value = values["output_sqnr_db"]
     return "no noise" if value is None or value == math.inf else f"{value:.1f} dB"
 
 
-def _sqnr(values: Values) -> list[str | Table | Plot]:
+def _weights(values: Values) -> list[Block]:
     found = {entry["name"]: entry["sqnr_db"] for entry in values["layers"]}
-    worst = sorted(values["layers"], key=lambda entry: entry["sqnr_db"])
+    columns: Columns = {
+        "layer": "name", "SQNR (dB)": lambda entry: round(entry["sqnr_db"], 2),
+        "largest error / largest weight": "largest_relative_error",
+    }  # fmt: skip
     return [
         "Signal to quantisation noise of each layer's weights, 10·log₁₀(Σw² / Σ(ŵ − w)²); one bit is worth about 6 dB.",
-        _bars(found, "SQNR (dB)", "Signal to quantisation noise of the weights, by layer", low=True),
-        Table(
-            ["layer", "SQNR (dB)", "largest error / largest weight"],
-            [[entry["name"], round(entry["sqnr_db"], 2), entry["largest_relative_error"]] for entry in worst],
-        ),
+        bar_plot(found, "SQNR (dB)", "Signal to quantisation noise of the weights, by layer", lowest=True),
+        table_of(sorted(values["layers"], key=lambda entry: float(entry["sqnr_db"])), columns),
     ]
 
 
-def _kv_cache(found: Values | None) -> list[Section]:
-    if found is None:  # most models have none
-        return []
-    rows: list[list[Cell]] = [
+def _kv_cache(found: Values) -> list[Block]:
+    rows = [
         [name, *scales.values(), *(round(value, 2) for value in found["sqnr_db"][name].values())]
         for name, scales in found["scales"].items()
     ]
     headings = ["attention layer", "scale of keys", "scale of values", "SQNR of keys (dB)", "SQNR of values (dB)"]
-    return [Section("Cache of keys and values", [cache_line(found), Table(headings, rows)])]
+    return [cache_line(found), Table(headings, rows)]
 
 
 def cache_line(found: Values) -> str:
@@ -151,36 +141,36 @@ def cache_line(found: Values) -> str:
     return f"cache in FP8: SQNR at least {worst['keys']:.1f} dB of keys, {worst['values']:.1f} dB of values{loss}"
 
 
-def _sensitivity(values: Values) -> list[str | Table | Plot]:
-    found, plan = values["sensitivity"], values["plan"]
+def _sensitivity(values: Values) -> list[Block]:
+    found = values["sensitivity"]
     if found is None:
         return ["Not measured; --sensitivity measures each layer, --largest-loss also plans by them."]
-    costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
-    bits = {name: int(next(iter(entry))) for name, entry in found["layers"].items()}
     what = _METRICS[found["metric"]]
-    ranked = sorted(costs, key=lambda name: -costs[name])
-    blocks: list[str | Table | Plot] = [
+    costs = {name: next(iter(entry.values())) for name, entry in found["layers"].items()}
+    ranked = sorted(found["layers"].items(), key=lambda layer: -costs[layer[0]])
+    return [
         f"What rounding the weight of one layer alone to nearest costs: {what}.",
-        _bars(costs, what, "Cost of each layer quantised alone"),
-        Table(["layer", "bits", found["metric"]], [[name, bits[name], costs[name]] for name in ranked]),
+        bar_plot(costs, what, "Cost of each layer quantised alone"),
+        Table(
+            ["layer", "bits", found["metric"]], [[name, int(next(iter(bits))), costs[name]] for name, bits in ranked]
+        ),
     ]
+
+
+def _plan(values: Values) -> list[Block]:
+    plan = values["plan"]
     if plan is None:
-        return blocks
+        return []
     starts = {"quantized": "from all layers quantised, the most sensitive back to float", "float": "from all in float"}
     curves = {starts[name]: points for name, points in plan["curves"].items()}
     lines = {name: [(point["quantized"], point["quality"]) for point in points] for name, points in curves.items()}
-    rows: list[list[Cell]] = [
-        [name, point["quantized"], point["average_bits"], point["quality"]]
-        for name, points in curves.items()
-        for point in points
-    ]
-    codes = sum(width <= 8 for width in plan["bits"].values())
+    steps = [{"search": name, **point} for name, points in curves.items() for point in points]
+    searched = {"search": "search", "layers quantised": "quantized", "bits a weight": "average_bits"}
     return [
-        *blocks,
-        f"The plan quantises {codes} of {len(plan['bits'])} layers, {plan['average_bits']:.2f} bits a weight, with "
-        f"{plan['conversions']} changes of format; the largest loss asked for is {values['asked']['largest_loss']}.",
+        f"The plan quantises {_planned(plan)}, with {plan['conversions']} changes of format; the largest loss asked "
+        f"for is {values['asked']['largest_loss']}.",
         line_plot(lines, "layers quantised", "quality", "Quality against the number of quantised layers, as searched"),
-        Table(["search", "layers quantised", "bits a weight", "quality"], rows),
+        table_of(steps, {**searched, "quality": "quality"}),
         Table(
             ["layer", "bits in the plan", "kept by rule"],
             [[name, width, plan["kept"].get(name)] for name, width in plan["bits"].items()],
@@ -188,30 +178,31 @@ def _sensitivity(values: Values) -> list[str | Table | Plot]:
     ]
 
 
-def _robustness(values: Values) -> list[str | Table | Plot]:
+def _planned(plan: Values) -> str:
+    codes = sum(width <= 8 for width in plan["bits"].values())
+    return f"{codes} of {len(plan['bits'])} layers, {plan['average_bits']:.2f} bits a weight"
+
+
+def _robustness(values: Values) -> list[Block]:
     found = values["attacks"]
     if found is None:
         return ["Not measured; --attack measures accuracy under FGSM and PGD where the task is images."]
     rows = found["rows"]
-    names = list(dict.fromkeys(row["model"] for row in rows))
     clean = {row["model"]: row["clean"] for row in rows}
-    lines = {_NAMES[name]: [(0.0, clean[name]), *_weakest(rows, name)] for name in names}
+    lines = {_NAMES[name]: [(0.0, before), *_weakest(rows, name)] for name, before in clean.items()}
     bounds = "no bounds" if found["low"] is None else f"bounds {found['low']:g} to {found['high']:g}"
-    told: list[list[Cell]] = [
-        [
-            row["attack"].upper(), row["eps"], _NAMES[row["model"]],
-            "the model itself" if row["made_on"] == "itself" else "the float model, transferred",
-            row["clean"], row["adversarial"], row["without_gradient"],
-        ]
-        for row in rows
-    ]  # fmt: skip
+    columns: Columns = {
+        "attack": lambda row: row["attack"].upper(), "eps": "eps", "model": lambda row: _NAMES[row["model"]],
+        "made on": lambda row: "the model itself" if row["made_on"] == "itself" else "the float model, transferred",
+        "unchanged": "clean", "attacked": "adversarial", "examples without gradient": "without_gradient",
+    }  # fmt: skip
     return [
         f"Accuracy on {rows[0]['examples']:,} examples, unchanged and with no input element changed by more than eps, "
         f"within {bounds}; PGD takes {found['steps']} steps from a random start. In a quantised model the gradient "
         "passes straight through the rounding and is not the slope of what is computed: attacks made on the float "
         "model are tried as well, and the plot has the lowest accuracy of each strength.",
         line_plot(lines, "eps", "accuracy", "Lowest accuracy under attack, against the strength of the attack"),
-        Table(["attack", "eps", "model", "made on", "unchanged", "attacked", "examples without gradient"], told),
+        table_of(rows, columns),
     ]
 
 
@@ -224,12 +215,12 @@ def _weakest(rows: Sequence[Values], name: str) -> list[tuple[float, float]]:
     return sorted(found.items())
 
 
-def _latency(values: Values) -> list[str | Table | Plot]:
+def _latency(values: Values) -> list[Block]:
     found, machine = values["milliseconds"], values["machine"]
     if not found:
         return ["Not measured; --latency times one forward, with the example inputs that MODEL returns."]
     against = [found.get("float32"), found.get("bfloat16")]
-    rows: list[list[Cell]] = [
+    rows = [
         [name, round(time, 4), *(None if base is None else f"{base / time:.2f}" for base in against)]
         for name, time in found.items()
     ]
@@ -241,106 +232,49 @@ def _latency(values: Values) -> list[str | Table | Plot]:
     ]
 
 
-def _notes(values: Values) -> list[str | Table | Plot]:
-    rows: list[list[Cell]] = [[name, reason] for name, reason in values["left_out"].items()]
-    left: list[str | Table | Plot] = [Table(["left in float", "why"], rows)] if rows else ["No layer was refused."]
-    return [f"Calibration batches: {values['batches']}.", *left, *values["notes"]]
-
-
-def _bars(found: Mapping[str, float], label: str, caption: str, *, low: bool = False) -> Plot:
-    if len(found) > _PLOTTED:
-        chosen = set(sorted(found, key=lambda name: found[name] if low else -found[name])[:_PLOTTED])
-        caption += f": the {_PLOTTED} {'lowest' if low else 'highest'} of {len(found)}"
-        found = {name: value for name, value in found.items() if name in chosen}
-    return bar_plot(found, label, caption)
-
-
-def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _ratio(values: Values) -> float:
-    return float(values["bytes"]["float"] / values["bytes"]["quantized"])
+def _notes(values: Values) -> list[Block]:
+    left = Table(["left in float", "why"], list(values["left_out"].items()))
+    return [
+        f"Calibration batches: {values['batches']}.", left if left.rows else "No layer was refused.", *values["notes"]
+    ]  # fmt: skip
 
 
 def tell(out: Path, values: Values) -> None:
     """Print what was found: a table of layers, and lines for the rest."""
-    from rich.table import Table as Grid
+    columns: Columns = {
+        "layer": "name", "weights": "weights", "bits": "weight_bits", "input": "input",
+        "SQNR of weights": lambda entry: round(entry["sqnr_db"], 1),
+        "of outputs": lambda entry: None if (found := entry.get("output_sqnr_db")) is None else round(found, 1),
+    }  # fmt: skip
+    show([
+        f"quantised with {values['config']['scheme']}: {out}", table_of(values["layers"], columns), *_lines(values)
+    ])  # fmt: skip
 
-    from shared_core.reports.console import Console
 
-    grid = Grid(title=f"quantised with {values['config']['scheme']}: {out}", title_justify="left")
-    for heading in ("layer", "weights", "bits", "input", "SQNR of weights", "of outputs"):
-        grid.add_column(heading, justify="left" if heading in ("layer", "input") else "right", overflow="fold")
-    for entry in values["layers"]:
-        output = entry.get("output_sqnr_db")
-        grid.add_row(
-            entry["name"], f"{entry['weights']:,}", str(entry["weight_bits"]), entry["input"],
-            f"{entry['sqnr_db']:.1f}", "-" if output is None else f"{output:.1f}",
-        )  # fmt: skip
-    console = Console()
-    console.print(grid)
-    if _has_batches(values):
-        console.print(f"SQNR of the model's output: {_decibels(values['output_sqnr_db'])} on the calibration batches")
-    else:
-        console.print("SQNR of outputs: not measured, as there are no batches; --calibration gives some", markup=False)
+def _lines(values: Values) -> list[str]:
+    size, quality = values["bytes"], values["quality"]
+    lines = ["SQNR of outputs: not measured, as there are no batches; --calibration gives some"]
+    if values["asked"].get("calibration"):
+        lines = [f"SQNR of the model's output: {_decibels(values)} on the calibration batches"]
     if values.get("kv_cache") is not None:
-        console.print(cache_line(values["kv_cache"]), markup=False)
-    for name, reason in values["left_out"].items():
-        console.print(f"left in float: {name}: {reason}", markup=False)
-    for note in values["notes"]:
-        console.print(f"note: {note}", markup=False)
-    size = values["bytes"]
-    console.print(
-        f"size as codes: {size['quantized']:,} of {size['float']:,} bytes, {_ratio(values):.2f} times smaller"
-    )
-    if values["milliseconds"]:
-        told = ", ".join(f"{name} {found:.2f} ms" for name, found in values["milliseconds"].items())
-        console.print(f"one forward, one thread: {told}")
+        lines.append(cache_line(values["kv_cache"]))
+    lines += [f"left in float: {name}: {reason}" for name, reason in values["left_out"].items()]
+    lines += [f"note: {note}" for note in values["notes"]]
+    lines.append(f"size as codes: {size['quantized']:,} of {size['float']:,} bytes, {_ratio(values):.2f} times smaller")
+    if times := values["milliseconds"]:
+        told = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
+        lines.append(f"one forward, one thread: {told}")
     if values["plan"] is not None:
-        plan = values["plan"]
-        codes = sum(width <= 8 for width in plan["bits"].values())
-        console.print(f"plan: {codes} of {len(plan['bits'])} layers, {plan['average_bits']:.2f} bits a weight")
-    if values["attacks"] is not None:
-        clean = {row["model"]: row["clean"] for row in values["attacks"]["rows"]}
-        for name, before in clean.items():
-            for eps, after in _weakest(values["attacks"]["rows"], name):
-                console.print(f"accuracy under attacks of {eps:.4g}: {name} {before:.4f} → {after:.4f}")
-    quality = values["quality"]
+        lines.append(f"plan: {_planned(values['plan'])}")
+    rows = (values["attacks"] or {}).get("rows", [])
+    lines += [
+        f"accuracy under attacks of {eps:.4g}: {name} {before:.4f} → {after:.4f}"
+        for name, before in {row["model"]: row["clean"] for row in rows}.items()
+        for eps, after in _weakest(rows, name)
+    ]
     for name, verdict in values["verdicts"].items():
         loss = "" if verdict["loss"] is None else f": a loss of {verdict['loss']:.3%}"
-        console.print(
-            f"quality: {quality['float']:.4f} in float, {quality[name]:.4f} "
-            f"{'quantised' if name == 'quantized' else 'trained quantised'}{loss}, {verdict['judgement']}"
-        )
-
-
-def notes_of_method(done: TorchaoReport) -> list[str]:
-    """Return what a method of torchao gained over plain rounding, in words."""
-    gains = sorted(entry["output_sqnr_db"] - entry["plain_output_sqnr_db"] for entry in done.layers)
-    error = done.output_error
-    return [
-        f"{done.method} of torchao {done.torchao}: relative error of the model's output on the calibration batches "
-        f"{error['quantized']:.3%}, with plain rounding to the same grid {error['plain']:.3%}",
-        f"the outputs of {sum(gain > 0 for gain in gains)} of {len(gains)} layers gained, the median layer "
-        f"{statistics.median(gains):+.2f} dB",
-        f"runs as: {'; '.join(dict.fromkeys(entry['kernel'] for entry in done.layers))}; the saved weights are the "
-        "values of the codes, for products in float",
-    ]
-
-
-def section_of_method(values: Values) -> Section:
-    """Return what a method of torchao gained, layer by layer."""
-    rows: list[list[Cell]] = [
-        [entry["name"], *(round(entry[key], 2) for key in _GAINS), entry["kernel"]] for entry in values["layers"]
-    ]
-    headings = ["layer", "output, plainly rounded", "output", "weight, plainly rounded", "weight", "kernel"]
-    return Section(
-        f"What {values['method']} gained",
-        [
-            "Signal to noise in dB of each layer's output, on the calibration batches with inputs in float, and of its "
-            "weight, beside plain rounding to the same kind of grid. A method that looks at the inputs may lose on the "
-            "weight and gain on the output.",
-            Table(headings, rows),
-        ],
-    )
+        what = "quantised" if name == "quantized" else "trained quantised"
+        told = f"{quality['float']:.4f} in float, {quality[name]:.4f} {what}"
+        lines.append(f"quality: {told}{loss}, {verdict['judgement']}")
+    return lines

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared_core.engine.receipt import headline
 from shared_core.engine.registry import REGISTRY
-from shared_core.reports.page import Cell, Plot, Section, Table, markdown
-
-Block = str | Table | Plot
-ROWS = 200
-"""Rows of a table that are shown."""
+from shared_core.reports.page import Block, Section, Table, markdown
 
 
 def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> str:
@@ -46,11 +41,6 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
     """
     version = values.get("environment", {}).get("libraries", {}).get("efftrain")
     intro = f"Trained with efftrain{f' {version}' if version else ''}. Options that differ from their defaults:"
-    steps = values["steps"]
-    table = Table(
-        ["technique", "what happened"], [[key, _headline(report)] for key, report in values["techniques"].items()]
-    )
-    told = f"{steps['applied']:,} steps applied, {steps['skipped']:,} skipped."
     # a card is published: of a teacher's place on this machine the name is enough, and notes may name folders
     recipe = {
         key: {
@@ -59,9 +49,10 @@ def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> 
         }
         for key, options in values["recipe"].items()
     }
-    return "\n\n".join([
-        markdown(Section("Efficient training", [intro, asked(recipe), told, table])), *_loading(recipe, has_deployment)
-    ])  # fmt: skip
+    told = "{applied:,} steps applied, {skipped:,} skipped.".format(**values["steps"])
+    figures = [[key, _headline(report)] for key, report in values["techniques"].items()]
+    blocks: list[Block] = [intro, asked(recipe), told, Table(["technique", "what happened"], figures)]
+    return "\n\n".join([markdown(Section("Efficient training", blocks)), *_loading(recipe, has_deployment)])
 
 
 def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
@@ -82,15 +73,14 @@ def _loading(recipe: Mapping[str, Any], has_deployment: bool) -> list[str]:
 
 def asked(recipe: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the options that differ from their defaults; of a technique without one, that it was on."""
-    rows: list[list[Cell]] = []
+    rows: list[list[Any]] = []
     for key, options in recipe.items():
         usual = _defaults(key)
-        chosen = [[key, name, words(value)] for name, value in options.items() if value != usual.get(name, _UNKNOWN)]
-        rows += chosen or [[key, "all options", "at their defaults"]]
+        chosen = [(name, value) for name, value in options.items() if name not in usual or value != usual[name]]
+        rows += [[key, name, "none" if value is None else value] for name, value in chosen] or [
+            [key, "all options", "at their defaults"]
+        ]
     return Table(["technique", "option", "value"], rows)
-
-
-_UNKNOWN = object()
 
 
 def _defaults(key: str) -> dict[str, Any]:
@@ -107,51 +97,24 @@ def happened(values: Mapping[str, Any]) -> list[Block]:
     """Return steps, time, one row a technique, what was left out and why, notes and the environment."""
     steps, told, spent = values["steps"], values["techniques"], values["seconds"]
     planned = "" if steps.get("planned") is None else f" of {steps['planned']:,} planned"
-    end = "finished" if values["finished"] else "cut short"
-    blocks: list[Block] = [
-        f"{steps['applied']:,} steps applied{planned}, {steps['skipped']:,} skipped; {end} after "
-        f"{values['wall_seconds']:,.1f} s, driven by {values['front_end']}.",
-        limited(
-            ["technique", "what happened", "own time (s)"],
-            [[key, _headline(report), round(float(spent.get(key, 0.0)), 2)] for key, report in told.items()],
-        ),
-    ]
-    left = [[key, name, words(why)] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
-    if left:
-        blocks.append(limited(["technique", "left out", "why"], left))
+    figures = [[key, _headline(report), round(float(spent.get(key, 0.0)), 2)] for key, report in told.items()]
+    left = [[key, name, why] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
     environment = values["environment"]
     found = {
         "device": environment["device"], "python": environment["python"], **environment["libraries"],
-        "float32 products": environment.get("float32_matmul_precision"),
+        "float32 products": environment.get("float32_matmul_precision", "none"),
     }  # fmt: skip
     reported = {report["note"]: None for report in told.values() if report.get("note")}
     return [
-        *blocks,
+        f"{steps['applied']:,} steps applied{planned}, {steps['skipped']:,} skipped; "
+        f"{'finished' if values['finished'] else 'cut short'} after {values['wall_seconds']:,.1f} s, driven by "
+        f"{values['front_end']}.",
+        Table(["technique", "what happened", "own time (s)"], figures),
+        *([Table(["technique", "left out", "why"], left)] if left else []),
         *map(str, [*reported, *values["notes"]]),
-        Table(["environment", "version"], [[name, words(value)] for name, value in found.items()]),
+        Table(["environment", "version"], list(found.items())),
     ]
 
 
 def _headline(report: Mapping[str, Any]) -> str:
     return headline({name: value for name, value in report.items() if name != "note"})  # a paragraph of its own
-
-
-def limited(headings: list[str], rows: list[list[Cell]]) -> Table:
-    """Return a table of the first `ROWS` rows, the last of which says how many more there are."""
-    if len(rows) > ROWS:
-        gap: list[Cell] = [f"… and {len(rows) - ROWS + 1:,} more", *[None] * (len(headings) - 1)]
-        rows = [*rows[: ROWS - 1], gap]
-    return Table(headings, rows)
-
-
-def words(value: Any) -> Cell:
-    """Return a value of JSON as a cell."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower() if value is not None else "none"
-    if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
-        return int(value)  # 1,048,576 and not 1.04858e+06
-    if isinstance(value, int | float | str):
-        return value
-    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
-        return ", ".join(map(str, value)) or "none"
-    return json.dumps(value, ensure_ascii=False, default=str)

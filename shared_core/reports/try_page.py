@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from shared_core.reports.page import Cell, Section, Table
+from shared_core.reports.page import Block, Section, Table, show
 from shared_core.tools.try_out.verdicts import FLOORS, TRIMMED, Figure, Findings, Row
 
 _RULES = (
@@ -35,54 +33,58 @@ def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str,
         steps: Of each run.
         block: Steps of a turn.
     """
-    table = Table(headings(found), [plain_cells(found), *(cells(found, row) for row in found.rows)])
     shares = {name: 100 * value for name, value in FLOORS.items()}
     rules = [rule.format(block=block, steps=steps, trimmed=TRIMMED, **shares) for rule in _RULES]
+    told = f"{script}, {steps:,} steps a run, {found.num_plain} plain runs."
     sections = [
-        Section(
-            "What to keep", [f"{script}, {steps:,} steps a run, {found.num_plain} plain runs.", table, *found.notes]
-        ),
+        Section("What to keep", [told, _table(found), *found.notes]),
         Section("How it was judged", rules),
     ]
     names = sorted({name for row in found.rows for name in row.metrics} | found.plain_metrics.keys())
     if names:
         means = [("plain", found.plain_metrics), *((row.name, row.metrics) for row in found.rows if row.error is None)]
-        rows: list[Sequence[Cell]] = [[title, *(values.get(name) for name in names)] for title, values in means]
+        rows = [[title, *map(values.get, names)] for title, values in means]
         sections.append(Section("All figures, means of the runs", [Table(["run", *names], rows)]))
-    told = [[row.name, key, text] for row in found.rows for key, text in row.happened.items()]
-    if told:
-        sections.append(Section("What happened", [Table(["run", "technique", "what happened"], told)]))
+    happened = [[row.name, key, text] for row in found.rows for key, text in row.happened.items()]
+    if happened:
+        sections.append(Section("What happened", [Table(["run", "technique", "what happened"], happened)]))
     return f"efftrain: {script} tried", sections
 
 
-def headings(found: Findings) -> list[str]:
-    """Return those of the table."""
-    metric = found.metric or "no metric"
-    return ["run", "step time", "peak memory", metric, "file", "packed file", "what to keep"]
+def tell(found: Findings) -> None:
+    """Print the table without its last column, and the advice in lines."""
+    table = _table(found)
+    blocks: list[Block] = [
+        f"beside {found.num_plain} plain runs; (noise): no more than they differ",
+        Table(table.headings[:-1], [row[:-1] for row in table.rows]),
+        *(f"{row.name}: {row.advice}" for row in found.rows),
+        *(f"note: {note}" for note in found.notes),
+    ]
+    show(blocks)
 
 
-def plain_cells(found: Findings) -> list[Cell]:
-    """Return the row of the plain runs."""
-    plain = found.plain
-    memory = f"{plain['memory'] / 2**20:,.0f} MiB" if "memory" in plain else None
-    metric = f"{plain['metric']:.4g}" if "metric" in plain else None
-    sizes = [f"{plain[name] / 1000:,.0f} kB" for name in ("bytes", "packed")]
-    return ["plain", f"{1000 * plain['seconds']:.3g} ms", memory, metric, *sizes, None]
+def _table(found: Findings) -> Table:
+    plain, metric = found.plain, found.metric or "no metric"
+    first = [
+        "plain", f"{1000 * plain['seconds']:.3g} ms",
+        f"{plain['memory'] / 2**20:,.0f} MiB" if "memory" in plain else None,
+        f"{plain['metric']:.4g}" if "metric" in plain else None,
+        *(f"{plain[name] / 1000:,.0f} kB" for name in ("bytes", "packed")), None,
+    ]  # fmt: skip
+    headings = ["run", "step time", "peak memory", metric, "file", "packed file", "what to keep"]
+    return Table(headings, [first, *map(_cells, found.rows)])
 
 
-def cells(found: Findings, row: Row) -> list[Cell]:
+def _cells(row: Row) -> list[str | None]:
     """Return a variant's row: ratios to the plain runs, the metric itself; noise is called so."""
-    ratios = [_ratio(row.figures.get(name)) for name in ("time", "memory", "bytes", "packed")]
-    metric = row.figures.get("metric")
-    told = None if metric is None else f"{metric.value:.4g}{_noise(metric)}"
-    return [row.name, *ratios[:2], told, *ratios[2:], row.advice]
+    time, memory, metric, *sizes = (
+        _told(row.figures.get(name), name) for name in ("time", "memory", "metric", "bytes", "packed")
+    )
+    return [row.name, time, memory, metric, *sizes, row.advice]
 
 
-def _ratio(figure: Figure | None) -> str | None:
-    if figure is None or not figure.plain:
+def _told(figure: Figure | None, name: str) -> str | None:
+    if figure is None or (name != "metric" and not figure.plain):
         return None
-    return f"{figure.value / figure.plain:.3g}×{_noise(figure)}"
-
-
-def _noise(figure: Figure) -> str:
-    return " (noise)" if figure.verdict == "noise" else ""
+    noise = " (noise)" if figure.verdict == "noise" else ""
+    return f"{figure.value:.4g}{noise}" if name == "metric" else f"{figure.value / figure.plain:.3g}×{noise}"

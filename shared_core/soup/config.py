@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import DEEPSPEED, RUN_ENVIRONMENTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import TechniqueConfig, option
 
 _SMALLER_IS_BETTER = frozenset({
@@ -112,12 +111,6 @@ class SoupConfig(TechniqueConfig):
     def needed_metrics(self) -> Mapping[str, str]:
         """Return the metric that a greedy soup follows."""
         return {"soup: metric": self.metric} if self.kind == "greedy" else {}
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return no bytes on the device, and say what the end of training takes on the host."""
-        held = 4 * shape.params / run.parts / 2**30
-        why = f"after training alone: {held:,.1f} GiB of host memory, an fp32 model, and as much in a file in TMPDIR"
-        return [Cost("soup", why=why)]
 
 
 def larger_is_better(metric: str) -> bool:

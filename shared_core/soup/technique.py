@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.distributed.collectives import broadcast_
@@ -48,22 +48,22 @@ class ModelSoup(Technique):
     def _options(self) -> SoupConfig:
         return cast(SoupConfig, self.config)
 
-    def before_attach(self, model: nn.Module, context: Context) -> None:
+    def before_attach(self, context: Context) -> None:
         """Find the adapter of a PEFT model, whose averages are not those of A and B.
 
         Raises:
             CompatibilityError: If it has several, or of another kind.
             CheckpointError: If averages of it would not be those of what it adds to the base model.
         """
-        self._adapter = adapter_of(model)
+        self._adapter = adapter_of(context.model)
 
     def plan(self, context: Context) -> Plan:
         """Return what happens after training."""
         return Plan([(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")])
 
-    def touched(self, model: nn.Module) -> Touched:
+    def attach(self, context: Context) -> Touched:
         """Return the parameters that checkpoints are averaged over."""
-        return Touched.parameters(model.named_parameters(), what="parameters")
+        return Touched.parameters(context.model.named_parameters(), what="parameters")
 
     def begin(self, context: Context) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
@@ -94,7 +94,7 @@ class ModelSoup(Technique):
             check_all(self._options.needed_metrics(), names)
         self._reported = context.step, names | set(metrics)
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs.
 
         Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
@@ -103,6 +103,7 @@ class ModelSoup(Technique):
             CheckpointError: If checkpoints are not of this model.
             ConfigError: If the trainer's evaluation does not report the metric.
         """
+        model = context.model
         options, say = self._options, context.services.say
         run = RunIngredients(model, context, self._adapter)
         opened = run.opened(len(options.weights) or options.last)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from shared_core.config.conflicts import FSDP1, ZERO3
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.soup.config import TWO_AVERAGES, refuse_estimates
@@ -72,10 +71,3 @@ class AverageConfig(TechniqueConfig):
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
         yield from refuse_estimates(self, environment)
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of the averages."""
-        copies = self.k if self.kind == "last_k" else 1
-        held = copies * 4.0 * shape.params / run.parts
-        why = f"{copies} x 4 bytes a parameter, cut as the weights are"
-        return [Cost(f"average: {self.kind}", held=held, why=why)]

@@ -226,12 +226,14 @@ class WeightAverage(Technique):
 
     # -- start
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Check that there is something to average.
 
         Raises:
             MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         refuse_scripted(model, "average")
         if not any(map(is_trained, model.parameters())):
             raise MatchError(
@@ -244,9 +246,6 @@ class WeightAverage(Technique):
                 "remove it",
             )
         self._model = model
-
-    def touched(self, model: nn.Module) -> Touched:
-        """Return the parameters that are averaged."""
         return trained(model)
 
     def plan(self, context: Context) -> Plan:
@@ -401,7 +400,7 @@ class WeightAverage(Technique):
 
     # -- end
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Leave the average in the model; without one the weights stay, and a line says so."""
         self._is_over = True
         running = self._running
@@ -429,7 +428,7 @@ class WeightAverage(Technique):
         names = [plain_name(name) for name, _ in context.model.named_parameters()]
         return dict.fromkeys(names if report["updates"] else [], Same())
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Leave the weights in training in the model, if the run was cut short."""
         self._stand_in.put_out()
         self._model, self._stand_in, self._trained = None, StandIn(nn.Module()), []

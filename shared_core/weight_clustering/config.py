@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
-from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
 MIN_BITS, MAX_BITS = 2, 8
-_IN_ROWS_OF_SEVERAL = 1 << 18  # elements, of weights that are not sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +67,3 @@ class ClusterConfig(TechniqueConfig):
         """Return the bits of each pattern of `bits_of`, in the order given; the first that matches wins."""
         pairs = (entry.rpartition("=") for entry in self.bits_of)
         return {pattern: int(bits) for pattern, _, bits in pairs}
-
-    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-        """Return the bytes of codes: those of weights that are clustered in rows of several take 4 more."""
-        sizes = ((4 * shape.layers, shape.hidden**2), (2 * shape.layers, 4 * shape.hidden**2))
-        small = sum(count * size for count, size in sizes if size <= _IN_ROWS_OF_SEVERAL and run.parts == 1)
-        why = "1 byte a weight, 5 of small ones"
-        return [Cost("cluster: codes", held=shape.params / run.parts + 4 * small, why=why)]

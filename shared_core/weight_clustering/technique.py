@@ -139,21 +139,24 @@ class WeightClustering(Technique):
         self._begin = 0
         self._clustered_at = -1
 
-    def attach(self, model: nn.Module, context: Context) -> None:
+    def attach(self, context: Context) -> Touched:
         """Find the weights to share.
 
         Raises:
             MatchError: If there are none.
             CompatibilityError: If they are PEFT's adapters.
         """
+        model = context.model
+        context.undo.callback(self._detach)
         self._targets = find_shared(model, self.config)
         refuse_adapters(
             "cluster", model, self._targets.modules, "merging would move members of a cluster apart",
             "merge, and share the weights of the merged model",
         )  # fmt: skip
         context.projections.append(self._tie)
+        return self._touched()
 
-    def leave_unheld(self, model: nn.Module, context: Context) -> None:
+    def leave_unheld(self, context: Context) -> Touched:
         """Leave as it is what no optimizer holds."""
         targets, weights = self._targets, self._targets.weights()
         out = {name: UNHELD for name, weight in weights.items() if weight in context.unheld}
@@ -161,6 +164,7 @@ class WeightClustering(Technique):
             raise MatchError("cluster", "must find at least one weight that an optimizer holds, got none")
         modules = {name: module for name, module in targets.modules.items() if name not in out}
         self._targets = replace(targets, modules=modules, left_out=targets.left_out | out)
+        return self._touched()
 
     def plan(self, context: Context) -> Plan:
         """Return when weights are clustered."""
@@ -181,7 +185,7 @@ class WeightClustering(Technique):
             acts_on_gradients=True,  # centroids get the sum of their members' gradients
         )
 
-    def touched(self, model: nn.Module) -> Touched:
+    def _touched(self) -> Touched:
         """Return the weights whose values will be shared."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
@@ -235,10 +239,10 @@ class WeightClustering(Technique):
         else:
             self._tie()
 
-    def finish(self, model: nn.Module, context: Context) -> None:
+    def finish(self, context: Context) -> None:
         """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
         # The trainer may have loaded other weights since the last step.
-        reshard_(model)
+        reshard_(context.model)
         self._tie()
         if any(map(is_sharded, self._weights.values())):
             self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
@@ -263,7 +267,7 @@ class WeightClustering(Technique):
     def _whole_codes(self) -> dict[str, Tensor]:
         return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}
 
-    def detach(self, model: nn.Module) -> None:
+    def _detach(self) -> None:
         """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
         # A part of the codes is of no use without the others'.
         if any(map(is_sharded, self._weights.values())):

@@ -37,7 +37,7 @@ def operands():
         ops[0].rank_groups: (x, 2, 4, 1, True),
         ops[0].packed_bits: (mask,),
         ops[0].unpacked_bits: (torch.ops.eff_kernels.packed_bits(mask), [32, 16]),
-        ops[0].count_digits_: (torch.zeros(256, dtype=torch.int64), x, torch.zeros(1, dtype=torch.int64), -1, 24),
+        ops[0].count_digits_: (torch.zeros(256, dtype=torch.int64), x, torch.zeros(1, dtype=torch.int64), 24),
         ops[0].mark_largest_: ([torch.empty_like(mask), torch.empty_like(mask)], [x, w], 700),
         ops[0].store_zeros_: ([x.clone(), w.clone()], [mask, mask]),
         ops[0].round_float_: (torch.empty(32, 16), x, "nearest_even", 3, 7, 448.0, 448.0, 448.0),

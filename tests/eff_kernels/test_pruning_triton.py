@@ -3,7 +3,7 @@
 import pytest
 import torch
 from eff_kernels import top_k as digits
-from eff_kernels.pruning import apply_mask_, kth_smallest, rank_below_, store_zeros_
+from eff_kernels.pruning import apply_mask_, kth_smallest, kth_smallest_there, rank_below_, store_zeros_
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 
@@ -47,22 +47,19 @@ def spread():
 def test_thresholds_in_the_interpreter(monkeypatch):
     from eff_kernels._triton.pruning import count_digits_triton_
 
-    scores, left_out = spread(), [7, -1, 0, -1]
-    kept = [score.float().reshape(-1) for score in scores]
-    kept[0], kept[2] = torch.cat((kept[0][:7], kept[0][8:])), kept[2][1:]
-    ordered = torch.cat(kept).sort().values
+    scores = spread()
+    ordered = torch.cat([score.float().reshape(-1) for score in scores]).sort().values
     ranks = (1, 170, len(ordered))
     cpu = torch.device("cpu")
-    plain = [digits.kth_smallest_key(scores, rank, left_out, cpu) for rank in ranks]
-    assert digits.kth_smallest_key(scores, len(ordered) + 1, left_out, cpu)[1] == len(ordered)
+    plain = [int(digits.kth_smallest_key(scores, rank, cpu)) for rank in ranks]
 
-    def in_triton(counts, values, prefix, index, shift):
-        count_digits_triton_(counts, values, prefix, index, shift, block=128, tiles=2)
+    def in_triton(counts, values, prefix, shift):
+        count_digits_triton_(counts, values, prefix, shift, block=128, tiles=2)
 
     monkeypatch.setattr(digits, "count_digits_", in_triton)
     for rank, expected in zip(ranks, plain, strict=True):
-        key, numel = digits.kth_smallest_key(scores, rank, left_out, cpu)
-        assert [key, numel] == expected
+        key = int(digits.kth_smallest_key(scores, rank, cpu))
+        assert key == expected
         bits = torch.tensor(key - (1 << 31), dtype=torch.int32)
         assert (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32) == ordered[rank - 1]
 
@@ -95,7 +92,7 @@ def test_the_operators_are_what_they_say():
     found, masks = weights([(3, 5)])
     torch.library.opcheck(store_zeros_, (found, masks))
     counts, prefix = torch.zeros(256, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, -1, 24))
+    torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, 24))
 
 
 @pytest.mark.gpu
@@ -116,14 +113,12 @@ def test_on_a_gpu():
     scores = [torch.randn(3_000_000).abs(), *spread()]
     there = [score.cuda() for score in scores]
     for rank in (1, 1_000_000, 2_999_999):
-        assert kth_smallest(there, rank) == kth_smallest(scores, rank)
+        assert float(kth_smallest_there(there, rank)) == kth_smallest(there, rank) == kth_smallest(scores, rank)
     for rank in (1, 1_000_000, 3_000_100, 3_000_594):
         expected = [torch.empty(score.shape, dtype=torch.bool) for score in scores]
         told = digits.mark_largest_(expected, scores, rank)
         found, told_there = digits.marked_largest(there, rank)
         assert torch.equal(told_there.cpu(), told)
         assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
-    with pytest.raises(ValueError, match="k must be in"):
-        kth_smallest(there, 10_000_000)
     keep = torch.rand(scores[0].shape) < 0.5
     assert torch.equal(rank_below_(there[0], keep.cuda()).cpu(), rank_below_(scores[0], keep))

@@ -11,11 +11,9 @@ from torch import nn
 
 from shared_core.distillation.teacher_cache import TeacherCache, top_k_targets, write_teacher_cache
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.pruning import nm_mask
 from shared_core.tools.compression import coding as entropy
 from shared_core.tools.compression import compress, decompress
 from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, weight_places
-from shared_core.tools.sparse_inference.semi_structured import pack_two_four, unpack_two_four
 from shared_core.weight_clustering.clustering import share_values
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -47,13 +45,6 @@ def masks(draws):
     packed = kernels.pack_bits(mask)
     assert packed.numel() == kernels.packed_size(mask.shape)
     assert torch.equal(kernels.unpack_bits(packed, mask.shape), mask)
-
-
-def two_four(draws):
-    weight = draws.tensor(draws.size(1, 3) * 32, draws.size(1, 3) * 64)
-    weight = weight * nm_mask(weight.float(), 2, 4)
-    values, metadata = pack_two_four(weight)
-    assert torch.equal(unpack_two_four(values, metadata), weight)
 
 
 def sparse_index(draws):
@@ -89,7 +80,7 @@ def states(draws):
         assert difference(value, load_state(folder)) is None
 
 
-ROUND_TRIPS = [masks, two_four, sparse_index, codebooks, states]
+ROUND_TRIPS = [masks, sparse_index, codebooks, states]
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])

@@ -286,8 +286,7 @@ def pruning_sweep() -> Iterator[Call]:
     digits = (24, 8), (16, 8), (0, 16), (16, 16)
     for dtype, count, (shift, width) in itertools.product(DTYPES, (1, 3, 16, N, 2**31 + 16, 2**31 + 17), digits):
         counts, values = flat(1 << width, torch.int64), flat(count, dtype, count % 2)
-        for left_out in (-1, 0, 1, 16, 2**31):
-            yield lambda c=counts, v=values, o=left_out, s=shift: count_digits_triton_(c, v, flat(1, torch.int64), o, s)
+        yield lambda c=counts, v=values, s=shift: count_digits_triton_(c, v, flat(1, torch.int64), s)
 
 
 def pruning_measured(dtype: torch.dtype) -> Iterator[Measured]:
@@ -305,7 +304,7 @@ def pruning_measured(dtype: torch.dtype) -> Iterator[Measured]:
         moved = *[size] * 7, 1, size + 1
         yield Measured("largest", lambda: mark_largest_triton_(masks, [values], N), N * N, moved, size)
     for shift, width in ((24, 8), (0, 16))[: 2 if dtype == F else 1]:
-        operands = flat(1 << width, torch.int64), values, flat(1, torch.int64), -1, shift
+        operands = flat(1 << width, torch.int64), values, flat(1, torch.int64), shift
         yield Measured(f"{width}-bit digits", lambda o=operands: count_digits_triton_(*o), N * N, (size,), size)
 
 

@@ -171,6 +171,7 @@ FLAGS = [
     "dp_accountant",
     "dp_grad_sample_mode",
     "dp_check_loss",
+    "dp_secure_mode",
     "dp_seed",
     "comm_hook",
     "comm_rank",

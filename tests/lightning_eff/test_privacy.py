@@ -38,8 +38,9 @@ class Tokens(pl.LightningModule):
 
 def fit(module, folder, data=None, **options):
     torch.manual_seed(1)
-    counted = (torch.arange(5) < torch.randint(1, 6, (40, 1))).float()
-    data = data or DataLoader(TensorDataset(torch.randn(40, 5, 3), counted), batch_size=10, shuffle=True)
+    size = 1 + torch.arange(40)[:, None] // 8  # grows with the row: halves of any draw differ in tokens and errors
+    x, counted = size[:, None] * torch.randn(40, 5, 3), (torch.arange(5) < size).float()
+    data = data or DataLoader(TensorDataset(x, counted), batch_size=10, shuffle=True)
     private = DifferentialPrivacy(**{"noise_multiplier": 1.0, "delta": 1e-3, "seed": 0} | options.pop("private", {}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     quiet |= {"max_steps": 3, "enable_checkpointing": False, "default_root_dir": str(folder), "callbacks": [private]}
@@ -82,7 +83,7 @@ class Named(Tokens):
     ids=["defaultdict", "read_only", "dataclass"],
 )
 def test_batches_of_any_class_are_halved(make, tmp_path):
-    data = [(torch.randn(5, 3), (torch.arange(5) < 1 + i % 5).float()) for i in range(40)]
+    data = [(size * torch.randn(5, 3), (torch.arange(5) < size).float()) for size in range(1, 6) for _ in range(8)]
     loader = DataLoader(data, batch_size=10, collate_fn=lambda rows: make(*default_collate(rows)))
     _, private = fit(Named(by_row=True), tmp_path, data=loader)
     assert not private.session.techniques["dp"].checks_loss

@@ -8,7 +8,7 @@ def qat_step(model, inputs, **options):
     """Train for a step; return the model, which quantises, and what trained it."""
     technique = QuantizationAwareTraining(QatConfig(**options))
     context = Context(model=model, total_steps=1)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     model.train()
     model(**inputs).logits.square().mean().backward()
@@ -22,5 +22,5 @@ def qat_result(model, inputs, **options):
     """Train for a step; return the baked model, and the ranges beside it."""
     model, technique, context = qat_step(model, inputs, **options)
     ranges = technique.deployment()["ranges"]
-    technique.finish(model, context)
+    technique.finish(context)
     return model, ranges

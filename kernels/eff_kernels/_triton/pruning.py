@@ -59,7 +59,6 @@ def _count_digits(
     counts: tl.tensor,
     prefix: tl.tensor,
     size: tl.tensor,
-    left_out: tl.tensor,
     shift: tl.constexpr,
     bits: tl.constexpr,
     private: tl.constexpr,
@@ -72,9 +71,8 @@ def _count_digits(
     found = tl.zeros((1 << bits if private else 1,), tl.int32)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
-        # `left_out` is one place that does not take part: its score is asked about among the others.
-        inside = (places < size) & (places != left_out)
-        key = ordered(tl.load(values + places, mask=places < size, other=0.0))
+        inside = places < size
+        key = ordered(tl.load(values + places, mask=inside, other=0.0))
         # Only keys that begin with the digits found so far; the mask takes off what an arithmetic shift fills in.
         if not first:
             inside &= ((key >> (shift + bits)) & ((1 << (32 - shift - bits)) - 1)) == wanted
@@ -88,9 +86,6 @@ def _count_digits(
     if private:
         column = tl.arange(0, 1 << bits)
         if first:
-            mine = (left_out >= start) & (left_out < tl.minimum(start + chunk, size))
-            key = ordered(tl.load(values + left_out, mask=mine, other=0.0))
-            found -= tl.where(column == (key >> shift) & ((1 << bits) - 1), mine.to(tl.int32), 0)
             # the digit of 0.0
             behind = tl.maximum(start + chunk - size, 0).to(tl.int32)
             found -= tl.where(column == 1 << (bits - 1), behind, 0)
@@ -279,12 +274,11 @@ def count_digits_triton_(
     counts: Tensor,
     values: Tensor,
     prefix: Tensor,
-    left_out: int,
     shift: int,
     block: int = _BLOCK,
     tiles: int = _TILES,
 ) -> None:
-    """Add how often each digit occurs to `counts`, see `eff_kernels.pruning.count_digits_`."""
+    """Add how often each digit occurs to `counts`, see `eff_kernels.top_k.count_digits_`."""
     bits = len(counts).bit_length() - 1
     chunk = tiles * block
     if values.numel():
@@ -293,7 +287,6 @@ def count_digits_triton_(
             counts,
             prefix,
             values.numel(),
-            left_out,
             shift=shift,
             bits=bits,
             private=bits <= _PRIVATE_BITS,

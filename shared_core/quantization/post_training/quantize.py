@@ -188,10 +188,8 @@ def quantize_with_report(
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized, note=notes.append)
     counted = coverage.count(quantized)
-    technique.attach(quantized, context)
-    reached = coverage.after_training(
-        counted, technique.touched(quantized), config, quantized, where=WHERE, allow_partial=allow_partial
-    )
+    touched = technique.attach(context)
+    reached = coverage.after_training(counted, touched, config, quantized, where=WHERE, allow_partial=allow_partial)
     notes += coverage.lines({"qat": reached})
     _check_finite(technique)
     used = _calibrate(quantized, technique, batches, notes, progress, job)
@@ -404,7 +402,7 @@ def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100)
 
 
 def _finish(model: nn.Module, technique: QuantizationAwareTraining, context: Context) -> dict[str, Any]:
-    technique.finish(model, context)
+    technique.finish(context)
     apply_ranges(model, technique.ranges())  # `finish` leaves plain layers
     return technique.report()
 

@@ -119,9 +119,8 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
             # Techniques attach to one model one after another, as in a run: a factorised layer is what the next one
             # sees.
             if isinstance(technique, LooksFirst):
-                technique.before_attach(context.model, context)
-            technique.attach(context.model, context)
-            told.touched[key] = technique.touched(context.model)
+                technique.before_attach(context)
+            told.touched[key] = technique.attach(context)
         except EffError as error:
             told.conflicts.append(str(error))
     for key in told.touched:

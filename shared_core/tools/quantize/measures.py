@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig, QuantizationReport, SelectivePlan
-    from shared_core.quantization.post_training.torchao_calibration import TorchaoReport
 
 WHERE = "quantize"
 SENSITIVITY_BATCHES = 8
@@ -61,14 +60,6 @@ def sensitivities(
         quantize=in_its_scheme,
     )
     return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
-
-
-def output_sqnr(report: QuantizationReport | TorchaoReport) -> float | None:
-    """Return the signal to quantisation noise of the model's output in dB, None where no batches measured it."""
-    if hasattr(report, "output_sqnr_db"):
-        return report.output_sqnr_db
-    error = report.output_error["quantized"]
-    return -20 * math.log10(error) if error else math.inf
 
 
 def check_plannable(config: QatConfig, largest_loss: float) -> None:

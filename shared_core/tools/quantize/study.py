@@ -20,16 +20,9 @@ from shared_core.quantization.post_training.gptq import GptqConfig
 from shared_core.quantization.post_training.latency import latencies
 from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
 from shared_core.quantization.post_training.quantize import quantized_bytes
-from shared_core.quantization.post_training.torchao_calibration import (
-    TorchaoMethodConfig,
-    check_runs,
-    quantize_with_torchao,
-    to_plain_weights,
-)
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.schemes import layer_schemes
 from shared_core.quantization.selection import select_layers
-from shared_core.reports.quantization_page import notes_of_method
 from shared_core.tools.quantize import measures
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
@@ -47,7 +40,7 @@ class StudyResult:
     """A quantised model and what was measured of it.
 
     Args:
-        model: Quantised: plain weights with a method of torchao, else layers that quantise their inputs too.
+        model: Quantised; its layers quantise their inputs too.
         values: The report, as plain values that JSON can hold.
         config: What the model was quantised with; a plan may have left out layers.
         plan: Which layers were left in float for the quality asked for; None without `largest_loss`.
@@ -66,8 +59,7 @@ class QuantizationStudy:
     Args:
         network: Trained, in float; stays as it is.
         config: How to quantise it.
-        method: AWQ or SmoothQuant by torchao, in place of rounding; then `config` holds its scheme alone.
-        gptq: GPTQ of this library, in place of rounding.
+        gptq: Options of GPTQ, in place of rounding.
         data: Calibration batches: tensors, tuples or dicts of inputs.
         num_batches: How many of them to run, at most.
         equalize: Even out the ranges of channels first.
@@ -96,7 +88,6 @@ class QuantizationStudy:
 
     network: nn.Module
     config: QatConfig
-    method: TorchaoMethodConfig | None = None
     gptq: GptqConfig | None = None
     data: list[Any] | None = None
     num_batches: int = 100
@@ -122,12 +113,12 @@ class QuantizationStudy:
 
         Raises:
             ConfigError: If an option breaks its rule.
-            CompatibilityError: If torchao's method cannot run here.
+            CompatibilityError: If the model has no cache of keys and values that `kv_cache` could scale.
         """
         if self.mode not in ("max", "min"):
             raise ConfigError("quantize", f"mode must be max or min, got {self.mode!r}")
         thresholds(self.accept)
-        if self.method or self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
+        if self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
             check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
         if self.sensitivity not in (None, "kl", "rmse"):
             raise ConfigError("quantize", f"sensitivity must be kl or rmse, got {self.sensitivity!r}")
@@ -135,10 +126,6 @@ class QuantizationStudy:
             check_kv_cache(self.network, self.kv_cache, "quantize")
         if self.largest_loss is not None:
             measures.check_plannable(self.config, self.largest_loss)
-        if self.method is not None:
-            floats = (value for value in self.network.parameters() if value.is_floating_point())
-            some = next(floats, Tensor())
-            check_runs(self.method, some.device, some.dtype)
 
     def share(self) -> None:
         """Calibrate this process's share for the main one, which does all the rest."""
@@ -170,14 +157,11 @@ class QuantizationStudy:
         if self.qat_model is not None:
             measured["qat"] = self._measured("qat", self.qat_model)
         values = {
-            "config": (self.method or config).to_dict(),
-            "ranges": {},
-            "notes": [] if self.method is None else notes_of_method(report),
+            "config": config.to_dict(),
             **dataclasses.asdict(report),
-            "output_sqnr_db": measures.output_sqnr(report),
             **self._quality({name: quality for name, (quality, _) in measured.items()}),
             **self._latency(model),
-            **self._bytes(model, report),
+            **self._bytes(model),
             "sensitivity": None if costs is None else {"metric": self.sensitivity or "rmse", "layers": costs},
             "plan": None if plan is None else measures.plan_values(plan, keep, self.mode),
             "attacks": self._attacks([row for _, rows in measured.values() for row in rows]),
@@ -192,12 +176,6 @@ class QuantizationStudy:
         candidate: bool = False,
         job: Job | None = None,
     ) -> tuple[nn.Module, Any]:
-        if self.method is not None and self.data is not None:
-            options = self.method.to_dict()
-            return quantize_with_torchao(
-                self.network, calibration=self.data, num_batches=self.num_batches, allow_partial=self.allow_partial,
-                progress=show, **options,
-            )  # fmt: skip
         return quantize_with_report(
             self.network,
             config,
@@ -273,17 +251,11 @@ class QuantizationStudy:
             "machine": measures.machine(),
         }
 
-    def _bytes(self, model: nn.Module, report: Any) -> dict[str, Any]:
-        """Return the bytes of the whole model and of each layer; make the weights plain that torchao packed."""
-        in_float = model_bytes(self.network)
-        if self.method is None:
-            layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
-            return {"bytes": {"float": in_float, "quantized": quantized_bytes(model)}, "layer_bytes": layers}
-        # torchao's packed weights have no plain bytes: what layers were before and are now is in the report.
-        to_plain_weights(model)
-        layers = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in report.layers}
-        saved = sum(before - after for before, after in layers.values())
-        return {"bytes": {"float": in_float, "quantized": in_float - saved}, "layer_bytes": layers}
+    def _bytes(self, model: nn.Module) -> dict[str, Any]:
+        """Return the bytes of the whole model and of each layer."""
+        layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
+        whole = {"float": model_bytes(self.network), "quantized": quantized_bytes(model)}
+        return {"bytes": whole, "layer_bytes": layers}
 
 
 def static_input(network: nn.Module, config: QatConfig) -> str | None:

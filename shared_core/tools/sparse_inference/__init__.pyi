@@ -3,6 +3,3 @@ from .convert import SparseSpeed as SparseSpeed
 from .convert import measure_sparse_speed as measure_sparse_speed
 from .convert import sparse_layers as sparse_layers
 from .convert import to_semi_structured as to_semi_structured
-from .semi_structured import is_two_four as is_two_four
-from .semi_structured import pack_two_four as pack_two_four
-from .semi_structured import unpack_two_four as unpack_two_four

@@ -20,7 +20,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff.evaluation.evaluator import FolderEvaluator, f1
+from hf_eff.evaluation.evaluator import FolderEvaluator
+from hf_eff.evaluation.metrics import class_score
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -138,8 +139,9 @@ def test_f1_of_two_classes_is_that_of_class_one():
     for classes in (2, 3):
         guesses, truth = (torch.randint(classes, (40,), generator=generator) for _ in range(2))
         average = "binary" if classes == 2 else "macro"
-        assert f1(guesses, truth, classes) == pytest.approx(f1_score(truth, guesses, average=average))
-    assert f1(torch.zeros(3), torch.zeros(3), 2) == 0.0
+        logits = torch.nn.functional.one_hot(guesses, classes).float()
+        assert class_score("f1", logits, truth) == pytest.approx(f1_score(truth, guesses, average=average))
+    assert class_score("f1", torch.tensor([[1.0, 0.0]] * 3), torch.zeros(3)) == 0.0
 
 
 @pytest.mark.parametrize("max_length", [None, 5])

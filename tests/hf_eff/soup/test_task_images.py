@@ -17,7 +17,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff.evaluation.evaluator import FolderEvaluator, regression_score
+from hf_eff.evaluation.evaluator import FolderEvaluator
+from hf_eff.evaluation.metrics import regression_score
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
@@ -106,7 +107,7 @@ def test_regression_scores_are_those_of_scipy_and_scikit_learn(room, task):
         "mse": mean_squared_error, "loss": mean_squared_error, "mae": mean_absolute_error,
         "pearson": lambda one, two: pearsonr(one, two)[0], "spearman": lambda one, two: spearmanr(one, two)[0],
     }[task]  # fmt: skip
-    assert regression_score(task, predicted, truth) == pytest.approx(reference(predicted.double(), truth))
+    assert regression_score(task, predicted[:, None], truth) == pytest.approx(reference(predicted.double(), truth))
     folder = room / "number" / "checkpoint-1"
     with np.load(room / "digits.npz") as held:
         pixels, labels = (torch.from_numpy(held["images"]).double() / 255 - 0.5) / 0.25, held["labels"]
@@ -135,8 +136,8 @@ def test_texts_have_regression_too(tmp_path):
 
 
 def test_correlations_of_constants_are_no_numbers():
-    assert np.isnan(regression_score("pearson", torch.ones(4), torch.arange(4)))
-    assert np.isnan(regression_score("spearman", torch.arange(4), torch.ones(4)))
+    assert np.isnan(regression_score("pearson", torch.ones(4, 1), torch.arange(4)))
+    assert np.isnan(regression_score("spearman", torch.arange(4)[:, None], torch.ones(4)))
 
 
 def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shared_core import Recipe
 from shared_core.cli import app
-from shared_core.tools.planning import ModelShape, PlannedRun, plan
+from shared_core.contrib.planning import ModelShape, PlannedRun, plan
 
 
 @pytest.mark.parametrize("tied", [False, True])

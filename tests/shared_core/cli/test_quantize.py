@@ -1,7 +1,6 @@
 """`eff quantize`: what is written, that it loads, that it deploys, and what is refused before any work."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.quantization import BitPlan, apply_ranges, quantize
-from shared_core.quantization.post_training.torchao_calibration import quantize_with_torchao
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.served import codes_of
 
@@ -29,9 +27,6 @@ def model():
 def batches():
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(8, 64, generator=generator) for _ in range(1000))
-
-def scaled_batches():
-    return (batch * torch.logspace(-1, 1, 64) for batch in batches())
 
 def one_hot():
     return [torch.eye(64)[torch.arange(start, start + 200) % 64] for start in range(3)]
@@ -100,8 +95,7 @@ PLANNED = [
     "--largest-loss",
     "0",
 ]
-BY_TORCHAO = ["quantize_task:model", "--out", "out", "--calibration", "quantize_task:scaled_batches", "--batches", "5"]
-AWQ = [*BY_TORCHAO, "--method", "awq"]
+GPTQ = ["quantize_task:model", "--out", "out", "--calibration", "quantize_task:batches", "--method", "gptq"]
 
 
 @pytest.fixture
@@ -237,13 +231,12 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*SCHEME, "--mode", "min"], ConfigError, "--mode must come with --eval"),
     ([*SCHEME, "--batches", "3"], ConfigError, "--batches must come with --calibration"),
     ([*SCHEME, "--attack-steps", "3"], ConfigError, "--attack-steps must come with --attack"),
-    ([*SCHEME, "--method", "awq"], ConfigError, "--method must come with --calibration"),
-    ([*BY_TORCHAO, "--method", "gptq", "--scheme", "fp8"], ConfigError, "scheme must give linear layers integer codes"),
-    ([*BY_TORCHAO, "--method", "gptq", "--set", "damping=0"], ConfigError, "damping must be"),
-    ([*AWQ, "--scheme", "int8"], ConfigError, "scheme must be one of"),
-    ([*AWQ, "--set", "range=kl"], ConfigError, "torchao.range is not an option"),
-    ([*AWQ, "--equalize", "--latency"], ConfigError, "without --equalize, --latency"),
-    ([*AWQ, "--eval", "quantize_task:quality", "--largest-loss", "0"], ConfigError, "must stand without --largest-lo"),
+    ([*SCHEME, "--method", "gptq"], ConfigError, "--method must come with --calibration"),
+    ([*GPTQ, "--scheme", "fp8"], ConfigError, "scheme must give linear layers integer codes"),
+    ([*GPTQ, "--set", "damping=0"], ConfigError, "damping must be"),
+    ([*GPTQ, "--method", "awq"], ConfigError, "--method must be gptq, got 'awq'; use llm-compressor for AWQ"),
+    ([*GPTQ, "--equalize", "--latency"], ConfigError, "without --equalize, --latency"),
+    ([*GPTQ, "--eval", "quantize_task:quality", "--largest-loss", "0"], ConfigError, "must stand without --largest-lo"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
@@ -328,34 +321,6 @@ def test_progress_is_told_to_python_too():
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-# -- methods of torchao
-
-
-def test_a_method_of_torchao_writes_plain_weights_and_tells_the_gain(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    result = run(
-        *AWQ, "--set", "group_size=32", "--eval", "quantize_task:quality", "--report", "page.html", "--json",
-    )  # fmt: skip
-    assert result.exit_code == 0
-    values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
-    assert json.loads(result.stdout) == values
-    assert (values["config"]["method"], values["config"]["scheme"], values["batches"]) == ("awq", "int4_weight", 5)
-    assert values["layers"][0]["group_size"] == 32
-    assert list(values["left_out"]) == ["2"]
-    assert values["bytes"]["float"] - values["bytes"]["quantized"] == 64 * 32 * 4 - values["layer_bytes"]["0"][1]
-    assert values["quality"]["quantized"] != values["quality"]["float"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["eff_quantization.json", "model.safetensors"]
-    data = [batch for batch, _ in zip(run.task.scaled_batches(), range(5), strict=False)]
-    expected, report = quantize_with_torchao(run.task.model(), "awq", data, group_size=32, plain_weights=True)
-    model = run.task.model()
-    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
-    assert torch.equal(model[0].weight, expected[0].weight)
-    assert report.output_error == values["output_error"]
-    page = (tmp_path / "page.md").read_text()
-    assert "## What awq gained" in page
-    assert f"{report.layers[0]['output_sqnr_db']:.2f}" in page
-
-
 def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -381,13 +346,3 @@ def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
         assert torch.equal((codes * scale.unsqueeze(1)).view_as(weight), weight)
     export = ["export", "out", "--format", "compressed-tensors", "--out", "served"]
     assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
-
-
-def test_a_method_of_torchao_prints_the_gain(run, tmp_path):
-    result = run(*BY_TORCHAO, "--method", "smoothquant", "--set", "alpha=0.4", "--set", "skip=last")
-    assert result.exit_code == 0
-    assert "with plain rounding to the same grid" in " ".join(result.stdout.split())
-    assert "times smaller" in result.stdout
-    values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
-    assert values["output_sqnr_db"] == pytest.approx(-20 * math.log10(values["output_error"]["quantized"]))
-    assert f"SQNR of the model's output: {values['output_sqnr_db']:.1f} dB" in result.stdout

@@ -15,14 +15,14 @@ from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.cli.explain import run_length
 from shared_core.cli.init import GOALS, commented_recipe
+from shared_core.contrib.planning import PlannedRun
+from shared_core.contrib.planning.plan import counted_costs, saved_bytes
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries
-from shared_core.tools.planning import PlannedRun
 from shared_core.tools.planning.explain import explain
-from shared_core.tools.planning.plan import counted_costs, saved_bytes
 
 STEPS = 8
 

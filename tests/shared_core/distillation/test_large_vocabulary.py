@@ -85,7 +85,7 @@ def batch(rows=4, length=7, seed=5):
 def attached(model, teacher, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, total_steps=10)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -98,7 +98,7 @@ def step(model, teacher, inputs, forward=None, **options):
         loss = technique.loss(task, context)
         loss.backward()
     finally:
-        technique.detach(model)
+        context.undo.close()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return loss.detach(), grads, task.detach()
@@ -176,7 +176,7 @@ class TestSameAsWithLogits:
             for first in range(0, 4, size):
                 part = {name: value[first : first + size] for name, value in whole.items()}
                 technique.loss(student(**part, num_items_in_batch=items).loss, context).backward()
-            technique.detach(student)
+            context.undo.close()
             grads = [parameter.grad.clone() for parameter in student.parameters()]
             student.zero_grad()
             return grads
@@ -255,7 +255,7 @@ class TestWithoutLogits:
         technique, context = attached(student, teacher, **options)
         with LargestTensor() as largest:
             technique.loss(student(**inputs).loss, context).backward()
-        technique.detach(student)
+        context.undo.close()
         return largest.numel, technique.report()
 
     @pytest.mark.parametrize("kind", MAKE)
@@ -286,7 +286,7 @@ class TestWithoutLogits:
             assert type(copied.lm_head) is nn.Linear
             assert torch.equal(copied.train()(**inputs).logits, real)
         keys = student.state_dict().keys()
-        technique.detach(student)
+        context.undo.close()
         assert {type(student.lm_head), type(teacher.lm_head)} == {nn.Linear}
         assert student.state_dict().keys() == keys == make("gemma2").state_dict().keys()
         assert not {"when", "budget"} & vars(student.lm_head).keys()
@@ -304,11 +304,11 @@ class TestRefusals:
     )  # fmt: skip
     def test_numbers_are_asked_for(self, use):
         student = make("llama")
-        technique, _ = attached(student, make("llama", 1), chunked=True)
+        _, context = attached(student, make("llama", 1), chunked=True)
         logits = student(**batch()).logits
         with pytest.raises(TrainingError, match="compute metrics in evaluation"):
             use(logits)
-        technique.detach(student)
+        context.undo.close()
 
     def test_targets_that_are_no_classes(self):
         student = make("llama")

@@ -60,7 +60,7 @@ def bert(kind=BertForSequenceClassification, hidden=8, seed=0, **options):
 def attached(model, teacher, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, total_steps=total_steps)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -259,7 +259,7 @@ class TestAccumulation:
                 technique.loss(task / window, context).backward()
             gradients.append(torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None]))
             assert technique.report()["positions"] == window
-            technique.detach(student)
+            context.undo.close()
         assert gradients[0].abs().max() > 1e-4
         for gradient in gradients[1:]:
             torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-6)
@@ -276,7 +276,7 @@ class TestAccumulation:
             student(input_ids=padded, attention_mask=attention, **labels)
             losses.append(technique.loss(torch.zeros((), requires_grad=True), context))
             assert technique.report()["positions"] == 15
-            technique.detach(student)
+            context.undo.close()
         torch.testing.assert_close(losses[0], losses[1])
 
     def test_a_micro_batch_without_labels_to_count(self):

@@ -31,7 +31,7 @@ def questions(padding=0):
 def attached(student, teacher, **options):
     technique = Distillation(DistillConfig(**{"teacher": teacher, "alpha": 0.0, "temperature": T, **options}))
     context = Context(student, total_steps=3)
-    technique.attach(student, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -119,8 +119,8 @@ class TestSpans:
         technique = Distillation(DistillConfig(teacher="mutual", peers=[students[1]], alpha=0.0, temperature=T))
         services = type("Services", (), {"task_loss": lambda self, model, forward: forward().start_logits.sum() * 0})()
         context = Context(students[0], services=services, total_steps=2)
-        technique.before_attach(students[0], context)
-        technique.attach(students[0], context)
+        technique.before_attach(context)
+        technique.attach(context)
         context.optimizers = (torch.optim.SGD(students[0].parameters(), lr=0.1),)
         technique.begin(context)
         students[0].train()(**questions())

@@ -31,13 +31,13 @@ def cut(model):
 def soft(model, teacher, x, **options):
     technique = Distillation(DistillConfig(teacher=teacher, alpha=0.0, temperature=2.0, **options))
     context = Context(model, total_steps=3)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     technique.labels = torch.zeros(len(x), dtype=torch.long)
     model.zero_grad()
     loss = technique.loss(model(x).sum(), context)
     loss.backward()
-    technique.detach(model)
+    context.undo.close()
     return loss, [parameter.grad for parameter in model.parameters()]
 
 

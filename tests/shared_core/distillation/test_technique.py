@@ -41,7 +41,7 @@ class Lines:
 def attached(model, teacher, services=None, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, services=services or Lines(), total_steps=total_steps)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -161,7 +161,7 @@ class TestTeacher:
     def test_a_bare_loop_asks_for_a_module(self):
         technique = Distillation(DistillConfig(teacher="runs/teacher"))
         with pytest.raises(CompatibilityError, match="must be a module here, got 'runs/teacher'"):
-            technique.attach(mlp(), Context(mlp()))
+            technique.attach(Context(mlp()))
 
     def test_a_saved_recipe_asks_for_the_module_again(self):
         saved = DistillConfig(teacher=mlp()).to_dict()["teacher"]
@@ -270,13 +270,12 @@ class TestForwardHook:
     def test_detach_leaves_no_hook(self):
         student = mlp()
         technique, context = attached(student, mlp(16))
-        technique.finish(student, context)
-        technique.detach(student)
+        technique.finish(context)
+        context.undo.close()
         assert not student._forward_hooks
         assert not student._forward_hooks_with_kwargs
         assert technique.report()["teacher"] == "Sequential"
-        technique.attach(student, context)
-        technique.attach(student, context)
+        technique.attach(context)
         assert len(student._forward_hooks) == 1
 
     def test_a_copied_or_pickled_student_carries_nothing_along(self):

@@ -61,7 +61,7 @@ def attached(student, teacher, words=None, **options):
     technique = Distillation(DistillConfig(**{"teacher": teacher, "alpha": 0.0, **options}))
     context, notes = Context(student, services=Services(words), total_steps=3), []
     context.note = notes.append
-    technique.attach(student, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context, notes
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_right_is_refused(ranks):
 def test_one_process_is_refused():
     technique = GradientCompression(CommConfig(hook="bf16"))
     with pytest.raises(CompatibilityError, match="several processes under DDP or FSDP2, got 1; start it with torchrun"):
-        technique.attach(torch.nn.Linear(2, 2), Context(model=torch.nn.Linear(2, 2)))
+        technique.attach(Context(model=torch.nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("other", [{"run_environment": ["fp16"]}, {"loss_scale": {"kind": "dynamic"}}])

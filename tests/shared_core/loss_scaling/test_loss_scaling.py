@@ -257,7 +257,7 @@ class TestTechnique:
             model, optimizer = net(fused)
             technique = LossScaling(LossScaleConfig(kind="dynamic", init_scale=1024, growth_interval=2))
             context = Context(model)
-            technique.attach(model, context)
+            technique.attach(context)
             technique.begin(context)
             self.run(technique, (0, INF, 0, 0, 0, NAN), model, optimizer, context)
             assert context.step == 4

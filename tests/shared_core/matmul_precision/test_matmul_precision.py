@@ -35,7 +35,7 @@ def run(precision, model=None):
     model = model or nn.Linear(3, 2)
     technique = MatmulPrecision(MatmulPrecisionConfig(precision=precision))
     context = Context(model=model, services=Said())
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -49,35 +49,35 @@ def test_it_is_set_and_put_back(precision, previous, end):
     assert torch.get_float32_matmul_precision() == precision
     assert technique.report()["previous"] == previous
     if end == "finish":
-        technique.finish(context.model, context)
-    technique.detach(context.model)
+        technique.finish(context)
+    context.undo.close()
     assert torch.get_float32_matmul_precision() == previous
     torch.set_float32_matmul_precision("medium")
-    technique.detach(context.model)  # a second time does nothing
+    context.undo.close()  # a second time does nothing
     assert torch.get_float32_matmul_precision() == "medium"
 
 
 @pytest.mark.parametrize("first_ends", ["first", "last"])
 def test_of_two_runs_the_one_that_goes_on_keeps_its_precision(first_ends):
     torch.set_float32_matmul_precision("highest")
-    first, _ = run("high")
-    second, _ = run("medium")
+    _, first = run("high")
+    _, second = run("medium")
     order = [first, second] if first_ends == "first" else [second, first]
-    order[0].detach(nn.Linear(3, 2))
+    order[0].undo.close()
     assert torch.get_float32_matmul_precision() == ("medium" if order[1] is second else "high")
-    order[1].detach(nn.Linear(3, 2))
+    order[1].undo.close()
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_run_that_never_ended_decides_nothing_for_later_ones():
-    lost, _ = run("medium")
+    _, lost = run("medium")
     torch.set_float32_matmul_precision("highest")  # by the user, since the lost run did not
-    later, _ = run("high")
-    later.detach(nn.Linear(3, 2))
+    _, later = run("high")
+    later.undo.close()
     assert torch.get_float32_matmul_precision() == "highest"
-    later, _ = run("high")
-    lost.detach(nn.Linear(3, 2))
-    later.detach(nn.Linear(3, 2))
+    _, later = run("high")
+    lost.undo.close()
+    later.undo.close()
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -89,7 +89,7 @@ def test_newer_switches_are_put_back_too():
         assert float32_matmul_precision() == "mixed"
         technique, context = run("medium")
         assert torch.get_float32_matmul_precision() == "medium"
-        technique.detach(context.model)
+        context.undo.close()
         assert technique.report()["previous"] == "mixed"
         assert [backend.fp32_precision for backend in backends] == ["tf32", "ieee"]
         assert environment()["float32_matmul_precision"] == "mixed"

@@ -52,7 +52,7 @@ def test_layers_that_are_trained_whole_are_pruned_and_stay_so_when_adapters_are_
 
 def test_merged_models_are_pruned():
     model = wrapped().merge_and_unload().requires_grad_(True)
-    assert set(attach("prune", model).techniques["prune"].touched(model).tensors) == {
+    assert set(attach("prune", model).context.touched["prune"].tensors) == {
         "0.weight",
         "2.weight",
         "4.weight",

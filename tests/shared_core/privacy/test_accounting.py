@@ -1,11 +1,13 @@
 """What DP-SGD spends and draws: accountants, Poisson sampling, the loaders and options that they need."""
 
+import hashlib
 import math
 
 import numpy as np
 import pytest
 import torch
 from privacy_runs import Run
+from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
@@ -83,6 +85,42 @@ def test_an_epoch_goes_on_where_the_last_one_ended_and_replays_what_a_resume_ski
     assert list(other) != first
 
 
+def test_a_generator_on_the_cpu_takes_the_whole_of_its_seed():
+    key = bytes(range(16))
+    words = np.frombuffer(hashlib.shake_256(key + b"noise 3 7").digest(4 * 624), np.uint32)
+    expected = np.random.MT19937()
+    expected.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    drawn = torch.rand(2000, generator=Secret(key).generator("noise 3", 7))
+    assert drawn.tolist() == (expected.random_raw(2000) % 2**24 / 2**24).tolist()
+
+
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_noise_is_normal_and_its_own_in_each_tensor_and_step(secure_mode):
+    size = 1 << 18
+    like = [torch.empty(size), torch.empty(size), torch.empty(size // 2, dtype=torch.complex64)]
+    drawn = [
+        torch.view_as_real(part).flatten() if part.is_complex() else part
+        for step in (0, 1)
+        for part in Secret(bytes(16)).noise(like, 0.5, step, secure_mode=secure_mode)
+    ]
+    for part in drawn:
+        values = part.double().numpy() / 0.5
+        assert stats.kstest(values, "norm").pvalue > 0.01
+        for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
+            assert abs((values**power).mean() - moment) < 4 * (values**power).std() / size**0.5
+    assert float((torch.corrcoef(torch.stack(drawn)) - torch.eye(6)).abs().max()) < 4 / size**0.5
+    again = Secret(bytes(16)).noise(like, 0.5, 1, secure_mode=secure_mode)
+    assert torch.equal(next(again), drawn[3])
+
+
+def test_secure_noise_is_half_the_sum_of_four_numbers():
+    (drawn,) = Secret(bytes(16)).noise([torch.empty(100)], 2.0, 5, secure_mode=True)
+    generator = Secret(bytes(16)).generator("noise 0", 5)
+    torch.normal(0.0, 2.0, (1, 1), generator=generator)  # Opacus drops the first
+    parts = [torch.normal(0.0, 2.0, (100,), generator=generator) for _ in range(4)]
+    torch.testing.assert_close(drawn, sum(parts) / 2)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield torch.zeros(3)
@@ -115,6 +153,7 @@ def test_loaders_that_cannot_be_sampled_are_refused():
         ({"noise_multiplier": -1.0}, "noise_multiplier must be in"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be in"),
         ({"noise_multiplier": 1.0, "max_grad_norm": 0}, "max_grad_norm must be in"),
+        ({"noise_multiplier": 1.0, "secure_mode": True, "seed": 5}, "secure_mode must stand without a seed, got 5"),
     ],
 )
 def test_options_are_checked(options, says):

@@ -39,7 +39,7 @@ def start(model, total=4, **options):
     torch.manual_seed(0)
     technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", "clip_gelu": 10, **options}))
     context = Context(model=model, total_steps=total)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     return technique, context
 
@@ -256,7 +256,7 @@ def test_saved_ranges_carry_it():
     x = torch.randn(64, 4)
     during = model.eval()(x)
     ranges = technique.ranges()
-    technique.finish(model, context)
+    technique.finish(context)
     assert not any(module._forward_hooks for module in model.modules())
     fresh = Mlp(nn.GELU())
     fresh.load_state_dict(model.state_dict())

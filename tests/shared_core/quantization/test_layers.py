@@ -24,8 +24,8 @@ def test_detach_twice_gives_stock_classes_and_untouched_weights():
     assert type(run.model[0]) is FakeQuantConv2d
     assert list(run.model.state_dict()) == list(conv_net().state_dict())
     assert not list(run.model.buffers())
-    run.technique.detach(run.model)
-    run.technique.detach(run.model)
+    run.context.undo.close()
+    run.context.undo.close()
     fresh = conv_net()
     assert [type(module) for module in run.model] == [type(module) for module in fresh]
     assert [set(vars(module)) for module in run.model] == [set(vars(module)) for module in fresh]
@@ -87,7 +87,7 @@ class Tied(nn.Module):
 def test_what_cannot_be_quantised_is_left_out_and_named():
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", skip=("embed",)))
     model = Tied()
-    technique.attach(model, Context(model=model))
+    technique.attach(Context(model=model))
     left_out = technique.report()["left_out"]
     assert set(left_out) == {"odd", "lora_A", "head", "normed"}
     assert "tied" in left_out["head"]
@@ -105,7 +105,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
     assert not torch.equal(model.embed(indices), model.embed.weight[indices])
     expected = quantize_weight(model.head, model.head.weight, LayerScheme()).detach()
     assert torch.equal(model.embed(indices), expected[indices])
-    run.technique.finish(model, run.context)
+    run.technique.finish(run.context)
     assert torch.equal(model.embed.weight, expected)
     assert model.head.weight is model.embed.weight
     technique = QuantizationAwareTraining(
@@ -113,7 +113,7 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
     )
     other = Tied()
     with pytest.raises(ConfigError, match="head must be quantised like embed, with which it shares its weight"):
-        technique.attach(other, Context(model=other))
+        technique.attach(Context(model=other))
     assert type(other.head) is nn.Linear
 
 
@@ -121,19 +121,19 @@ def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
 def test_asking_for_what_cannot_be_is_an_error(pattern):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", include=(pattern, "body")))
     with pytest.raises(CompatibilityError, match="include must name layers that can be quantised"):
-        technique.attach(Tied(), Context(model=Tied()))
+        technique.attach(Context(model=Tied()))
 
 
 def test_matching_nothing_and_attaching_twice_are_errors():
     technique = QuantizationAwareTraining(QatConfig(scheme="int8"))
     with pytest.raises(MatchError, match="has no Linear"):
-        technique.attach(nn.ReLU(), Context(model=nn.ReLU()))
+        technique.attach(Context(model=nn.ReLU()))
     only = nn.Sequential(Doubled(2, 2))
     with pytest.raises(MatchError, match="can be quantised; 0: Doubled"):
-        technique.attach(only, Context(model=only))
+        technique.attach(Context(model=only))
     model = Run(small_net()).model
     with pytest.raises(CompatibilityError, match="no quantisers yet"):
-        technique.attach(model, Context(model=model))
+        technique.attach(Context(model=model))
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -158,7 +158,7 @@ def test_fused_encoder_evaluation_does_not_walk_past_the_quantisers():
         fused = model(x, src_key_padding_mask=padding)
     slow = model(x, src_key_padding_mask=padding).detach()
     assert torch.allclose(fused[0], slow[0], atol=1e-6)
-    run.technique.detach(model)
+    run.context.undo.close()
     with torch.no_grad():
         assert not torch.allclose(model(x)[0], slow[0], atol=1e-2)
     assert layer.activation_relu_or_gelu == model.layers[0].activation_relu_or_gelu
@@ -209,7 +209,7 @@ def test_looking_at_batches_moves_no_batch_norm_folded_or_not_and_no_window_outl
         assert torch.equal(buffer, before[name]), name
     model(data[1])  # of no step
     assert run.technique.bank.window.isfinite().any()
-    run.technique.finish(model, run.context)
+    run.technique.finish(run.context)
     assert not run.technique.state_dict()["window"].isfinite().any()
 
 

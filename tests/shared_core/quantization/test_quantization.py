@@ -210,7 +210,7 @@ def test_baked_weights_and_saved_ranges_equal_the_training_model(make, shape):
     apply_ranges(plain.eval(), ranges)
     with torch.no_grad():
         assert torch.equal(plain(probe), expected)
-    run.technique.finish(run.model, run.context)
+    run.technique.finish(run.context)
     assert [type(module) for module in run.model] == [type(module) for module in make()]
     assert all(torch.equal(value, baked[name]) for name, value in run.model.state_dict().items())
     assert run.technique.ranges() == ranges
@@ -228,7 +228,7 @@ def test_a_run_that_ends_before_begin_stays_in_float():
     state, before = run.model.state_dict(), run.model[0].weight.detach().clone()
     assert run.technique.bake(state) is state
     assert run.technique.plan(run.context).missing == "fake quantisation is not on yet, it starts at step 9"
-    run.technique.finish(run.model, run.context)
+    run.technique.finish(run.context)
     assert torch.equal(run.model[0].weight, before)
     assert type(run.model[0]) is type(small_net()[0])
     assert run.technique.report()["began_at_step"] is None
@@ -249,8 +249,8 @@ def test_keep_leaves_the_modules():
     run = Run(small_net(), keep=True)
     run.step(*batches(1))
     latent = run.model[0].weight.clone()
-    run.technique.finish(run.model, run.context)
-    run.technique.detach(run.model)
+    run.technique.finish(run.context)
+    run.context.undo.close()
     assert type(run.model[0]) is FakeQuantLinear
     assert torch.equal(run.model[0].weight, latent)
     assert not torch.equal(run.technique.bake(run.model.state_dict())["0.weight"], latent)

@@ -17,7 +17,7 @@ from shared_core.quantization import QatConfig, QuantizationAwareTraining
 def run(model, wrapped, batches):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8"))
     context = Context(model=model, total_steps=len(batches))
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     module = wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +58,7 @@ def clipped_branches(rank):
     model = Branches()
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", clip_gelu=10))
     context = Context(model=model, total_steps=2)
-    technique.attach(model, context)
+    technique.attach(context)
     technique.begin(context)
     for _ in range(2):
         model(torch.randn(8, 4), rank).sum().backward()

@@ -3,44 +3,21 @@
 import base64
 import math
 import re
-import sys
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
+from reports import Outline
 
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
-from shared_core.reports.page import Plot, Section, Table, bar_plot, build_page, check_page, line_plot, write_page
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.reports.page import Plot, Section, Table, build_page, check_place, show, write_page
+from shared_core.reports.plots import bar_plot, line_plot
 
 HOSTILE = '<script>alert("x & y")</script>|`a`*b*_c_[d](e)~'
-VOID = {"meta", "img"}
-
-
-class Outline(HTMLParser):
-    """What a browser would make of a page; fails where tags do not close."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.tags, self.text, self.attributes = [], [], [], []
-        self.feed(page)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 def test_a_users_text_is_text():
-    blocks = [HOSTILE, Table([HOSTILE, "n"], [[HOSTILE, 1]]), Plot(b"<svg/>", HOSTILE)]
+    blocks = [HOSTILE, Table([HOSTILE, "n"], [[HOSTILE, 1]]), Plot(HOSTILE, b"<svg/>")]
     page, text = build_page(HOSTILE, [Section(HOSTILE, blocks)])
     outline = Outline(page)
     assert "script" not in outline.tags
@@ -120,17 +97,25 @@ def test_a_page_and_its_twin_are_written_whole_or_not(tmp_path, monkeypatch):
 
 
 def test_places_for_pages(tmp_path):
-    check_page(tmp_path / "a.html", "here")
-    check_page(tmp_path / "new" / "a.html", "here", made=tmp_path / "new")
+    check_place(tmp_path / "a.html", "here")
+    check_place(tmp_path / "new" / "a.html", "here", made=tmp_path / "new")
     for path in (tmp_path / "a.txt", tmp_path / "a", tmp_path / "new" / "a.html"):
         with pytest.raises(ConfigError, match=r"^here must be an .html file in a folder that exists, got "):
-            check_page(path, "here")
+            check_place(path, "here")
     (tmp_path / "b.md").mkdir()
     with pytest.raises(CheckpointError, match="here must be a file"):
-        check_page(tmp_path / "b.html", "here")
+        check_place(tmp_path / "b.html", "here")
 
 
-def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"here: needs matplotlib.*efftrain\[plots\]"):
-        check_page(tmp_path / "a.html", "here")
+def test_a_long_table_says_how_many_rows_are_left_out():
+    page, text = build_page("t", [Section("s", [Table(["n", "x"], [[i, "a"] for i in range(1200)])])])
+    assert text.endswith("| 998 | a |\n| … and 201 more | – |\n")
+    assert '<td class="n">… and 201 more</td>' in page
+
+
+def test_a_terminal_shows_the_same_words(capsys):
+    show(["a [b] \x1b[2J", Table(["layer", "bytes"], [["0\x07", 1280], ["1", None]]), Plot("drawn", b"<svg/>")])
+    shown = capsys.readouterr().out
+    for words in ("a [b] \\u001b[2J\n", "0\\u0007", "1,280", "–"):
+        assert words in shown
+    assert "drawn" not in shown

@@ -84,7 +84,7 @@ def test_a_page_of_everything(run, tmp_path):
     assert "Not measured" not in text
 
     asked = part(text, "What was asked")
-    for row in ("| model | report_task:cnn_and_inputs |", "| set | weight_bits=4, skip=6 |", "| equalize | True |",
+    for row in ("| model | report_task:cnn_and_inputs |", "| set | weight_bits=4, skip=6 |", "| equalize | true |",
                 "| qat | qat |", "| attack-eps | 8/255,0.1 |", "| weight_bits | 4 |", "| range | mse |"):  # fmt: skip
         assert row in asked
 

@@ -30,13 +30,13 @@ def test_estimating_norms_changes_nothing_else():
     model, options = Counting(), SoupConfig(kind="uniform", bn_batches=2)
     weights = {step: {name: value.clone() for name, value in model.state_dict().items()} for step in (1, 2)}
     services = RunServices(model, weights, None)
-    ModelSoup(options).finish(model, Context(model=model, services=services))
+    ModelSoup(options).finish(Context(model=model, services=services))
     assert services.calibrations == 1
     assert (int(model.count), float(model.mean), float(model.idle.running_mean[0])) == (7, 0.5, 5.0)
     assert int(model.used.num_batches_tracked) == 2
     services.calibrate = lambda num_batches: None
     with pytest.raises(TrainingError, match="must give batches to estimate statistics on, got none of 2"):
-        ModelSoup(options).finish(model, Context(model=model, services=services))
+        ModelSoup(options).finish(Context(model=model, services=services))
     assert int(model.used.num_batches_tracked) == 2  # that of the final weights
     assert model.used.momentum == 0.1
 
@@ -52,7 +52,7 @@ def test_sixteen_equal_checkpoints_in_any_order_of_keys_are_their_own_soup(kind,
     services.weights = {step: dict(reversed(same.items())) for step in services.weights}
     services.weights[20] = {name: value.float() if value.is_floating_point() else value for name, value in same.items()}
     technique = ModelSoup(SoupConfig(kind=kind))
-    technique.finish(model, context)
+    technique.finish(context)
     assert all(same_bits(value, same[name]) for name, value in model.state_dict().items())
     assert len(technique.report()["ingredients"]) == 16
 
@@ -61,7 +61,7 @@ def test_what_diverged_is_left_out_and_named():
     metrics = iter([0.3, float("nan"), 0.2, 0.2, 0.1])
     model, context, services, technique = a_run(metric=lambda model: next(metrics))
     services.weights[20]["2.bias"][0] = float("nan")
-    technique.finish(model, context)
+    technique.finish(context)
     reasons = {row["name"]: row["reason"] for row in technique.report()["history"]}
     assert "'2.bias' holds a NaN" in reasons["checkpoint-20"]
     assert "its metric is nan" in reasons["checkpoint-30"]
@@ -70,12 +70,12 @@ def test_what_diverged_is_left_out_and_named():
         weights["2.bias"][0] = float("inf")
     model.load_state_dict(services.weights[40])
     with pytest.raises(CheckpointError, match="at least one ingredient must have finite weights"):
-        technique.finish(model, context)
+        technique.finish(context)
     del services.weights[30]["2.bias"]
     with pytest.raises(
         CheckpointError, match=r"same tensors, got '2.bias' in .*checkpoint-10 but not in checkpoint-30"
     ):
-        technique.finish(model, context)
+        technique.finish(context)
 
 
 def test_whatever_ends_the_search_leaves_the_final_weights():
@@ -92,7 +92,7 @@ def test_whatever_ends_the_search_leaves_the_final_weights():
             model[0].weight.add_(1)
         final = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(end):
-            technique.finish(model, context)
+            technique.finish(context)
         assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
 
 

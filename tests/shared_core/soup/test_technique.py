@@ -21,7 +21,7 @@ def test_the_model_holds_the_soup_of_its_checkpoints():
     context.weights_replaced = lambda: replaced.append(1)
     parameters = [id(parameter) for parameter in model.parameters()]
     technique.begin(context)
-    technique.finish(model, context)
+    technique.finish(context)
     expected = greedy_soup(
         list(services.weights.values()), lambda weights: float(weights["0.weight"].square().sum()), mode="min"
     )
@@ -42,14 +42,14 @@ def test_final_weights_are_an_ingredient_unless_saved():
     model, context, _, technique = a_run(metric=lambda model: 1.0)
     with torch.no_grad():
         model[0].weight.add_(1)
-    technique.finish(model, context)
+    technique.finish(context)
     assert technique.report()["ingredients"][-1] == "final weights (step 40)"
     assert technique.report()["candidates"] == 5
 
 
 def test_uniform_takes_all():
     model, context, services, technique = a_run(kind="uniform")
-    technique.finish(model, context)
+    technique.finish(context)
     expected = uniform_soup(list(services.weights.values()))
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert services.evaluations == 0
@@ -60,21 +60,21 @@ def test_weights_are_of_the_newest_oldest_first():
     with torch.no_grad():
         model[0].weight.add_(1)  # the final weights, which no checkpoint holds
     final = {name: value.clone() for name, value in model.state_dict().items()}
-    technique.finish(model, context)
+    technique.finish(context)
     expected = uniform_soup([services.weights[40], final], [1, 3])
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert technique.report()["weights"] == [1, 3]
     model, context, services, technique = a_run(kind="weighted", weights=[9, 9, 1, 3], count=2)
-    technique.finish(model, context)
+    technique.finish(context)
     expected = uniform_soup(list(services.weights.values()), [1, 3])
     assert torch.equal(model[0].weight, expected["0.weight"])
     assert "only the last 2 weights" in services.said[0]
 
 
 def test_the_receipt_of_an_average_names_who_was_left_out():
-    model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
+    _model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
     services.weights[30]["0.bias"][0] = torch.nan
-    technique.finish(model, context)
+    technique.finish(context)
     found = technique.report()
     assert (found["ingredients"], found["weights"]) == (["checkpoint-40"], [3])
     assert found["left_out"] == {"checkpoint-30": "left out: '0.bias' holds a NaN or an infinity"}
@@ -92,9 +92,9 @@ def test_the_receipt_of_an_average_names_who_was_left_out():
     ],
 )
 def test_in_another_order_only_the_first_is_evaluated_alone(options, tried):
-    model, context, services, technique = a_run(metric=lambda model: 1.0, repeat=False, **options)
+    _model, context, services, technique = a_run(metric=lambda model: 1.0, repeat=False, **options)
     services.logged = {10: 0.5, 20: 0.25, 40: float("nan")}
-    technique.finish(model, context)
+    technique.finish(context)
     names = [row["name"] for row in technique.report()["history"]]
     by_step = [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
     if tried is None:
@@ -107,16 +107,16 @@ def test_in_another_order_only_the_first_is_evaluated_alone(options, tried):
 
 
 def test_without_a_logged_metric_the_newest_is_first():
-    model, context, services, technique = a_run(metric=lambda model: 1.0, order="logged")
-    technique.finish(model, context)
+    _model, context, services, technique = a_run(metric=lambda model: 1.0, order="logged")
+    technique.finish(context)
     assert technique.report()["ingredients"][0] == "checkpoint-40"
     assert "no checkpoint was saved with eval_loss" in services.said[0]
 
 
 def test_min_delta_strict_and_noise_are_those_of_the_search():
     scores = iter([4.0, 3.0, 2.0, 1.0, 1.5, 0.75, 0.25, 0.25])  # alone, again, averages
-    model, context, services, technique = a_run(metric=lambda model: next(scores), min_delta=0.5, max_ingredients=2)
-    technique.finish(model, context)
+    _model, context, services, technique = a_run(metric=lambda model: next(scores), min_delta=0.5, max_ingredients=2)
+    technique.finish(context)
     assert [row["score"] for row in technique.report()["history"]] == [1.0, 0.75, 0.25, None]
     assert technique.report()["ingredients"] == ["checkpoint-40", "checkpoint-20"]
     assert technique.report()["repeat"] == [1.0, 1.5]
@@ -150,7 +150,7 @@ def test_rank_is_for_adapters():
 def test_a_best_model_that_was_loaded_is_no_second_ingredient():
     model, context, services, technique = a_run(metric=lambda model: 1.0)
     model.load_state_dict(services.weights[20])
-    technique.finish(model, context)
+    technique.finish(context)
     assert technique.report()["ingredients"] == [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
 
 
@@ -169,12 +169,12 @@ def test_a_metric_that_validation_does_not_report_is_noticed_while_training():
 
 
 def test_last_and_first_usable_step():
-    model, context, services, technique = a_run(metric=lambda model: 1.0, last=2)
-    technique.finish(model, context)
+    _, context, services, technique = a_run(metric=lambda model: 1.0, last=2)
+    technique.finish(context)
     assert technique.report()["ingredients"] == ["checkpoint-30", "checkpoint-40"]
-    model, context, services, technique = a_run(metric=lambda model: 1.0)
+    _model, context, services, technique = a_run(metric=lambda model: 1.0)
     context.plans["prune"] = Plan(usable_from=20)
-    technique.finish(model, context)
+    technique.finish(context)
     assert technique.report()["ingredients"] == ["checkpoint-20", "checkpoint-30", "checkpoint-40"]
     assert "1 checkpoints from before step 20" in services.said[0]
 
@@ -189,7 +189,7 @@ def test_a_run_that_ends_before_it_saves_a_usable_checkpoint_keeps_its_last_weig
     context.plans["prune"], notes = Plan(usable_from=first), []
     context.note = notes.append
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    technique.finish(model, context)
+    technique.finish(context)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert re.match(f"SOUP WAS NOT MADE: the run saved {why}.*holds its weights of step 40", "; ".join(notes))
     assert technique.report() == {"kind": "greedy", "ingredients": [], "candidates": 0}
@@ -198,34 +198,34 @@ def test_a_run_that_ends_before_it_saves_a_usable_checkpoint_keeps_its_last_weig
 
 def test_one_checkpoint_is_the_result():
     model, context, services, technique = a_run(count=1)
-    technique.finish(model, context)
+    technique.finish(context)
     assert torch.equal(model[0].weight, services.weights[10]["0.weight"])
     assert "only ingredient" in services.said[0]
 
 
 def test_a_metric_that_is_not_reported_is_refused():
-    model, context, _, technique = a_run(metric=lambda model: 1.0)
+    _model, context, _, technique = a_run(metric=lambda model: 1.0)
     technique = ModelSoup(SoupConfig(kind="greedy", metric="eval_los"))
     with pytest.raises(ConfigError, match="did you mean 'eval_loss'"):
-        technique.finish(model, context)
+        technique.finish(context)
 
 
 def test_checkpoints_of_another_model_are_refused():
-    model, context, services, technique = a_run()
+    _, context, services, technique = a_run()
     services.weights[20] = {**services.weights[20], "more": torch.ones(1)}
     with pytest.raises(CheckpointError, match="more"):
-        technique.finish(model, context)
-    model, context, services, technique = a_run()
+        technique.finish(context)
+    _model, context, services, technique = a_run()
     for weights in services.weights.values():
         weights["0.weight"] = torch.ones(9, 3)
     with pytest.raises(CheckpointError, match=r"shape.*\(9, 3\)"):
-        technique.finish(model, context)
+        technique.finish(context)
 
 
 def test_batch_norm_is_estimated_anew_for_every_average():
     model, context, services, technique = a_run(bn_batches=3)
     technique.begin(context)
-    technique.finish(model, context)
+    technique.finish(context)
     assert services.calibrations == 9
     assert model[1].momentum == 0.1
     mean = model[1].running_mean.clone()
@@ -249,7 +249,7 @@ def test_a_tied_model_takes_checkpoints_that_hold_the_tie_once():
     weights = {step: {"head.weight": torch.full((5, 3), float(step))} for step in (1, 2)}
     services = RunServices(model, weights, lambda model: 0.0)
     technique = ModelSoup(SoupConfig(kind="greedy", last=2))
-    technique.finish(model, Context(model=model, services=services))
+    technique.finish(Context(model=model, services=services))
     assert model.head.weight is model.embed.weight
     assert technique.report()["candidates"] == 3
     expected = uniform_soup([{"w": weights[1]["head.weight"]}, {"w": weights[2]["head.weight"]}, {"w": start}])
@@ -279,7 +279,7 @@ def _two_processes(rank, port_file, out):
         return float((model[0].weight.detach() - noise).square().sum())
 
     model, context, services, technique = a_run(metric=metric)
-    technique.finish(model, context)
+    technique.finish(context)
     torch.save({"state": model.state_dict(), "evaluations": services.evaluations}, f"{out}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -298,7 +298,7 @@ def test_two_processes_choose_what_the_main_process_measures(tmp_path):
         assert process.exitcode == 0
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     model, run_context, services, technique = a_run(metric=lambda model: float(model[0].weight.detach().square().sum()))
-    technique.finish(model, run_context)
+    technique.finish(run_context)
     assert first["evaluations"] == second["evaluations"] == services.evaluations
     for name, value in model.state_dict().items():
         assert torch.equal(first["state"][name], value)

@@ -87,7 +87,7 @@ def trained(build=mlp, steps=1, finish=False, shape=None, **options):
         training.step(examples(build, 16) if shape is None else torch.randn(16, *shape))
     ranges = training.technique.ranges()
     if finish:
-        training.technique.finish(model, training.context)
+        training.technique.finish(training.context)
     return model.eval(), ranges
 
 

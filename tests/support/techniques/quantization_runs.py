@@ -28,7 +28,7 @@ class Run:
         self.technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
         self.context = Context(model=model, services=services or BareServices(), step=step)
         self.context.total_steps = total_steps
-        self.technique.attach(model, self.context)
+        self.technique.attach(self.context)
         if state is not None:
             self.technique.load_state_dict(state)
         self.technique.begin(self.context)

@@ -122,7 +122,7 @@ def test_after_training_and_from_saved_ranges_it_is_the_same_model(kind):
     model, technique, context, x = trained(kind)
     during = convert(model)
     ranges = technique.ranges()
-    technique.finish(model, context)
+    technique.finish(context)
     after = convert(model)
     fresh, _ = net(kind)
     fresh.load_state_dict(model.state_dict())
@@ -256,7 +256,7 @@ def test_a_deployed_model_converts_with_the_scales_that_it_learned():
     technique, context = learned(model, x, weight_bits=3)
     ranges = technique.ranges()
     trained_codes = {name: module.weight_codes for name, module in convert(model).named_children() if name in ranges}
-    technique.finish(model, context)
+    technique.finish(context)
     deployed = apply_ranges(model, ranges)
     integer = convert(deployed)
     for name, entry in ranges.items():
@@ -276,7 +276,7 @@ def test_layers_that_share_a_weight_learn_no_scale_of_their_own_for_it():
     technique, context = learned(model, x, weight_bits=4)
     ranges = technique.ranges()
     assert not any("weight_scale" in entry for entry in ranges.values())
-    technique.finish(model, context)
+    technique.finish(context)
     deployed = apply_ranges(model, ranges)
     with torch.no_grad():
         torch.testing.assert_close(convert(deployed)(x), deployed(x))

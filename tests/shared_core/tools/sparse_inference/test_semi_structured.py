@@ -1,6 +1,4 @@
-"""2:4 weights: packed as CUTLASS packs them, converted where a GPU multiplies them, refused elsewhere."""
-
-import itertools
+"""2:4 weights: converted where a GPU multiplies them, refused elsewhere."""
 
 import pytest
 import torch
@@ -14,12 +12,7 @@ from shared_core.tools.sparse_inference import convert as sparse_inference
 from shared_core.tools.sparse_inference import semi_structured
 from shared_core.tools.sparse_inference.convert import to_semi_structured
 from shared_core.tools.sparse_inference.layers import SemiStructuredLinear
-from shared_core.tools.sparse_inference.semi_structured import (
-    is_two_four,
-    pack_two_four,
-    two_four_obstacle,
-    unpack_two_four,
-)
+from shared_core.tools.sparse_inference.semi_structured import two_four_obstacle
 
 
 def two_four(rows, columns, dtype=torch.float16, seed=0, share=1.0):
@@ -27,70 +20,6 @@ def two_four(rows, columns, dtype=torch.float16, seed=0, share=1.0):
     weight = torch.randn(rows, columns, generator=generator)
     weight = weight * nm_mask(weight, 2, 4) * (torch.rand(rows, columns, generator=generator) < share)
     return weight.to(dtype)
-
-
-def every_pattern(dtype):
-    """Return 16 groups of which each of the 11 patterns with at most two live weights is there."""
-    patterns = [kept for number in range(3) for kept in itertools.combinations(range(4), number)]
-    groups = torch.zeros(16, 4, dtype=dtype)
-    for group, kept in zip(groups, itertools.cycle(patterns), strict=False):
-        group[list(kept)] = torch.tensor([5.0, -7.0][: len(kept)], dtype=dtype)
-    return groups.view(1, 64).repeat(32, 1)
-
-
-WEIGHTS = {
-    "full": lambda dtype: two_four(64, 128, dtype),
-    "fewer": lambda dtype: two_four(32, 64, dtype, seed=1, share=0.6),
-    "patterns": every_pattern,
-    "zeros": lambda dtype: torch.zeros(32, 64, dtype=dtype),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_packing_is_that_of_cutlass_bit_for_bit(kind, dtype):
-    weight = WEIGHTS[kind](dtype)
-    values, metadata = pack_two_four(weight)
-    their_values, reordered = torch_conversions.sparse_semi_structured_from_dense_cutlass(weight)
-    assert torch.equal(values.view(torch.int16), their_values.view(torch.int16))
-    rows, columns = metadata.shape
-    offsets = torch_conversions._calculate_meta_reordering_scatter_offsets(rows, columns, torch.int16, "cpu")
-    assert torch.equal(metadata, reordered.view(-1)[offsets].view(rows, columns))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_what_is_packed_comes_back(kind, dtype):
-    weight = WEIGHTS[kind](dtype)
-    values, metadata = pack_two_four(weight)
-    assert torch.equal(unpack_two_four(values, metadata), weight)
-    assert values.numel() * 2 == weight.numel()
-    if weight.element_size() == 2:
-        assert values.nbytes + metadata.nbytes == weight.nbytes * 9 / 16
-
-
-def test_places_are_those_of_the_values_in_order():
-    values, metadata = pack_two_four(torch.tensor([[1.0, 0, 2, 0, 0, 3, 4, 0, 0, 0, 5, 6, 7, 0, 0, 8]]))
-    assert values.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
-    word = metadata.item() & 0xFFFF
-    assert [(word >> shift) & 0b11 for shift in range(0, 16, 2)] == [0, 2, 1, 2, 2, 3, 0, 3]
-
-
-def test_patterns_are_told_apart():
-    assert is_two_four(two_four(4, 16))
-    assert is_two_four(torch.zeros(2, 4))
-    assert not is_two_four(torch.tensor([[1.0, 1.0, 0.0, 1.0]]))
-    assert not is_two_four(torch.tensor([[0.0, 0.0, 1.0, 1.0, 1.0, 0.0]]))  # six columns
-    assert not is_two_four(two_four(16, 4).t().contiguous()[:, 1:])
-
-
-def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ConfigError, match="inputs in sixteens"):
-        pack_two_four(torch.zeros(4, 8))
-    with pytest.raises(ConfigError, match="at most two must not be zero"):
-        pack_two_four(torch.ones(4, 16))
-    with pytest.raises(ConfigError, match="metadata must be"):
-        unpack_two_four(torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int16))
 
 
 @pytest.mark.parametrize(("backend", "library"), [
@@ -148,8 +77,9 @@ def test_capabilities(monkeypatch, capability, able):
 
 
 def round_trip(weight):
-    """Stand in for a GPU's compression: packed and unpacked by the reference."""
-    return unpack_two_four(*pack_two_four(weight))
+    """Stand in for a GPU's compression: torch's for CUTLASS, there and back."""
+    packed = torch_conversions.sparse_semi_structured_from_dense_cutlass(weight)
+    return torch_conversions.sparse_semi_structured_to_dense_cutlass(*packed)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What `eff plan` predicts: against two real processes, against real models, and its refusals."""
 
+import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -12,13 +13,14 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.config.options import TechniqueConfig
+from shared_core.contrib.planning import Cost, ModelShape, PlannedRun, costs, plan
+from shared_core.contrib.planning.costs import memory_costs
+from shared_core.contrib.planning.plan import counted_costs
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample
-from shared_core.tools.planning import ModelShape, PlannedRun, plan
-from shared_core.tools.planning.plan import counted_costs
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "speed" / "scale.py"
 
@@ -36,10 +38,20 @@ def test_two_processes_hold_and_send_what_was_predicted(tmp_path):
 
 
 def test_every_technique_has_a_line():
-    default = TechniqueConfig.memory
-    for one in REGISTRY.values():
-        declared = one.config_class.memory != default
-        assert declared != ("memory_costs" in vars(one.config_class)), one.key
+    for key, one in REGISTRY.items():
+        counted = memory_costs.dispatch(one.config_class) is not memory_costs.dispatch(object)
+        assert counted != (key in costs._NOT_COUNTED), key
+
+
+def test_a_technique_of_a_users_own_registers_its_formula():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(TechniqueConfig):
+        key = "mine"
+
+    shape, run = ModelShape.of_params(1e9), PlannedRun()
+    assert memory_costs(Mine(), shape, run) == [Cost("mine", why="not counted: there is no formula for it")]
+    memory_costs.register(Mine, lambda config, shape, run: [Cost("mine", held=2.0)])
+    assert memory_costs(Mine(), shape, run) == [Cost("mine", held=2.0)]
 
 
 @pytest.mark.parametrize("params", [1.1e9, 7e9, 70e9])
@@ -78,7 +90,7 @@ def test_private_training_keeps_inputs_and_gradients_of_outputs_as_planned():
         ModelShape.of_params(851_968, layers=4, hidden=128, vocab=256),
         PlannedRun(ranks=2, strategy="fsdp2", precision="fp32", micro_batch=2, seq_len=32),
     )
-    (cost,) = PrivacyConfig(noise_multiplier=1.0).memory_costs(shape, run)
+    (cost,) = memory_costs(PrivacyConfig(noise_multiplier=1.0), shape, run)
     planned = cost.during - 4 * shape.params / 2  # the sum
     assert sum(parts.values()) == pytest.approx(planned, rel=0.01)
 

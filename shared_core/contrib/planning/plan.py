@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from shared_core.config.model_shape import Attention, Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.config.options import TechniqueConfig
+from shared_core.contrib.planning.costs import memory_costs, reshaped, resized
+from shared_core.contrib.planning.sizes import Attention, Cost, ModelShape, PlannedRun, SharedSizes
 from shared_core.engine.registry import in_order
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import call
@@ -75,7 +76,8 @@ def counted_costs(
         # count, and what a technique does not touch goes as embeddings, which its formulas leave alone.
         rest = max(number - touched.get(key, 0), 0)
         own = ModelShape(params=number, layers=1, hidden=1, vocab=rest, embeddings=rest)
-        costs += config.memory_costs(shape if config.counts_logits and shape is not None else own, run)
+        # logits go by the model's vocabulary, and not by the parameters that the technique touches
+        costs += memory_costs(config, shape if key == "distill" and shape is not None else own, run)
     return costs
 
 
@@ -175,15 +177,15 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         raise ConfigError("plan", "heads must be given with eager attention, got 0", "say how many ModelShape has")
     recipe = recipe or {}
     for config in recipe.values():
-        shape = config.reshaped(shape)
-    own = [cost for config in recipe.values() for cost in config.memory_costs(shape, run)]
+        shape = reshaped(config, shape)
+    own = [cost for config in recipe.values() for cost in memory_costs(config, shape, run)]
     return Plan((*_base(shape, run, _shared_sizes(recipe, shape, run)), *own))
 
 
 def _shared_sizes(recipe: Mapping[str, TechniqueConfig], shape: ModelShape, run: PlannedRun) -> SharedSizes:
     sizes = SharedSizes.of(shape, run)
     for key in in_order(recipe):
-        sizes = recipe[key].resized(sizes, shape, run)
+        sizes = resized(recipe[key], sizes, shape, run)
     return sizes
 
 

@@ -280,7 +280,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSizes:
-    """The counts for all techniques of a run together: a config's `resized` returns what its technique makes of them.
+    """The counts for all techniques of a run together: `resized` returns what a technique makes of them.
 
     Args:
         weights: Bytes of all weights, whole.
