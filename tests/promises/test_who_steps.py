@@ -244,7 +244,7 @@ def loop_replaced(run, folder, monkeypatch):
 def test_another_optimizer_in_the_place_of_the_first_is_refused_at_its_first_step(front_end, monkeypatch, tmp_path):
     applied = []
     after = Session.after_step
-    monkeypatch.setattr(Session, "after_step", lambda self: applied.append(after(self)) or applied[-1])
+    monkeypatch.setattr(Session, "after_step", lambda self, **how: applied.append(after(self, **how)) or applied[-1])
     runs = {"hf": hf_replaced, "lightning": lightning_replaced, "bare": lambda folder: bare_replaced()}
     with pytest.raises(TrainingError, match="got one that none of them made, but another Adam"):
         if front_end in runs:
