@@ -106,11 +106,7 @@ def _is_replaced(folder: Path, name: str) -> bool:
 
 
 def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial: Any) -> None:
-    """Let the trainer save a checkpoint, and list what is in it before an older one is deleted.
-
-    Raises:
-        CheckpointError: If it cannot be written; of a new folder nothing is left.
-    """
+    """Let the trainer save a checkpoint, and list what is in it before an older one is deleted."""
     folder = checkpoint_folder(trainer._get_output_dir(trial), trainer.state.global_step)
     state, is_new, is_whole = trainer.state, not folder.exists(), False
     # Replaced on the instance and for this save: the Trainer writes its state last, then deletes older checkpoints,
@@ -172,9 +168,6 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
     """Return a run's newest checkpoint that is whole, and the newer ones that are not, each with the reason.
 
     None is whole of a run that was killed while it wrote its first.
-
-    Raises:
-        CheckpointError: If there are others, but none is whole.
     """
     folders = [folder for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(folder) is not None]
     damaged: dict[Path, str] = {}
@@ -206,15 +199,6 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
 
     A script that names its newest checkpoint, as transformers' own do, means the newest whole one where that was being
     written when the run was killed.
-
-    Args:
-        resume: As of ``Trainer.train``: a path, True for the newest checkpoint, None or False for none.
-        trainer: Where its checkpoints are.
-        trial: That of a hyperparameter search, if there is one.
-        session: Notes what was passed over.
-
-    Raises:
-        CheckpointError: If there is none to go on from, or it is not whole.
     """
     if resume is None or resume is False:
         return None
@@ -259,13 +243,6 @@ class ModelWeights(Mapping[str, Tensor]):
 
     Files leave out all but one name of a tied tensor; the others are found through the model's own ties. A model whose
     class saves under older names than it uses (transformers 5 does for ViT) is read as a whole through that class.
-
-    Args:
-        folder: The checkpoint.
-        model: Whose names to use.
-
-    Raises:
-        CheckpointError: If the file cannot be read or lacks a tensor of the model.
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
@@ -356,11 +333,7 @@ class ModuleWeights(Mapping[str, Tensor]):
 
 
 def weights_of(folder: Path, model: nn.Module) -> ModelWeights | ModuleWeights:
-    """Return a checkpoint's tensors under the names of a model, read when asked for.
-
-    Raises:
-        CheckpointError: If they cannot be read, or are not the model's.
-    """
+    """Return a checkpoint's tensors under the names of a model, read when asked for."""
     return (ModuleWeights if (folder / MODULES).is_file() else ModelWeights)(folder, model)
 
 
@@ -380,13 +353,7 @@ def saved_name(model: nn.Module, name: str) -> str:
 
 
 def own_weights(model: nn.Module, names: Collection[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return saved weights by a model's own names, where transformers saves them by others or in other pieces.
-
-    Args:
-        model: A model.
-        names: Of its tensors, those that it may yet get among them.
-        state: The weights as they were saved; what is not the model's keeps its name.
-    """
+    """Return saved weights by a model's own names, where transformers saves them by others or in other pieces."""
     by_saved = {saved_name(model, name): name for name in names}
     own = {name if name in names else by_saved.get(name, name): value for name, value in state.items()}
     others = own.keys() - set(names)

@@ -36,13 +36,7 @@ _HEADER = 24
 
 
 class TrackedCollator:
-    """A loader's collator, after which a worker writes down where its generators are; the batch is left as it is.
-
-    Args:
-        collator: The loader's.
-        workers: How many workers it has.
-        ahead: How many batches each of them reads ahead.
-    """
+    """A loader's collator, after which a worker writes down where its generators are; the batch is left as it is."""
 
     def __init__(self, collator: Callable[[Any], Any], workers: int, ahead: int) -> None:
         self.collator, self.workers = collator, workers
@@ -108,12 +102,7 @@ class TrackedCollator:
 
 
 class StartOfWorker:
-    """A loader's `worker_init_fn` that goes on from given states.
-
-    Args:
-        stock: The loader's own.
-        tracked: Its collator.
-    """
+    """A loader's `worker_init_fn` that goes on from given states."""
 
     def __init__(self, stock: Callable[[int], None] | None, tracked: TrackedCollator) -> None:
         self._stock, self._tracked = stock, tracked
@@ -126,12 +115,7 @@ class StartOfWorker:
 
 
 class WatchedLoader:
-    """Records the generators before each fetch of the loader under accelerate's, which fetches one batch ahead.
-
-    Args:
-        loader: A prepared loader.
-        own: Those of the loader that this one was made from.
-    """
+    """Records the generators before each fetch of the loader under accelerate's, which fetches one batch ahead."""
 
     def __init__(self, loader: Any, own: OwnGenerators | None = None) -> None:
         self.loader = loader
@@ -199,11 +183,7 @@ class WatchedLoader:
         self.own.restore(state["own"])
 
     def state(self, taken: int) -> dict[str, Any]:
-        """Return which iteration this is, what the batch read ahead was drawn from, a mark of it, and the workers'.
-
-        Args:
-            taken: How many batches of the epoch were trained on.
-        """
+        """Return which iteration this is, what the batch read ahead was drawn from, a mark of it, and the workers'."""
         found = {"iteration": self._iteration, "before_ahead": self._before_ahead(), "mark": self.mark()}
         return {**found, "is_fresh": self.is_fresh, "made": self.made, "in_workers": self._in_workers(taken)}
 
@@ -323,13 +303,7 @@ def _of_samplers(loader: Any) -> list[Any]:
 
 
 class ReplayedBatches(BatchSampler):
-    """Batches of an epoch without the first ones; all of them when it is iterated again.
-
-    Args:
-        batches: The loader's.
-        skip: How many were trained on.
-        before_ahead: Called before the first that is left is drawn.
-    """
+    """Batches of an epoch without the first ones; all of them when it is iterated again."""
 
     def __init__(self, batches: Any, skip: int, before_ahead: Callable[[], None] | None = None) -> None:
         self._batches, self._skip, self._before_ahead = batches, skip, before_ahead
@@ -358,11 +332,7 @@ class ReplayedBatches(BatchSampler):
 
 
 class DataResume:
-    """Records where the generators were when batches were drawn, and draws those of a resumed epoch from there.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Records where the generators were when batches were drawn, and draws those of a resumed epoch from there."""
 
     note: Callable[[str], None]
     """Tells a line."""

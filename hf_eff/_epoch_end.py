@@ -13,9 +13,6 @@ class EpochEnd:
     """Catches up on the events, the log entry, the evaluation and the checkpoint that an epoch's end had yet to bring.
 
     The trainer (transformers 5.23) begins the next epoch instead, and logs of a loss only what follows the resume.
-
-    Args:
-        trainer: The trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -75,11 +72,7 @@ class EpochEnd:
         trainer._total_loss_scalar -= trainer._tr_loss.item()  # the mean that `train` returns is of its own steps
 
     def catch_up(self, restore: Callable[[], None]) -> None:
-        """Do what was due.
-
-        Args:
-            restore: Puts the generators of the checkpoint back.
-        """
+        """Do what was due."""
         trainer: Any = self._trainer
         self.is_due = False
         # Generators as they were at saving: the evaluation that follows draws from them.

@@ -11,12 +11,7 @@ from shared_core.errors import TrainingError
 
 
 class GivenCallbacks:
-    """Watches that what was given stays while the trainer trains.
-
-    Args:
-        trainer: The trainer.
-        driver: The callback that drives the session.
-    """
+    """Watches that what was given stays while the trainer trains."""
 
     def __init__(self, trainer: Trainer, driver: TrainerCallback) -> None:
         self._trainer, self._driver = trainer, driver
@@ -29,11 +24,7 @@ class GivenCallbacks:
         return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
 
     def check(self, step: int) -> None:
-        """Refuse that one is taken away in mid-training.
-
-        Raises:
-            TrainingError: If one was.
-        """
+        """Refuse that one is taken away in mid-training."""
         if gone := self.gone():
             raise TrainingError(
                 "hf",

@@ -19,11 +19,7 @@ class Accelerated(Protocol):
 
 
 class GradientScale:
-    """Around the scaler of a trainer's accelerator, if it has one.
-
-    Args:
-        trainer: The trainer, or the loop.
-    """
+    """Around the scaler of a trainer's accelerator, if it has one."""
 
     def __init__(self, trainer: Accelerated) -> None:
         self._trainer = trainer

@@ -143,10 +143,6 @@ class TaskLoss:
     `num_items_in_batch`. Many models take them and return a mean (`BertForSequenceClassification` and its siblings), as
     do many a `compute_loss_func` and an overridden `compute_loss`. Such means add up over micro-batches and processes,
     which moves the mixture with a further term of the loss. Where no technique weighs one, nothing is changed.
-
-    Args:
-        trainer: The trainer.
-        window: Knows the labels of the window, and whether the trainer divides.
     """
 
     session: Session
@@ -194,11 +190,9 @@ class TaskLoss:
             )
 
     def _for_two_counts(self, method: Callable[..., Any], model: Any, inputs: Any, count: Any) -> list[float]:
-        """Return the losses of all processes for the count of these labels and twice as many, in the type of `count`.
-
-        The count of the whole window works for a loss that is one sum. Where a mean is added, it makes the
-        sum too small to see.
-        """
+        """Return all processes' losses for the count of these labels and for twice as many, in the type of `count`."""
+        # The count of the whole window works for a loss that is one sum. Where a mean is added, it makes the sum too
+        # small to see.
         random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
         losses = torch.zeros(2, device=self._trainer.args.device)
         try:

@@ -34,11 +34,7 @@ def second_division(trainer: Trainer) -> str | None:
 
 
 class OlderLoop:
-    """Gives a Trainer ``_clip_grad_norm``, ``_get_grad_norm`` and ``_tr_loss`` with their meaning in later versions.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Gives a Trainer ``_clip_grad_norm``, ``_get_grad_norm`` and ``_tr_loss`` with their meaning in later versions."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer

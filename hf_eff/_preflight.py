@@ -31,11 +31,7 @@ class NotTriedError(Exception):
 
 
 def preflight(trainer: Trainer, session: Session, services: TrainerServices) -> None:
-    """Check that evaluation reports what techniques, and the choice of the best checkpoint, go by.
-
-    Raises:
-        ConfigError: If it does not.
-    """
+    """Check that evaluation reports what techniques, and the choice of the best checkpoint, go by."""
     args, best = trainer.args, trainer.args.metric_for_best_model
     also = {}
     if session.recipe and best is not None and args.eval_strategy != IntervalStrategy.NO:

@@ -50,11 +50,7 @@ USED = {
 
 
 def check_private_names(trainer: Trainer) -> None:
-    """Refuse a Trainer without a private method that techniques need.
-
-    Raises:
-        CompatibilityError: Names the methods and the versions that have them.
-    """
+    """Refuse a Trainer without a private method that techniques need."""
     whose = f"hf: the Trainer of transformers {transformers.__version__}"
     remedy = f"install transformers {FIRST_SEEN} to {LAST_SEEN}"
     private_names.check_private_names({**WRAPPED, **USED}, lambda _: trainer, whose, remedy)

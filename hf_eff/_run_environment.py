@@ -88,11 +88,7 @@ def accelerator_environment(accelerator: Any, model: Any, optimizer_class: Any) 
 
 
 def check_sharding(trainer: Trainer) -> None:
-    """Refuse a run that asked for FSDP or DeepSpeed where accelerate, which says nothing, would train in plain DDP.
-
-    Raises:
-        CompatibilityError: If it would.
-    """
+    """Refuse a run that asked for FSDP or DeepSpeed where accelerate, which says nothing, would train in plain DDP."""
     if getattr(trainer.args, "deepspeed_plugin", None) is not None and not trainer.is_deepspeed_enabled:
         raise CompatibilityError(
             "hf",
@@ -112,11 +108,7 @@ def check_sharding(trainer: Trainer) -> None:
 
 
 def check_output_folder(args: TrainingArguments) -> None:
-    """Refuse at start an output folder that cannot be written at the end.
-
-    Raises:
-        CheckpointError: If it cannot.
-    """
+    """Refuse at start an output folder that cannot be written at the end."""
     if not args.should_save:
         return
     try:

@@ -23,11 +23,7 @@ from shared_core.printing import printable
 
 
 class TrainerServices:
-    """The services of one trainer.
-
-    Args:
-        trainer: The trainer.
-    """
+    """The services of one trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -80,11 +76,7 @@ class TrainerServices:
             set_rng_state(random)
 
     def checked_metrics(self, returned: Any) -> Mapping[str, float]:
-        """Return what `evaluate` returned, where that is metrics.
-
-        Raises:
-            ConfigError: If it is not.
-        """
+        """Return what `evaluate` returned, where that is metrics."""
         if not isinstance(returned, Mapping):
             raise ConfigError(
                 "hf",

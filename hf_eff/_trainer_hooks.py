@@ -56,12 +56,7 @@ from shared_core.front_ends.wrapped_method import Wrapped
 
 
 class SessionCallback(TrainerCallback):
-    """Drives one session through one trainer: the first of its callbacks, and wrappers on the instance's methods.
-
-    Args:
-        trainer: A constructed trainer, or one at the end of its construction.
-        recipe: What to switch on.
-    """
+    """Drives one session through one trainer: the first of its callbacks, and wrappers on the instance's methods."""
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._older = OlderLoop.of(trainer)
@@ -108,12 +103,7 @@ class SessionCallback(TrainerCallback):
         self._wire()
 
     def join(self, recipe: Recipe) -> None:
-        """Add techniques before training.
-
-        Raises:
-            ConfigError: If a technique is there already.
-            TrainingError: If training has begun.
-        """
+        """Add techniques before training."""
         if self._training:
             raise TrainingError("hf", "techniques must join before training starts", "pass all callbacks together")
         merged = self.session.recipe.merged(recipe)
@@ -508,11 +498,7 @@ class SessionCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a step that passed the hooks by.
-
-        Raises:
-            TrainingError: If a subclass or another callback computes the loss or clips without the Trainer's methods.
-        """
+        """Refuse a step that passed the hooks by."""
         self._check_hooks_ran()
         # Raised by us for the last step: accelerate sets it itself in each step, but only where it has a scaler.
         if self._discarded:

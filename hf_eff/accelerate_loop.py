@@ -230,11 +230,7 @@ class AcceleratedLoop(LoopDriver):
         return prepared
 
     def _with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what Accelerate prepared, the first loader with batches of a technique that draws them.
-
-        Raises:
-            CompatibilityError: If Accelerate would hand out one process's batches to all.
-        """
+        """Return what Accelerate prepared, the first loader with batches of a technique that draws them."""
         if not self.session.draws_batches:
             return prepared
         accelerator = self.accelerator

@@ -29,20 +29,11 @@ class EffPlugin(BasePlugin):
         return f"{EffArguments.__module__}.{EffArguments.__qualname__}"
 
     def register(self, cfg: Mapping[str, Any]) -> None:
-        """Check the recipe before anything is loaded: Axolotl calls this with the YAML as it was read.
-
-        Raises:
-            ConfigError: If there is no recipe, or an option is wrong.
-        """
+        """Check the recipe before anything is loaded: Axolotl calls this with the YAML as it was read."""
         _recipe(cfg)
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: Any) -> None:
-        """Attach the recipe.
-
-        Raises:
-            CompatibilityError: If the techniques cannot run in this trainer.
-            MatchError: If a technique matches no module.
-        """
+        """Attach the recipe."""
         attach(trainer, _recipe(cfg))
 
 

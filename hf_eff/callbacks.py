@@ -62,13 +62,8 @@ class EffCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a callback that came after construction: the optimizer exists, so it is too late to attach.
-
-        It is asked at each event that follows too: another callback may have added this one in any of them.
-
-        Raises:
-            TrainingError: If nothing is attached.
-        """
+        """Refuse a callback that came after construction: the optimizer exists, so it is too late to attach."""
+        # It is asked at each event that follows too: another callback may have added this one in any of them.
         if self.session is None and self.recipe:
             raise TrainingError(
                 "hf",

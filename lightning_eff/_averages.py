@@ -25,11 +25,6 @@ class Averages:
 
     They come before ours, so that their average is in the module when techniques finish it, and what they save later
     is what techniques made of it.
-
-    Args:
-        trainer: In the setup of `fit`.
-        module: The user's.
-        session: Of this run.
     """
 
     def __init__(self, trainer: Any, module: Any, session: Session) -> None:

@@ -107,11 +107,7 @@ def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what the strategy loads from a checkpoint; an error of ours where that is more than plain values.
-
-    Raises:
-        CheckpointError: If it names code, in an index of shards too, which torch (2.13) unpickles whatever it holds.
-    """
+    """Return what the strategy loads from a checkpoint; an error of ours where that is more than plain values."""
     # An index is a pickle: checked before torch reads it.
     if Path(path).is_dir():
         check_indexes(Path(path))
@@ -140,12 +136,7 @@ def _same(value: Any, baked: Any) -> bool:
 
 
 def whole_files(trainer: Any, note: Callable[[str], None]) -> list[Wrapped]:
-    """Surround the Trainer's own writing and reading of checkpoint files, and return what undoes it.
-
-    Args:
-        trainer: Before it resumes. A CheckpointIO of the user's own is left to write as it does.
-        note: Tells the user one line.
-    """
+    """Surround the Trainer's own writing and reading of checkpoint files, and return what undoes it."""
     wrapped = [Wrapped(trainer._checkpoint_connector, "resume_start", functools.partial(_resume, trainer, note))]
     writer = trainer.strategy.checkpoint_io
     if type(writer).__name__ == "TorchCheckpointIO":
@@ -208,12 +199,7 @@ def _found_by_lightning(trainer: Any) -> set[Path]:
 
 
 class BestCheckpoints:
-    """Surrounds the comparisons of a Trainer's ``ModelCheckpoint`` and ``EarlyStopping``.
-
-    Args:
-        trainer: Its callbacks are complete.
-        session: Tells whether the model holds what was asked for.
-    """
+    """Surrounds the comparisons of a Trainer's ``ModelCheckpoint`` and ``EarlyStopping``."""
 
     def __init__(self, trainer: Any, session: Session) -> None:
         self._trainer, self._session = trainer, session
@@ -240,10 +226,8 @@ class BestCheckpoints:
             callback.wait_count, callback.best_score = 0, _worst(callback)
 
     def _save(self, callback: Any, original: Callable[..., None], trainer: Any, candidates: dict[str, Tensor]) -> None:
-        """Save what is not compared too, for a run to go on from, with the worst score: any other replaces it.
-
-        Lightning (2.6) writes the last checkpoint only where it has saved one of the best.
-        """
+        """Save what is not compared too, for a run to go on from, with the worst score: any other replaces it."""
+        # Lightning (2.6) writes the last checkpoint only where it has saved one of the best.
         if self._session.may_be_best() or callback.monitor not in candidates:
             original(trainer, candidates)
             return
@@ -294,14 +278,7 @@ _HARMLESS = {"EffCallback", "ProgressBar", "ModelSummary", "Checkpoint"}
 
 
 class Recount:
-    """Compares a run's module and files with its receipt when training ends, and files that are saved later.
-
-    Args:
-        trainer: In the setup of `fit`.
-        module: The user's.
-        session: Of this run.
-        differs: Called when the module, or a file of the run, is not what the receipt says.
-    """
+    """Compares a run's module and files with its receipt when training ends, and files that are saved later."""
 
     def __init__(self, trainer: Any, module: Any, session: Session, differs: Callable[[], None]) -> None:
         self._trainer, self._module, self._session, self._differs = trainer, module, session, differs
@@ -461,11 +438,7 @@ def _weights_in(path: Path) -> Mapping[str, Tensor]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return what is in a checkpoint file.
-
-    Raises:
-        CheckpointError: If it cannot be read, or holds no dict.
-    """
+    """Return what is in a checkpoint file."""
     content = load_checkpoint(path)
     if not isinstance(content, dict):
         raise CheckpointError("checkpoint", f"{path} must hold a dict, got {type(content).__name__}", "it is another's")

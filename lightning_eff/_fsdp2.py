@@ -42,15 +42,7 @@ from shared_core.modules.matching import own_class
 def load_optimizers_apart(
     fabric: ModuleType, original: Callable[..., dict[str, Any]], path: Path, state: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """Stand in for Lightning's ``_load_checkpoint`` of a strategy that shards; return what that does.
-
-    Args:
-        fabric: The module that it is in.
-        original: It.
-        path: A file, or a folder of shards.
-        state: The module, its optimizers, and in a loop of Fabric what else is saved with them, which is replaced.
-        options: Further ones of it.
-    """
+    """Stand in for Lightning's ``_load_checkpoint`` of a strategy that shards; return what that does."""
     # Lightning's loader of distributed checkpoints asks for every state that the optimizer would have; one that a
     # parameter without a gradient never got is then an error. So weights are loaded by it, optimizers apart.
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
@@ -130,11 +122,7 @@ class Sharding:
     backward_prefetch: int = 0
 
     def __post_init__(self) -> None:
-        """Check what torch would take without a word.
-
-        Raises:
-            ConfigError: If a dtype or a number is none that it may be.
-        """
+        """Check what torch would take without a word."""
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, "float32", "bfloat16", "float16"):
                 raise ConfigError(
@@ -145,13 +133,7 @@ class Sharding:
                 raise ConfigError("eff_fsdp", f"{name} must be in [0, inf), got {getattr(self, name)}")
 
     def apply(self, root: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard a module in place; one that this has sharded before stays as it is.
-
-        Raises:
-            CompatibilityError: If it has sharded itself.
-            ConfigError: If there are no blocks that could be gathered ahead.
-            MatchError: If a pattern of `blocks` matches nothing.
-        """
+        """Shard a module in place; one that this has sharded before stays as it is."""
         if isinstance(root, FSDPModule):
             return
         sharded = next((name for name, module in root.named_modules() if isinstance(module, FSDPModule)), None)
@@ -190,11 +172,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def named_blocks(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    """Return the modules of these class names or name patterns, in the order of registration.
-
-    Raises:
-        MatchError: If a pattern matches no module with parameters.
-    """
+    """Return the modules of these class names or name patterns, in the order of registration."""
     # Without parameters there is nothing to shard: activations, containers of none.
     able = {name: module for name, module in root.named_modules() if name and _uses(module)}
     found = set()
@@ -218,9 +196,6 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
     Left out is what has no parameters, what shares one with a module outside of it, and a layer with adapters, which is
     not there any more when these are merged.
-
-    Args:
-        root: Searched through.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))

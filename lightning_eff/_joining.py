@@ -14,11 +14,7 @@ from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 
 
 def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
-    """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on.
-
-    Raises:
-        ConfigError: If a technique is given twice.
-    """
+    """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on."""
     recipe = Recipe({})
     for one in recipes:
         recipe = recipe.merged(one)
@@ -51,11 +47,7 @@ def replaced(trainer: Any, recipe: Recipe) -> Any:
 
 
 def refuse_other_module(trainer: Any, session: Session | None, module: Any) -> None:
-    """Refuse a module other than the one that this Trainer has trained: its masks and clusters are not for that one.
-
-    Raises:
-        TrainingError: If it is another.
-    """
+    """Refuse a module other than the one that this Trainer has trained: its masks and clusters are not for that one."""
     session = session or getattr(vars(trainer).get("_eff_leader"), "session", None)
     before = session and session.context and session.context.model
     if before is not None and before is not module and trainer.global_step > 0:
@@ -71,9 +63,6 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
     """Return whether Lightning's tuner runs trials before training, from which it takes all callbacks away.
 
     Techniques sit on the model in a trial, and do nothing yet; its weights are put back.
-
-    Raises:
-        CompatibilityError: If a technique cannot allow that.
     """
     found = _tuning(trainer)
     for adapter in Adapter.registered() if found else ():
@@ -83,11 +72,7 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
 
 
 def refuse_trials_on_resume(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a resume that trials would end: Lightning (2.6) trains from step 0 then, with the weights loaded.
-
-    Raises:
-        CompatibilityError: If Lightning's tuner is among the callbacks.
-    """
+    """Refuse a resume that trials would end: Lightning (2.6) trains from step 0 then, with the weights loaded."""
     found = _tuning(trainer)
     if found and checkpoint["global_step"]:  # what a trial saved itself, to go back to, is of step 0
         raise CompatibilityError(

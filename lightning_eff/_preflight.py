@@ -14,17 +14,7 @@ if TYPE_CHECKING:
 
 
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
-    """Check that validation logs what techniques go by.
-
-    Args:
-        trainer: In `on_train_start`.
-        session: Has begun.
-        services: Of this trainer.
-        seen: What the sanity check logged. Where it lacks a name a batch is validated: many modules log nothing then.
-
-    Raises:
-        ConfigError: If it does not.
-    """
+    """Check that validation logs what techniques go by."""
     if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
         session.preflight(lambda: _names(trainer, services))
 

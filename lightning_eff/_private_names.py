@@ -123,14 +123,7 @@ def find(place: str, namespace: str) -> Any:
 
 
 def check_private_names(namespace: str) -> None:
-    """Refuse a Lightning without a private method that techniques need.
-
-    Args:
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-
-    Raises:
-        CompatibilityError: Names the methods and the versions that have them.
-    """
+    """Refuse a Lightning without a private method that techniques need."""
     version = importlib.import_module(namespace).__version__
     whose = f"lightning: {namespace} {version}"
     # the callback that came with Lightning 2.6 is not missed by one that has none

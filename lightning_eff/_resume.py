@@ -40,11 +40,7 @@ from shared_core.front_ends.wrapped_method import Wrapped
 
 
 def random_state(loaders: Any) -> dict[str, Any]:
-    """Return the state of every random generator that training draws from, those of these loaders included.
-
-    Args:
-        loaders: Nested as `train_dataloader` returns them, or a flat list.
-    """
+    """Return the state of every random generator that training draws from, those of these loaders included."""
     return {**rng_state(), "loaders": [generator.get_state() for generator in _generators(loaders)]}
 
 
@@ -78,12 +74,7 @@ class Place(TypedDict):
 
 
 def place_of(trainer: Any, is_validating: bool) -> Place:
-    """Return where a Trainer is now.
-
-    Args:
-        trainer: In the middle of `fit`.
-        is_validating: Whether a validation has begun and not ended.
-    """
+    """Return where a Trainer is now."""
     # Lightning counts ready, started, processed, completed in this order; which of them are equal tells the place.
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     if epochs.started == epochs.processed:
@@ -100,12 +91,7 @@ def place_of(trainer: Any, is_validating: bool) -> Place:
 
 
 def put_back(trainer: Any, place: Place) -> None:
-    """Set every counter of the loops to a place, and let none of them believe that it restarts.
-
-    Args:
-        trainer: Its loops hold the counters of a checkpoint, or were put back before.
-        place: Where that was saved.
-    """
+    """Set every counter of the loops to a place, and let none of them believe that it restarts."""
     fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # Lightning resets counters of a loop that restarts, to the last completed step. Here the place is known exactly,
     # so no loop is to reset anything.
@@ -160,11 +146,6 @@ class ExactResume:
 
     The data order of an epoch is drawn at two moments: when the loader's iterator is made (seeds of workers, and the
     shuffle where workers prefetch), and at the first fetch (the shuffle without workers). Both are recorded.
-
-    Args:
-        trainer: A Lightning Trainer that is about to fit.
-        session: Of the techniques.
-        adapters: Of the techniques that are on.
     """
 
     def __init__(self, trainer: Any, session: Session, adapters: Sequence[Adapter]) -> None:
@@ -361,10 +342,8 @@ class ExactResume:
         self._trainer._logger_connector._callback_metrics.update({key: one.to(device) for key, one in metrics.items()})
 
     def _freeze_again(self, frozen: list[str] | None) -> None:
-        """Let the parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6).
-
-        They freeze in `setup`, and unfreeze in epochs that are over.
-        """
+        """Let parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6)."""
+        # They freeze in `setup`, and unfreeze in epochs that are over.
         if frozen is not None and self._frozen() is not None:
             for name, parameter in self._trainer.lightning_module.named_parameters():
                 parameter.requires_grad_(name not in frozen)

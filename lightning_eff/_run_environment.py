@@ -42,11 +42,7 @@ PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """Return the import names under which Lightning is installed.
-
-    Raises:
-        MissingExtraError: If it is not.
-    """
+    """Return the import names under which Lightning is installed."""
     names = tuple(
         name for name in (PYTORCH_LIGHTNING, LIGHTNING) if importlib.util.find_spec(name.partition(".")[0]) is not None
     )
@@ -74,12 +70,6 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
     """Return a class whose instances a Trainer of either name takes, and which are of its name's class from then on.
 
     Where both names are installed nobody knows before a Trainer sets an instance up to which of them it belongs.
-
-    Args:
-        make: Returns the class for one name.
-        moment: The method that a Trainer calls on the instance before anything that depends on the name.
-        told_by: Called with the arguments of that method; returns an object that Lightning defines.
-        home: The module in which pickle finds the class.
     """
     kinds = tuple(make(name) for name in installed())
     # With one name installed there is nothing to decide.

@@ -26,12 +26,7 @@ from shared_core.front_ends.looking import looking
 
 
 class LightningServices:
-    """Evaluates, calibrates, and reads checkpoints through the Trainer of a running ``fit``.
-
-    Args:
-        trainer: The Trainer.
-        run: Identifies this run in its checkpoints, across resumes.
-    """
+    """Evaluates, calibrates, and reads checkpoints through the Trainer of a running ``fit``."""
 
     def __init__(self, trainer: Any, run: str) -> None:
         self._trainer, self.run = trainer, run

@@ -257,11 +257,7 @@ class EffCallback(Callback):
             )
 
     def on_after_setup(self, *_: Any, **__: Any) -> None:
-        """Refuse Fabric, which asks this of its callbacks when a module is set up.
-
-        Raises:
-            CompatibilityError: Always; no Trainer asks it.
-        """
+        """Refuse Fabric, which asks this of its callbacks when a module is set up."""
         raise CompatibilityError(
             "lightning",
             f"{type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells of "

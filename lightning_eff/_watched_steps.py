@@ -10,13 +10,7 @@ from shared_core.front_ends.wrapped_method import Wrapped
 
 
 class WatchedSteps:
-    """Tells a session of applied and skipped steps, from the start of training until `stop`.
-
-    Args:
-        trainer: Its optimizers exist.
-        session: Has begun.
-        skipped: Whether the step of the last batch was tried and not applied, in a run that is resumed behind it.
-    """
+    """Tells a session of applied and skipped steps, from the start of training until `stop`."""
 
     def __init__(self, trainer: Any, session: Session, *, skipped: bool = False) -> None:
         self._trainer, self._session = trainer, session

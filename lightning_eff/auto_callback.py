@@ -9,11 +9,7 @@ VARIABLE = "EFF_RECIPE"
 
 
 def for_pytorch_lightning() -> list[Any]:
-    """Return the callbacks that every Trainer is given: none, or one with the recipe in the file ``EFF_RECIPE``.
-
-    Raises:
-        ConfigError: If the file is unreadable or its recipe wrong.
-    """
+    """Return the callbacks that every Trainer is given: none, or one with the recipe in the file ``EFF_RECIPE``."""
     source = os.environ.get(VARIABLE)
     if not source:
         # Runs in every Trainer of the environment, so nothing is imported before it is needed.

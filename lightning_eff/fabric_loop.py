@@ -86,16 +86,7 @@ class _SavedState:
 
 
 class FabricLoop(LoopDriver):
-    """A loop of Fabric.
-
-    Args:
-        fabric: The script's; its methods are replaced on the instance.
-        model: What it sets up next.
-        optimizer: The model's, of torch.
-        recipe: What to switch on.
-        plan: How long the loop is.
-        calibration: Batches for the techniques that look at some.
-    """
+    """A loop of Fabric."""
 
     name = owner = "fabric"
     accumulates = "pass accumulate= to setup"
@@ -276,11 +267,7 @@ class FabricLoop(LoopDriver):
 
 
 def _environment(fabric: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the run environment of a Fabric.
-
-    Raises:
-        CompatibilityError: If its strategy or precision changes layers or optimizers by itself.
-    """
+    """Return the run environment of a Fabric."""
     strategy, precision = type(fabric.strategy).__name__, type(fabric.strategy.precision).__name__
     if strategy not in _STRATEGIES:
         raise CompatibilityError(

@@ -21,11 +21,7 @@ from shared_core.loss_scaling import LossScaleConfig, LossScaler
 
 @functools.cache
 def fp8_precision_class(namespace: str) -> Any:
-    """Return `Fp8Precision` for Trainers imported from this namespace.
-
-    Args:
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-    """
+    """Return `Fp8Precision` for Trainers imported from this namespace."""
     base: Any = plugins(namespace).MixedPrecision
 
     @typed_options("fp8", recipe="tensorwise")
@@ -82,11 +78,7 @@ _PRECISIONS = ("16-mixed", "32-true", "bf16-mixed", "16-true")
 
 @functools.cache
 def precision_class(namespace: str) -> Any:
-    """Return `LossScalingPrecision` for Trainers imported from this namespace.
-
-    Args:
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-    """
+    """Return `LossScalingPrecision` for Trainers imported from this namespace."""
     base: Any = plugins(namespace).MixedPrecision
 
     @typed_options("loss_scale", kind="dynamic")

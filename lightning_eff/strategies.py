@@ -19,11 +19,7 @@ def _call_text(made: Any, given: dict[str, Any]) -> str:
 
 @functools.cache
 def ddp_class(namespace: str) -> Any:
-    """Return `EffDDPStrategy` for Trainers imported from this namespace.
-
-    Args:
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-    """
+    """Return `EffDDPStrategy` for Trainers imported from this namespace."""
     base: Any = strategies(namespace).DDPStrategy
 
     class EffDDPStrategy(base):
@@ -64,11 +60,7 @@ def ddp_class(namespace: str) -> Any:
 
 @functools.cache
 def fsdp_class(namespace: str) -> Any:
-    """Return `EffFSDPStrategy` for Trainers imported from this namespace.
-
-    Args:
-        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
-    """
+    """Return `EffFSDPStrategy` for Trainers imported from this namespace."""
     base: Any = strategies(namespace).ModelParallelStrategy
 
     class EffFSDPStrategy(base):
@@ -119,12 +111,7 @@ def fsdp_class(namespace: str) -> Any:
             super().setup_environment()
 
         def setup(self, trainer: Any) -> None:
-            """Shard the module, and only then have optimizers made.
-
-            Raises:
-                CompatibilityError: If the module shards itself or optimises by hand.
-                MatchError: If a pattern of `blocks` matches nothing.
-            """
+            """Shard the module, and only then have optimizers made."""
             module = self.lightning_module
             if not module.automatic_optimization:
                 raise CompatibilityError(

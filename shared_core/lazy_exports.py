@@ -13,10 +13,6 @@ def export_lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callab
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names its ``__init__.pyi`` lists.
 
     Whoever imports the options of one technique must not wait for the modules of all.
-
-    Args:
-        package: Its ``__name__``.
-        file: Its ``__file__``.
     """
     load, names, exported = lazy_loader.attach_stub(package, file)
 

@@ -73,11 +73,7 @@ def libraries(requirements: list[str] | None = None) -> list[Library]:
 
 
 def optional(module: str, extra: str, where: str) -> Any:
-    """Return a module of a library that an extra of efftrain installs.
-
-    Raises:
-        MissingExtraError: If it is not installed; it names the extra.
-    """
+    """Return a module of a library that an extra of efftrain installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 class Adapter(adapters.Adapter):
-    """Does nothing by itself; override what the technique needs.
-
-    Args:
-        trainer: The trainer.
-        window: Its accumulation window.
-        services: What it can do for techniques.
-    """
+    """Does nothing by itself; override what the technique needs."""
 
     def __init__(self, trainer: Trainer, window: Window, services: TrainerServices) -> None:
         self._trainer, self._window, self._services = trainer, window, services

@@ -151,11 +151,7 @@ class Distillation(Adapter):
         return norm
 
     def check(self) -> None:
-        """Refuse a trainer or a model that computes other logits than those of the batch, or none.
-
-        Raises:
-            CompatibilityError: Naming what to change.
-        """
+        """Refuse a trainer or a model that computes other logits than those of the batch, or none."""
         trainer, chunked = self._trainer, self._window.lacks_logits
         self._check_trl()
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None

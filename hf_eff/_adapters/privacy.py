@@ -20,11 +20,7 @@ class DifferentialPrivacy(Adapter):
     _num_items: Tensor | int | None = None
 
     def check(self) -> None:
-        """Refuse what hides the gradients of single examples.
-
-        Raises:
-            CompatibilityError: Naming the argument.
-        """
+        """Refuse what hides the gradients of single examples."""
         self.technique.sees_loss_in_forward = False  # each row counts by its own labels here
         for name in ("gradient_checkpointing", "torch_compile"):
             if getattr(self._trainer.args, name):

@@ -17,11 +17,7 @@ class SetFit(Adapter):
         return getattr(trainer, "st_trainer", trainer)
 
     def check(self) -> None:
-        """Refuse `end_to_end`.
-
-        Raises:
-            CompatibilityError: If it is on.
-        """
+        """Refuse `end_to_end`."""
         if getattr(getattr(self._trainer, "setfit_args", None), "end_to_end", False):
             raise CompatibilityError(
                 "hf",

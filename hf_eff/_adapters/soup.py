@@ -27,11 +27,7 @@ class Soup(Adapter):
         self._services.metric = self._options.get("metric")
 
     def check(self) -> None:
-        """Refuse a trainer that saves or evaluates too little.
-
-        Raises:
-            ConfigError: Naming the argument.
-        """
+        """Refuse a trainer that saves or evaluates too little."""
         args, evaluated = self._trainer.args, self._trainer.eval_dataset
         if args.save_strategy == SaveStrategy.NO:
             raise ConfigError(
@@ -66,11 +62,7 @@ class Soup(Adapter):
         return self._services.checked_metrics(metrics) if self._options["kind"] == "greedy" else metrics
 
     def saved(self, trial: Any) -> None:
-        """Refuse after the first checkpoint, not after all training, what no soup could read.
-
-        Raises:
-            CompatibilityError: If the weights cannot be read.
-        """
+        """Refuse after the first checkpoint, not after all training, what no soup could read."""
         trainer, session = self._trainer, self.session
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if self._services.saved_steps[1:] or sharded or is_peft(trainer.model):

@@ -27,9 +27,6 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
         student: Gives the device, and the class where the config names none, or where the student is a model of
             sentence-transformers.
         trust_remote_code: Run the code that lies beside the weights (``auto_map`` in ``config.json``).
-
-    Raises:
-        CheckpointError: If it cannot be found or read, or its files lack a weight.
     """
     composed = _is_composed(student)
     if is_bare_weights(Path(name).expanduser()) and not composed:
@@ -68,11 +65,7 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
 
 
 def empty_model(name: str) -> nn.Module:
-    """Return the model that a folder's config describes, in the type of its weights, on the meta device.
-
-    Raises:
-        CheckpointError: If the config cannot be read, or names no class of transformers.
-    """
+    """Return the model that a folder's config describes, in the type of its weights, on the meta device."""
     _check_path(name, "config.json")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked

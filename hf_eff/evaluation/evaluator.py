@@ -51,11 +51,6 @@ class FolderEvaluator:
         max_length: Tokens of an example: longer ones are cut for classification, and split into windows for language
             models, the first token of each being given. By default what tokenizer and model allow.
         device: Where the model runs.
-
-    Raises:
-        CheckpointError: If the folder holds no model or tokenizer that can do the task, or the data cannot be read.
-        ConfigError: If columns or labels are not there or do not fit.
-        MissingExtraError: If datasets is not installed.
     """
 
     def __init__(

@@ -32,10 +32,6 @@ class ImageExamples:
         folder: Holds the image processor; not needed for ``pixel_values``.
         config: The model's.
         regression: Whether labels are numbers to predict.
-
-    Raises:
-        CheckpointError: If the data or the processor cannot be read.
-        ConfigError: If there are no images or labels that fit.
     """
 
     def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:

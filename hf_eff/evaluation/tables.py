@@ -13,13 +13,7 @@ READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".pa
 
 
 def open_table(file: Path) -> Any:
-    """Return the examples in a file, or of a saved data set's folder, as a `datasets.Dataset`.
-
-    Raises:
-        CheckpointError: If it does not exist, or is not readable as such.
-        ConfigError: If it holds several splits, or no example.
-        MissingExtraError: If datasets is not installed.
-    """
+    """Return the examples in a file, or of a saved data set's folder, as a `datasets.Dataset`."""
     datasets = optional("datasets", "examples", "eff soup --task")
     reader = READERS.get(file.suffix)
     if file.is_file() and reader is None:
@@ -50,11 +44,7 @@ def first_line(error: Exception) -> str:
 
 
 def load_from(stock: Any, folder: Path, what: str, instead: str) -> Any:
-    """Return what a class of transformers loads from a folder.
-
-    Raises:
-        CheckpointError: If it loads nothing; it names what to give instead.
-    """
+    """Return what a class of transformers loads from a folder."""
     try:
         loaded = stock.from_pretrained(folder, trust_remote_code=False)
         # in a folder without its files transformers 5 makes a tokenizer up, to which every word is unknown
@@ -80,11 +70,7 @@ def empty(file: Path) -> ConfigError:
 
 
 def label_column(columns: list[str], file: Path) -> str:
-    """Return the name of the column with labels.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the name of the column with labels."""
     label = next((name for name in ("label", "labels") if name in columns), None)
     if label is None:
         raise refused("have a column label or labels", columns, file)
@@ -92,11 +78,7 @@ def label_column(columns: list[str], file: Path) -> str:
 
 
 def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[float]:
-    """Return what a model is to predict: classes by number or by name, or for regression finite numbers.
-
-    Raises:
-        ConfigError: With the first label that is no such thing.
-    """
+    """Return what a model is to predict: classes by number or by name, or for regression finite numbers."""
     if regression:
         odd = [label for label in labels if not _is_finite(label)]
         if odd:

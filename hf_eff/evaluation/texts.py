@@ -35,10 +35,6 @@ class TextExamples:
         regression: Whether labels are numbers to predict.
         text: Columns with the text; by default all that hold texts, but for the label.
         max_length: Tokens of an example; by default what tokenizer and model allow.
-
-    Raises:
-        CheckpointError: If the data or the tokenizer cannot be read.
-        ConfigError: If columns, tokens or labels are not there or do not fit.
     """
 
     def __init__(
@@ -108,11 +104,7 @@ class TextExamples:
 
 
 def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path) -> list[str]:
-    """Return the one or two columns with text.
-
-    Raises:
-        ConfigError: If there are none or more, or not those asked for.
-    """
+    """Return the one or two columns with text."""
     texts = [
         name
         for name, feature in data.features.items()

@@ -289,15 +289,9 @@ def kth_smallest(scores: Sequence[Tensor], k: int, *, dtype: torch.dtype = torch
 
 
 def _histogram(values: Tensor, shift: int, found: tuple[int, float, float] | None, dtype: torch.dtype) -> Tensor:
-    """Return how often each digit occurs `shift` bits before the end of keys.
-
-    Args:
-        values: One dimension.
-        shift: Of the digit.
-        found: The digits before it, and the lowest and highest number that has them; None of the first digit, which
-            carries the sign: it is moved up by `_SIGN`, so that digits count from 0.
-        dtype: What they are compared in.
-    """
+    """Return how often each digit occurs `shift` bits before the end of keys."""
+    # `found`: the digits before it, and the lowest and highest number that has them. None for the first digit, which
+    # carries the sign: it is moved up by `_SIGN`, so that digits count from 0.
     if found and values.is_cpu and values.dtype == dtype:
         # few share the digits found so far; numpy picks them out several times faster than torch
         array = values.numpy()

@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 
 class Adapter(adapters.Adapter):
-    """Does nothing by itself; override what the technique needs. Made in the setup of a `fit` that it applies to.
-
-    Args:
-        trainer: The Trainer.
-        module: The user's LightningModule.
-        session: Of this run.
-        services: What the Trainer can do for techniques.
-    """
+    """Does nothing by itself; override what the technique needs. Made in the setup of a `fit` that it applies to."""
 
     def __init__(self, trainer: Any, module: Any, session: Session, services: LightningServices) -> None:
         self._trainer, self._module, self.session, self._services = trainer, module, session, services

@@ -34,11 +34,7 @@ class Distillation(Adapter):
 
 
 def loss_of_peer(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a module's ``training_step`` on a batch.
-
-    Raises:
-        TrainingError: If it has none.
-    """
+    """Return the loss of a module's ``training_step`` on a batch."""
     kind = type(model)
     if not hasattr(kind, "training_step"):
         raise TrainingError(

@@ -18,11 +18,7 @@ class LossScaling(Adapter):
     _stock: Any = None
 
     def set_up(self) -> list[Wrapped]:
-        """Put our plugin in the place of Lightning's own, unless the Trainer has it already.
-
-        Raises:
-            CompatibilityError: If the Trainer's plugin is not one of float32 or mixed precision.
-        """
+        """Put our plugin in the place of Lightning's own, unless the Trainer has it already."""
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
             return []

@@ -21,11 +21,7 @@ class DifferentialPrivacy(Adapter):
 
     @classmethod
     def check_trials(cls, tuner: str) -> None:
-        """Refuse them.
-
-        Raises:
-            CompatibilityError: Always.
-        """
+        """Refuse them."""
         raise CompatibilityError(
             "dp",
             f"learning rate and batch size must be given, got {tuner}, whose trials see the data without noise",
@@ -33,11 +29,7 @@ class DifferentialPrivacy(Adapter):
         )
 
     def set_up(self) -> list[Wrapped]:
-        """Surround what makes the Trainer's loader.
-
-        Raises:
-            CompatibilityError: If accumulation changes while training, or batches are repeated.
-        """
+        """Surround what makes the Trainer's loader."""
         trainer = self._trainer
         self.technique.sees_loss_in_forward = False
         if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
@@ -80,11 +72,7 @@ class DifferentialPrivacy(Adapter):
         return not isinstance(loader.batch_sampler, PoissonBatches) and original(loader)
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves.
-
-        Raises:
-            CompatibilityError: If the loss is no mean over examples.
-        """
+        """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves."""
         (batch, *rest), module = args, self._module
         technique = self.technique
         if technique.checks_loss:

@@ -31,11 +31,7 @@ class Soup(Adapter):
             self._services.check_validation()
 
     def saved(self, path: str) -> None:
-        """Refuse a checkpoint that no soup would read when the first is saved, not after all training.
-
-        Raises:
-            CompatibilityError: If it cannot be read.
-        """
+        """Refuse a checkpoint that no soup would read when the first is saved, not after all training."""
         if self._has_checked or not Path(path).is_file():
             return
         self._has_checked = True

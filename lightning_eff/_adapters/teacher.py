@@ -22,12 +22,6 @@ def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_co
 
     A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of the
     student.
-
-    Args:
-        name: The file, folder or name.
-        student: The module that is taught.
-        trainer: Whose LightningModule holds it.
-        trust_remote_code: Run the code that lies beside the weights.
     """
     random = rng_state()
     try:

@@ -78,10 +78,6 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
     saved within ``j``. So an early segment may be larger than a late one, and for ``N`` like blocks that hold ``k``
     times their input each, with it, the least peak is near ``√(2kN)`` inputs where equal segments take ``2√(kN)``.
 
-    Args:
-        cost: Of the step.
-        segments: Names of blocks that follow one another, for every segment.
-
     Source: Chen et al., 2016, arXiv:1604.06174, for the segments.
 
     Example:
@@ -130,9 +126,6 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
         cost: Of the step.
         budget: Bytes of activations that the step may hold at most; None for the least peak there is, and the least
             time that has it.
-
-    Raises:
-        ConfigError: If no segments keep within the budget; it names the least.
 
     Example:
         >>> blocks = tuple(BlockCost(name=name, input=1, saved=3, seconds=1.0) for name in "abcd")

@@ -88,11 +88,7 @@ class Budget:
     unit: Literal["fraction", "bytes", "least"]
 
     def plan(self, cost: StepCost) -> SegmentPlan:
-        """Return the segments that keep within the budget in a step of this cost.
-
-        Raises:
-            ConfigError: If none do; names the least.
-        """
+        """Return the segments that keep within the budget in a step of this cost."""
         # not above: whoever only lists the options must not wait for torch
         from shared_core.activation_checkpointing.budget_planner import choose_segments, peak_bytes
 
@@ -112,9 +108,6 @@ def parse_budget(policy: str) -> Budget:
 
     Args:
         policy: ``budget:<fraction|GiB>``, ``budget:<number>GiB``, ``budget:<number>MiB`` or ``budget:least``.
-
-    Raises:
-        ConfigError: If it is none of these, or not positive.
 
     Example:
         >>> parse_budget("budget:0.5")

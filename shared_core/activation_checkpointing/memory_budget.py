@@ -35,18 +35,6 @@ def plan_segments(
 ) -> SegmentPlan:
     """Return the segments to checkpoint in a model so that its activations keep within a budget.
 
-    Args:
-        model: Nothing of it is checkpointed yet.
-        budget: As of `parse_budget`.
-        example_inputs: As of `profile_blocks`.
-        step: As of `profile_blocks`.
-        names: As of `profile_blocks`.
-
-    Raises:
-        ConfigError: If the budget is none, or less than the least; if neither inputs nor a step are given, or both.
-        MatchError: If the model has no repeated blocks.
-        TrainingError: If blocks do not run once a step, in one order.
-
     Example:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
         >>> plan = plan_segments(net, "budget:0.7", torch.ones(64, 8))
@@ -74,11 +62,6 @@ def profile_blocks(
             holds is not in the figures.
         step: Instead of inputs: runs one forward and backward of the model.
         names: Of the blocks, in the order in which they run; by default what `find_blocks` finds.
-
-    Raises:
-        ConfigError: If neither inputs nor a step are given, or both.
-        MatchError: If the model has no repeated blocks.
-        TrainingError: If blocks do not run once a step, in one order.
 
     Example:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
@@ -154,15 +137,6 @@ class LazyBudget:
     bytes and times of all, and so alike. A resumed run applies the saved plan at once, unless it has another budget or
     other blocks.
 
-    Args:
-        model: The user's, without wrappers.
-        budget: As of `parse_budget`.
-        names: Its blocks, in the order of `find_blocks`.
-        apply: Given the plan's segments, which may be none, checkpoints them.
-
-    Raises:
-        ConfigError: If the budget is none.
-
     Example:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
         >>> applied = []
@@ -233,12 +207,7 @@ class LazyBudget:
             self._measuring = None
 
     def after_backward(self) -> None:
-        """A micro-batch's backward is over. With several processes, all of them call it as often.
-
-        Raises:
-            ConfigError: If the budget is less than the least; on every process.
-            TrainingError: If blocks do not run once in every step, in one order.
-        """
+        """A micro-batch's backward is over. With several processes, all of them call it as often."""
         if not self._looking:
             return
         self._looking = False

@@ -58,10 +58,8 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = False) -> Iterator[_Group]:
-    """Yield the outermost groups of blocks: children of a list, or of any module, that share a class.
-
-    Stages do not lie inside each other: what differs in shape inside one are blocks, whatever lists these hold.
-    """
+    """Yield the outermost groups of blocks: children of a list, or of any module, that share a class."""
+    # Stages do not lie inside each other: what differs in shape inside one are blocks, whatever lists these hold.
     children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     compound = [(name, child) for name, child in children if _is_compound(child)]

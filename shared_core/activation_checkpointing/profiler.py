@@ -183,10 +183,6 @@ class StepProfile:
     `torch.autograd.graph.save_on_cpu`, so that a model fits that would not without checkpointing: such a step is slow.
     The step computes what it always does, to the bit.
 
-    Args:
-        model: Whose blocks; nothing of it is checkpointed yet.
-        names: The blocks, as in ``named_modules()``.
-
     Example:
         >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
         >>> profile = StepProfile(net, ["0", "1", "2", "3"])
@@ -231,11 +227,7 @@ class StepProfile:
             self._open = None
 
     def stop(self) -> None:
-        """The step's backward is over. A step without one, or without a forward, is forgotten.
-
-        Raises:
-            TrainingError: If a block did not run, ran twice, or nothing was saved in any.
-        """
+        """The step's backward is over. A step without one, or without a forward, is forgotten."""
         self.cancel()
         step = self._step
         if not step.calls and self._empty < MOST_EMPTY:
@@ -450,11 +442,10 @@ class _Step:
         return StepCost(blocks=tuple(inner), head=head)
 
     def _held_beside(self, calls: Sequence[_Call], kept: Sequence[int], without: set[int]) -> tuple[list[int], int]:
-        """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes.
+        """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes."""
+        # inner(i) = max(held(e) - kept(i)) over the events e of its forward and of its backward, which goes on until
+        # that of the block before begins.
 
-        ``inner(i) = max(held(e) - kept(i))`` over the events e of its forward and of its backward, which goes on until
-        that of the block before begins: what a plan adds to what it keeps itself.
-        """
         # The chain's backward begins with the first block that unpacks anything.
         backward = min(call.backward for call in calls if call.backward is not None)
         # what a step leaves behind is no activation: buckets of DDP, tables that are kept; but for the output

@@ -257,10 +257,8 @@ class Region:
 
     # A tensor counts as this region's own output only if neither its memory nor its version has changed since.
     def _source(self, value: Tensor) -> _Output | None:
-        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since.
-
-        By its memory, as FSDP2 hands a block another tensor over the same.
-        """
+        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since."""
+        # By its memory, as FSDP2 hands a block another tensor over the same.
         reference, version, output = self._outputs.get(_place(value), (None, 0, None))
         computed = reference() if reference is not None else None
         same = computed is not None and computed.requires_grad == value.requires_grad and version == version_of(value)

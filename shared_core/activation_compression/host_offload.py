@@ -101,11 +101,7 @@ class Moved:
         self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
 
     def parts(self) -> Parts:
-        """Return the tensors on their device, and start fetching those that backward will want next.
-
-        Raises:
-            TrainingError: If a source was modified in place while it was copied.
-        """
+        """Return the tensors on their device, and start fetching those that backward will want next."""
         if self.source is not None:
             self._check_source()
         if self._was_changed:
@@ -137,9 +133,6 @@ class HostMover:
     At most four copies are under way: their sources stay on the device, and the computation waits for the oldest one
     before a fifth begins. Backward wants them in reverse order, so that each one that it asks for starts the copies
     of the two before it.
-
-    Args:
-        lane: Where the copies run.
     """
 
     def __init__(self, lane: Lane) -> None:

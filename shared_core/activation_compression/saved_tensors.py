@@ -156,9 +156,6 @@ class HeldMemory:
     and looked up again when a parameter is saved that lies in another one: it was replaced, or moved. Buffers, which
     modules replace as they compute, are looked up for every forward.
 
-    Args:
-        model: Its modules; those that join it later, or get their first buffer, are found by their parameters alone.
-
     Example:
         >>> norm = nn.BatchNorm1d(2)
         >>> held = HeldMemory(norm)

@@ -57,21 +57,13 @@ class ActivationCompression(Technique):
         return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
 
     def attach(self, context: Context) -> Touched:
-        """Refuse to offload where there is no GPU.
-
-        Raises:
-            CompatibilityError: If there is nowhere to offload from.
-        """
+        """Refuse to offload where there is no GPU."""
         if self.config.offload and not torch.cuda.is_available():
             raise _nothing_to_offload("a machine without one")
         return Touched()
 
     def begin(self, context: Context) -> None:
-        """Open the lane to the host.
-
-        Raises:
-            CompatibilityError: If the model is not on a GPU.
-        """
+        """Open the lane to the host."""
         self._held = HeldMemory(context.model)
         if self.config.offload:
             # One lane a device: models on several devices would need one each.
@@ -102,11 +94,7 @@ class ActivationCompression(Technique):
         return Packing(Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on))
 
     def before_step(self, context: Context) -> None:
-        """Look once whether anything was packed, and rounded where that was asked for.
-
-        Raises:
-            TrainingError: If not.
-        """
+        """Look once whether anything was packed, and rounded where that was asked for."""
         if not self.counts.forwards and not context.has_gradients:
             return  # every micro-batch was left out: the next step shows
         pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"

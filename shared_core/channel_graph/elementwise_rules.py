@@ -328,15 +328,7 @@ def reduction(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def reduce_label(tracer: Tracer, label: Tensor, dims: tuple[int, ...], value: Tensor | None, name: str) -> None:
-    """Note that a label is reduced along dims of its own.
-
-    Args:
-        tracer: Notes it.
-        label: Varies along all of `dims`.
-        dims: If they are not all that it varies along, each line goes as a whole, and its result with it.
-        value: Constants of the tensor.
-        name: The operator; after a sum zeros are not missed, a norm divides by their number.
-    """
+    """Note that a label is reduced along dims of its own."""
     # It varies along other dims too ((head, channel), reduced over channels): per other index all goes or nothing.
     if dims != varying_dims(label):
         tracer.positions.unite_along(label, dims, "")

@@ -40,11 +40,6 @@ def product(first: Tensor, second: Tensor) -> Tensor:
 def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return a sum of products of constants, known where no term is unknown times what is not zero.
 
-    Args:
-        first: Constants, NaN where unknown.
-        second: The same.
-        contract: Bilinear: a matrix product, a convolution without bias.
-
     Example:
         >>> nan = float("nan")
         >>> contraction(torch.tensor([[nan, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.mm)
@@ -62,14 +57,7 @@ def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tenso
 
 
 def pointwise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return what an elementwise operator makes of constants.
-
-    Args:
-        name: Of the operator, without a trailing underscore.
-        func: The operator.
-        args: Its arguments, tensors replaced by their constants.
-        kwargs: The same.
-    """
+    """Return what an elementwise operator makes of constants."""
     if name == "mul" and isinstance(args[1], Tensor):
         return product(args[0], args[1])
     if name == "div" and isinstance(args[1], Tensor) and not kwargs:
@@ -320,13 +308,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows ids and constants through every operator that runs.
-
-    Args:
-        model: Its parameters and buffers are what can be narrowed.
-        constants: Also follow the values that do not depend on the input.
-        cuts: Whether units are to be removed; False: they are zeroed, and what reads them keeps its size.
-    """
+    """Follows ids and constants through every operator that runs."""
 
     def __init__(self, model: nn.Module, *, constants: bool, cuts: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -62,11 +62,7 @@ class LoraLayer:
 
 
 def open_adapter(folder: Path) -> Ingredient:
-    """Return the ingredient of a PEFT folder.
-
-    Raises:
-        CheckpointError: If it is damaged or no LoRA adapter.
-    """
+    """Return the ingredient of a PEFT folder."""
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(folder, f"peft_type must be LORA, got {config.get('peft_type')!r}", "leave it out")

@@ -27,12 +27,7 @@ class NotPlainError(CheckpointError):
 
 
 class MappedSafetensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each mapped when it is asked for.
-
-    Args:
-        files: The file that holds each.
-        prefix: What their names here have before those in the files.
-    """
+    """The tensors of safetensors files, each mapped when it is asked for."""
 
     def __init__(self, files: Mapping[str, Path], prefix: str = "") -> None:
         self._files, self._prefix = files, prefix
@@ -72,11 +67,8 @@ def load_torch_file(file: Path) -> Any:
 
 
 def _is_archive(file: Path) -> bool:
-    """Return whether a file can be mapped: those from before torch 1.6 cannot.
-
-    Raises:
-        CheckpointError: If it is damaged, or packed: torch (2.13) maps the packed bytes as if they were the weights.
-    """
+    """Return whether a file can be mapped: those from before torch 1.6 cannot."""
+    # torch (2.13) maps packed bytes as if they were the weights.
     try:
         if not zipfile.is_zipfile(file):
             return False

@@ -123,13 +123,7 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
 
 
 class _PartFiles:
-    """The files of weights of a module in a folder, under their names in the whole model.
-
-    Args:
-        folder: Of the model.
-        part: Of it.
-        found: Its file of weights, or the index of several.
-    """
+    """The files of weights of a module in a folder, under their names in the whole model."""
 
     def __init__(self, folder: Path, part: Part, found: str) -> None:
         self._prefix, self._found = part.prefix, found
@@ -152,11 +146,7 @@ class _PartFiles:
         return {self._prefix + key: value for file in self._files for key, value in _state_dict_in(file).items()}
 
     def tell(self, ingredient: Ingredient) -> None:
-        """Let the whole model's ingredient know in which file each tensor lies.
-
-        Raises:
-            CheckpointError: If the index says otherwise than the files.
-        """
+        """Let the whole model's ingredient know in which file each tensor lies."""
         names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
         # Without an index all tensors lie in the one file.
         index = self._index or {name.removeprefix(self._prefix): self._found for name in names}

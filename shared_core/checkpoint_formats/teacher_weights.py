@@ -21,11 +21,7 @@ def is_bare_weights(path: Path) -> bool:
 
 
 def teacher_from_weights(path: Path, student: nn.Module) -> nn.Module:
-    """Return a copy of the student with the weights of such a path.
-
-    Raises:
-        CheckpointError: If they cannot be read, or are not exactly the student's.
-    """
+    """Return a copy of the student with the weights of such a path."""
     opened = open_ingredient(path)
     return same_class_teacher({name: opened.tensor(name) for name in (*opened.specs, *opened.ties)}, student, str(path))
 
@@ -37,9 +33,6 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         weights: By the student's names, any dtype; of weights that it shares between modules one name is enough.
         student: A plain module, without techniques that replace its layers.
         source: Where they come from, for errors.
-
-    Raises:
-        CheckpointError: If a weight is missing, left over or of another shape, or the student's layers are replaced.
 
     Example:
         >>> import torch

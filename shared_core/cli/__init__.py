@@ -42,7 +42,6 @@ class _Group(TyperGroup):
     """Gives every command that works for long the option ``--quiet``."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command."""
         command = super().get_command(ctx, cmd_name)
         if cmd_name in _WORKING and command is not None and all(one.name != "quiet" for one in command.params):
             command.params.append(_quiet_option())

@@ -90,13 +90,7 @@ class Compared:
 
 
 class Comparison:
-    """Compares the student's logits with those of teachers that are asked in every micro-batch.
-
-    Args:
-        config: The options.
-        teachers: Who is asked.
-        told: What the receipt says of them.
-    """
+    """Compares the student's logits with those of teachers that are asked in every micro-batch."""
 
     trains_others: ClassVar[bool] = False
     """Whether `compare` needs gradients though the soft term of the student has no weight."""
@@ -202,12 +196,7 @@ class Comparison:
 
 
 class CachedComparison(Comparison):
-    """Compares the student's logits with what a teacher said once, read from a store.
-
-    Args:
-        config: The options; `config.cache` is the folder.
-        student: Tells how many classes it has.
-    """
+    """Compares the student's logits with what a teacher said once, read from a store."""
 
     def __init__(self, config: DistillConfig, student: nn.Module) -> None:
         folder = config.cache or ""

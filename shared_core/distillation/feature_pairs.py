@@ -32,17 +32,7 @@ Normalise = Callable[[Tensor, Tensor | int], Tensor]
 
 
 class WatchedPairs:
-    """Hooks on both modules of every pair, until `detach`.
-
-    Args:
-        student: Whose modules come first in a pair.
-        teacher: The one teacher.
-        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
-        option: Which option named them.
-
-    Raises:
-        MatchError: If a name matches nothing, or a pair matches more on one side.
-    """
+    """Hooks on both modules of every pair, until `detach`."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]], option: str) -> None:
         self.pairs = _expand(pairs, student, teacher, option)
@@ -70,11 +60,7 @@ class WatchedPairs:
         self.loss(mask, inputs, normalise)
 
     def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
-        """Yield each pair's names and what its modules returned in the latest forward, once.
-
-        Raises:
-            TrainingError: If a module did not run.
-        """
+        """Yield each pair's names and what its modules returned in the latest forward, once."""
         # Taken, not read: a module that one forward skips (layer drop) must not answer with what the last one left.
         for names, (ours, theirs) in zip(self.pairs, self._hooks, strict=True):
             found, target = ours.take(), theirs.take()
@@ -92,9 +78,6 @@ class WatchedPairs:
             mask: Which positions count in the loss; None: one for each example.
             inputs: The student's, whose attention masks tell padding.
             normalise: As of `shared_core.engine.technique.Context`.
-
-        Raises:
-            TrainingError: If a module did not run.
         """
         raise NotImplementedError
 
@@ -224,15 +207,6 @@ class AttentionPairs(WatchedPairs):
     """Compares the maps of both modules of every pair: KL from the student's to the teacher's, averaged over heads.
 
     Fused attention never makes a map, so Transformers models compute theirs eagerly while this is active.
-
-    Args:
-        student: Whose modules come first in a pair.
-        teacher: The one teacher.
-        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
-
-    Raises:
-        MatchError: If a name matches nothing, or a pair matches more on one side.
-        ConfigError: If attention cannot be switched to eager.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
@@ -272,12 +246,7 @@ class AttentionPairs(WatchedPairs):
         self._switch_back()
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
-        """Return the sum over pairs for the latest forward.
-
-        Raises:
-            ConfigError: If a module's maps are not probabilities, or not those of the same tokens.
-            TrainingError: If a module did not run.
-        """
+        """Return the sum over pairs for the latest forward."""
         terms = []
         for (ours, theirs), found, target in self.outputs():
             # (B, H, Q, K) on both sides; K may be padded, Q are the positions that count.
@@ -361,18 +330,7 @@ _NAME = "distill_projection_"
 
 
 class HiddenPairs(WatchedPairs):
-    """Watches both modules of every pair and compares what they return.
-
-    Args:
-        student: Gets one projection a pair whose widths differ, until `detach`.
-        teacher: The one teacher.
-        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
-        kind: ``mse`` or ``cosine``, or a key of `RELATIONS`, which compare examples and need no equal widths.
-        generator: For the projections' first values.
-
-    Raises:
-        MatchError: If a name matches nothing, or a pair matches more on one side.
-    """
+    """Watches both modules of every pair and compares what they return."""
 
     def __init__(
         self,
@@ -399,11 +357,7 @@ class HiddenPairs(WatchedPairs):
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
 
     def check_shards(self, student: nn.Module) -> None:
-        """Refuse projections of a student that FSDP2 shards.
-
-        Raises:
-            CompatibilityError: If there are both.
-        """
+        """Refuse projections of a student that FSDP2 shards."""
         # `fully_shard` has collected the parameters before: one registered later would be in no shard group.
         if self._projections and any(map(is_sharded, student.parameters())):
             names = "=".join(self.pairs[next(iter(self._projections))])
@@ -476,11 +430,7 @@ class HiddenPairs(WatchedPairs):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore saved projections.
-
-        Raises:
-            CheckpointError: If they are of other pairs.
-        """
+        """Restore saved projections."""
         for index, weight in self._projections.items():
             saved = state.get(str(index))
             if saved is None or saved.shape != weight.shape:
@@ -546,10 +496,9 @@ def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
 
 
 def _width(model: nn.Module, module: nn.Module) -> int | None:
-    """Return the number of features that a module's last layer of known width returns, None if that is not told.
+    """Return the number of features that a module's last layer of known width returns, None if that is not told."""
+    # A module without layers, such as an activation, has the width of those registered before it.
 
-    A module without layers, such as an activation, has the width of those registered before it.
-    """
     # A module's own attributes come last: the layer that was registered last inside it decides, then those before it.
     layers = list(model.modules())
     last = layers.index(list(module.modules())[-1])

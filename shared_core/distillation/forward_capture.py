@@ -198,14 +198,7 @@ def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | No
 
 
 def is_causal(student: nn.Module) -> bool:
-    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming).
-
-    Args:
-        student: Such a model, or a module around it.
-
-    Raises:
-        ConfigError: If it is around several models that train, and their classes say different things.
-    """
+    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
     inside = models_inside(student) or [student]
     trained = [model for model in inside if any(parameter.requires_grad for parameter in model.parameters())]
     told = {_says_causal(model): type(model).__name__ for model in trained or inside}
@@ -272,9 +265,6 @@ def counted_positions(
     A position counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
     position never counts. Of an unlabelled example, and without labels, all count that the attention mask does not call
     padding. With one label an example each example counts: one whose label is -100 is unlabelled.
-
-    Raises:
-        ConfigError: If the labels are not class indices, one for each row of the logits.
     """
     shape = tuple(logits.shape[:-1])
     is_tensor = isinstance(labels, Tensor)

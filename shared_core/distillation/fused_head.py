@@ -24,9 +24,6 @@ class FusedHead:
     The trainer computes its loss from a leaf that holds the same numbers. `take` asks what the gradient by them is;
     whoever computes the soft term returns it through the head together with its own, or `Task.rejoined` lets it flow
     as it would have. A copied or pickled one is off.
-
-    Args:
-        student: A transformers model, in PEFT's wrapper or not, whose forward takes ``fused_lm_head``.
     """
 
     def __init__(self, student: nn.Module) -> None:

@@ -20,14 +20,6 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
 
     ``even`` takes layer :math:`i (t - 1) / (s - 1)`, rounded: of 12 layers for 6 those that DistilBERT took.
 
-    Args:
-        layers: ``even``, ``first``, ``last``, or numbers with commas, from 0.
-        student: s, how many layers it has.
-        teacher: t.
-
-    Raises:
-        ConfigError: If there are not that many, or not as many numbers as the student has layers.
-
     Source: Sanh et al. (DistilBERT), 2019, arXiv:1910.01108, section 3.
 
     Example:
@@ -58,11 +50,7 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
 
 
 def parse_layers(layers: str) -> list[int]:
-    """Return the numbers in ``0,2,4``.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Return the numbers in ``0,2,4``."""
     parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(

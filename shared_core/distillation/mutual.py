@@ -48,10 +48,6 @@ class Peers(Teachers):
 
     Their parameters join the parameter groups of the user's optimizers, so that learning rates, decay, loss scale and
     skipped steps are the student's. In what an optimizer saves they are left out, and kept in this state instead.
-
-    Args:
-        modules: The models.
-        student: Name of the student in each of them, empty for the model itself.
     """
 
     def __init__(self, modules: Sequence[nn.Module], student: str) -> None:
@@ -149,16 +145,7 @@ class Peers(Teachers):
             module.eval()
 
     def study(self, model: nn.Module, forward: Forward, context: Context) -> list[tuple[Tensor, Any]]:
-        """Return each peer's task loss for the present micro-batch, and what its student returned.
-
-        Args:
-            model: The user's, whose train and eval modes they take.
-            forward: The student's.
-            context: Its services compute the task loss.
-
-        Raises:
-            TrainingError: If a peer's student did not run.
-        """
+        """Return each peer's task loss for the present micro-batch, and what its student returned."""
         # A dict by name: a peer made of another class may lack modules; those train.
         modes = {name: module.training for name, module in model.named_modules()}
         found = []
@@ -272,11 +259,7 @@ class Peers(Teachers):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Restore saved peers, after `begin`.
-
-        Raises:
-            CheckpointError: If they are others.
-        """
+        """Restore saved peers, after `begin`."""
         ours = [_tensors(module) for module in self.modules]
         saved = [each["weights"] for each in state.get("peers", ())]
         # Shapes by name: nothing is written before all peers fit.
@@ -335,13 +318,6 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
 
     A module's children come before it, as in `torch.nn.Module.apply`. Frozen weights, and buffers beside them, are the
     model's own.
-
-    Args:
-        model: Stays as it is.
-        seed: Of the draw.
-
-    Raises:
-        MatchError: If no initialiser reached a trained weight, which would be a copy of the model's.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -404,12 +380,6 @@ class MutualComparison(Comparison):
 
     All of them are updated in the same optimizer step, from outputs of the same weights (Zhang et al., 2017,
     arXiv:1706.00384, whose Algorithm 1 updates them in turn, each from the others' newest outputs).
-
-    Args:
-        config: The options.
-        model: The user's.
-        peers: The other students.
-        context: Its services compute the peers' task losses.
     """
 
     trains_others = True
@@ -485,19 +455,7 @@ class MutualComparison(Comparison):
 
 
 def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Peers:
-    """Return the other students of a model that is untouched still.
-
-    Args:
-        config: The options; `peers` is how many students there are, or names or modules of the others.
-        model: Where a peer is drawn, the copied model; where one is given, it takes the student's place in a copy.
-        student: The model, or the submodule of it that `config` names.
-        context: Its generator gives the seeds, its services load peers by name.
-
-    Raises:
-        ConfigError: If a peer cannot learn with this student, or is another student over again.
-        CompatibilityError: If it shares weights with the model.
-        MatchError: If a weight cannot be drawn anew.
-    """
+    """Return the other students of a model that is untouched still."""
     modules: list[nn.Module] = []
     for given in config.given_peers:
         module = load_named(given, student, context, trust_remote_code=config.trust_remote_code)

@@ -27,21 +27,7 @@ def open_comparison(
     *,
     fuses_head: bool = False,
 ) -> Comparison:
-    """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student.
-
-    Args:
-        config: The options.
-        model: What no teacher may be part of.
-        student: `model`, or the submodule whose forward is distilled.
-        context: Loads teachers by name and tells warnings.
-        peers: The other students of mutual learning.
-        fuses_head: Whether the trainer computes its loss without logits: then in chunks where options and heads allow.
-
-    Raises:
-        ConfigError: If a teacher cannot teach this student.
-        CompatibilityError: If it shares weights with the model.
-        CheckpointError: If it cannot be read.
-    """
+    """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student."""
     if peers is not None:
         return MutualComparison(config, model, peers, context)
     if config.cache is not None:

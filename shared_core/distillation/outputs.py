@@ -45,15 +45,6 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
 
     A name of the user's own must be there; nothing else takes its place.
 
-    Args:
-        output: What forward returned: a tensor, or a mapping, object or tuple that holds tensors. Of a tuple the first
-            matrix is taken as logits.
-        name: Key or attribute of the logits.
-        whose: Who returned it, for the error.
-
-    Raises:
-        TrainingError: If it holds nothing of the kind.
-
     Example:
         >>> find_outputs({"scores": torch.zeros(3)}, "logits", "student").parts[0].shape
         torch.Size([3, 1])
@@ -80,11 +71,7 @@ def holds(output: Any, kind: str) -> bool:
 
 
 def find_logits(output: Any, name: str, whose: str) -> Tensor:
-    """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`.
-
-    Raises:
-        TrainingError: If it holds none.
-    """
+    """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`."""
     if (logits := _logits(output, name)) is None:
         raise _nothing(output, f"logits under {name!r}", whose)
     return logits
@@ -119,16 +106,7 @@ def _known() -> str:
 
 
 def kind_ahead(module: nn.Module, name: str, whose: str) -> str | None:
-    """Return the kind of a model's outputs where its class tells it before a forward, else None.
-
-    Args:
-        module: The model. The class of a transformers model tells by the annotation of its forward.
-        name: Key or attribute of the logits.
-        whose: Whose model it is, for the error.
-
-    Raises:
-        ConfigError: If it is a transformers model without a head, whose outputs cannot be compared.
-    """
+    """Return the kind of a model's outputs where its class tells it before a forward, else None."""
     model: Any = getattr(module, "get_base_model", lambda: module)()  # under PEFT's wrapper
     fields = _declared(type(model))
     for kind, keys in {LOGITS: (name,), **_others(name)}.items():
@@ -169,11 +147,7 @@ def embedding_width(module: nn.Module) -> int | None:
 def check_heads(
     student: nn.Module, teacher: nn.Module, *, divergence: str, logits: str = LOGITS, vocab_size: int | None = None
 ) -> None:
-    """Refuse, where the models tell before a batch, outputs that do not fit each other, or not the divergence.
-
-    Raises:
-        ConfigError: If they do not fit.
-    """
+    """Refuse, where the models tell before a batch, outputs that do not fit each other, or not the divergence."""
     for whose, module in (("student", student), ("teacher", teacher)):
         problem = getattr(getattr(module, "config", None), "problem_type", None)
         fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
@@ -222,11 +196,7 @@ def _check_widths(student: int | None, teacher: int | None) -> None:
 
 
 def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
-    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few.
-
-    Raises:
-        ConfigError: With both sizes.
-    """
+    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few."""
     if vocab_size is None and student != teacher:
         raise ConfigError(
             "distill",
@@ -264,9 +234,6 @@ def divergence_of(kind: str, divergence: str, width: int | None) -> str:
         kind: As of `Outputs`.
         divergence: The option; ``"forward_kl"`` is its default.
         width: Of the last dimension, None where it is not known.
-
-    Raises:
-        ConfigError: If it does not compare such outputs.
 
     Example:
         >>> divergence_of("spans", "jsd", 384), divergence_of("scores", "forward_kl", 1)
@@ -330,9 +297,6 @@ def check_outputs(
         teacher: Of who teaches it.
         of_classes: Whether distributions are compared.
         vocab_size: How many classes count, None for all.
-
-    Raises:
-        ConfigError: If kinds, widths or positions differ, or what must be a distribution has one class.
     """
     _check_kinds(student.kind, teacher.kind)
     mine, its = student.parts[0], teacher.parts[0]

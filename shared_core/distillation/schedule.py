@@ -22,11 +22,7 @@ class Schedule:
 
     @classmethod
     def resolved(cls, config: DistillConfig, context: Context) -> Schedule:
-        """Return the schedule of a run.
-
-        Raises:
-            ConfigError: If `end` does not lie after `begin`.
-        """
+        """Return the schedule of a run."""
         begin, end = config.begin, config.end
         if context.total_steps is not None:
             context.resolve_range(begin, end, "distill")

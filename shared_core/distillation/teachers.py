@@ -44,11 +44,6 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
         teacher: Any model; its parameters are frozen.
         dtype: Of its weights.
 
-    Raises:
-        MatchError: If there is no linear layer to quantise.
-        MissingExtraError: If the library is not installed.
-        CompatibilityError: If it does not run on the teacher's device.
-
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
 
     Example:
@@ -234,13 +229,6 @@ class StudentAverage(Teachers):
 
     Buffers are those of the student (Tarvainen and Valpola 2017, arXiv:1703.01780). Under FSDP2 a process averages its
     own part.
-
-    Args:
-        student: Copied as it is now.
-        decay: ``d``, in [0, 1).
-
-    Raises:
-        CompatibilityError: If the student is sharded already.
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
@@ -256,11 +244,7 @@ class StudentAverage(Teachers):
 
     @torch.no_grad()
     def after_step(self, student: nn.Module) -> None:
-        """Move the average one step towards the student.
-
-        Raises:
-            TrainingError: If a layer of the student was added, removed or replaced by one of another shape.
-        """
+        """Move the average one step towards the student."""
         (average,) = self.modules
         parameters = zip(average.parameters(), student.parameters(), strict=True)
         buffers = zip(average.buffers(), student.buffers(), strict=True)
@@ -275,11 +259,7 @@ class StudentAverage(Teachers):
         reshard_(average)
 
     def begin(self, student: nn.Module) -> None:
-        """Bring the average to the device of the student, which must have the layers that it had.
-
-        Raises:
-            TrainingError: As of `after_step`.
-        """
+        """Bring the average to the device of the student, which must have the layers that it had."""
         self._check_same(student)
         super().begin(student)
 
@@ -317,11 +297,7 @@ class StudentAverage(Teachers):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Restore a saved average.
-
-        Raises:
-            CheckpointError: If it is of another model.
-        """
+        """Restore a saved average."""
         (average,) = self.modules
         for path, module in list(student.named_modules()):
             if any(map(_is_codes, module._parameters.values())):
@@ -347,13 +323,6 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
     Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
     original's.
-
-    Args:
-        model: Compiled or not.
-        memo: As `copy.deepcopy` takes it.
-
-    Raises:
-        CompatibilityError: If a module of it is scripted, or holds a tensor that was computed from its parameters.
 
     Example:
         >>> import torch
@@ -402,11 +371,7 @@ def _is_placed(module: nn.Module) -> bool:
 
 
 def check_separate(model: nn.Module, teacher: nn.Module) -> None:
-    """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model.
-
-    Raises:
-        CompatibilityError: If it shares a module or a weight.
-    """
+    """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model."""
     own = {id(parameter) for parameter in model.parameters()}
     if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
         raise CompatibilityError(

@@ -431,14 +431,7 @@ class Distillation(Technique):
 
 
 def _task_ratio(alpha: float, context: Context, weight: Tensor, count: Tensor) -> Tensor:
-    """Return the weight of a position's cross-entropy in the mixture over that of its divergence.
-
-    Args:
-        alpha: Of the mixture.
-        context: Of the loss.
-        weight: The former in the task loss.
-        count: Positions with a soft term.
-    """
+    """Return the weight of a position's cross-entropy in the mixture over that of its divergence."""
     of_divergence = (1 - alpha) * context.normalise(torch.ones_like(weight, dtype=torch.float64), count)
     return alpha * weight / of_divergence.to(weight.device)
 

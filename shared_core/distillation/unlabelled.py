@@ -64,12 +64,6 @@ def rows_that_count(
 def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
     """Return how many rows of a batch the soft term will count, before a model has seen it: int64 scalar.
 
-    Args:
-        batch: With ``labels``, or without any: then `per_token` tells whether a row is a token or an example.
-        unlabelled: As of `rows_that_count`, as are the other arguments.
-        causal: As there.
-        per_token: Whether the model has logits for every token.
-
     Example:
         >>> positions_ahead({"labels": torch.tensor([[1, -100, 3]])}, None, causal=True, per_token=True)
         tensor(1)
@@ -96,9 +90,6 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     Args:
         batch: Mapping with ``labels`` (and ``shift_labels``), examples first.
         field: Key of one bool, or 0 or 1, for each example; True = unlabelled.
-
-    Raises:
-        ConfigError: If the batch does not hold such a field.
 
     Example:
         >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")

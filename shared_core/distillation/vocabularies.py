@@ -29,9 +29,6 @@ def common_vocabulary(
         name: Of the teacher's folder, None where a module was given.
         tokenizer: The student's, or the processor that holds it; None where nobody has it.
         vocab_size: The option: how many classes count; None for all.
-
-    Raises:
-        ConfigError: If numbers mean other tokens, or the teacher lacks tokens of the student's.
     """
     ours, theirs = _text_model(student), _text_model(teacher)
     if ours is None or theirs is None:

@@ -144,11 +144,6 @@ def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = Fals
 
     Inside an accumulation window it does not (torch 2.13): running statistics of a batch norm are each process's until
     the step. In a folder of shards a buffer may be any process's.
-
-    Args:
-        model: The user's.
-        wrapped: What its forward goes through.
-        is_inside_window: Whether gradients of a window that is not over are held.
     """
     if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
         # DDP broadcasts rank 0's buffers at the next forward, unless an accumulation window is open.

@@ -84,20 +84,12 @@ class Job:
             self._ask(lambda: self._store.set(name, value))
 
     def has(self, name: str) -> bool:
-        """Return whether a value was told under this name.
-
-        Raises:
-            EffError: If another process failed.
-        """
+        """Return whether a value was told under this name."""
         self.check()
         return bool(self._ask(lambda: self._store.check([name])))
 
     def told(self, name: str) -> bytes:
-        """Wait for the value under a name and return it.
-
-        Raises:
-            EffError: If another process failed.
-        """
+        """Wait for the value under a name and return it."""
         while not self.has(name):
             time.sleep(_POLL_SECONDS)
         return bytes(self._ask(lambda: self._store.get(name)))
@@ -114,11 +106,7 @@ class Job:
         self.exchange(name, b"1")
 
     def check(self) -> None:
-        """Raise the error of another process, if one failed.
-
-        Raises:
-            EffError: If so.
-        """
+        """Raise the error of another process, if one failed."""
         if self._store is not None and self._ask(lambda: self._store.check([_FAILED])):
             raise EffError(self._store.get(_FAILED).decode())
 
@@ -155,9 +143,6 @@ def check_alone(where: str, why: str = "", size: int | None = None) -> None:
         where: What cannot share its work.
         why: With what options, as ``" with --jobs"``.
         size: How many processes there are; None: as many as a launcher started.
-
-    Raises:
-        CompatibilityError: If there are several.
     """
     size = launched() if size is None else size
     if size > 1:

@@ -50,12 +50,6 @@ def apply_in_parts(function: Callable[[Tensor], Tensor], tensor: Any, whole_axes
     """Return what a function of plain tensors makes of a sharded one, in the same shape and placed alike.
 
     Gradients flow back; where the tensor is cut along one of `whole_axes`, every process of its mesh must call it.
-
-    Args:
-        function: Gets this process's part, or the whole tensor if that is cut along one of `whole_axes`, or a sum that
-            is still to be made.
-        tensor: Whose parts tensor parallelism shows in a forward.
-        whole_axes: Those along which the function looks at more than one element.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -20,9 +20,6 @@ class ZeroOptimizer:
     """Optimizer of an engine, with the model's parameters in its groups.
 
     Its `state` is empty: moments are of parts, which `clear_moments_` reaches.
-
-    Args:
-        optimizer: What the engine steps.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -31,11 +28,7 @@ class ZeroOptimizer:
 
     @staticmethod
     def of(engine: Any) -> ZeroOptimizer | None:
-        """Return the optimizer of an engine; None in stage 3, and where torch's own steps the parameters (stage 0).
-
-        Raises:
-            CompatibilityError: If it keeps weights in another way than stages 1 and 2 do.
-        """
+        """Return the optimizer of an engine; None in stage 3, and where torch's own steps the parameters (stage 0)."""
         optimizer = engine.optimizer
         if isinstance(optimizer, torch.optim.Optimizer) or engine.zero_optimization_stage() == 3:
             return None

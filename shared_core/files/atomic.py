@@ -35,13 +35,6 @@ def atomic_write(path: Path | str, *, private: bool = False) -> Iterator[Path]:
     It lies in a folder of its own beside `path`: a rename from another filesystem is a copy that destroys the old file
     when interrupted, and a library that writes a temporary file of its own leaves it in there when it is killed.
 
-    Args:
-        path: Of the file; a new one has the mode that the user's umask gives, another the mode of the old one.
-        private: Whether its owner alone may read it.
-
-    Raises:
-        CheckpointError: If the folder cannot be written or the disk is full; the old file is untouched.
-
     Example:
         >>> folder = Path(tempfile.mkdtemp())
         >>> with atomic_write(folder / "a.txt") as temporary:
@@ -65,9 +58,6 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, which must not exist or be empty; on success it takes its place.
 
     A link stays one, and the folder that it leads to is written: a folder cannot take the place of a link.
-
-    Raises:
-        CheckpointError: If `path` holds something already or cannot be written.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -87,11 +77,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield a folder for temporary files that disappears at the end.
-
-    Raises:
-        CheckpointError: If it cannot be written or the disk is full.
-    """
+    """Yield a folder for temporary files that disappears at the end."""
     parent = Path(tempfile.gettempdir())
     with named_failure(parent, "nothing was written"), _aside(parent) as folder:
         yield folder
@@ -131,22 +117,14 @@ def _aside(parent: Path) -> Iterator[Path]:
 
 
 def make_folder(path: Path | str) -> Path:
-    """Make a folder and those above it if need be, and return it.
-
-    Raises:
-        CheckpointError: If it cannot be made.
-    """
+    """Make a folder and those above it if need be, and return it."""
     with named_failure(Path(path), "nothing was written"):
         Path(path).mkdir(parents=True, exist_ok=True)
     return Path(path)
 
 
 def check_writable(target: Path, where: str) -> None:
-    """Refuse, before the work, a place in whose nearest existing folder no file can be made.
-
-    Raises:
-        CheckpointError: If that is so.
-    """
+    """Refuse, before the work, a place in whose nearest existing folder no file can be made."""
     parent = target.absolute().parent
     while not parent.exists():
         parent = parent.parent

@@ -21,15 +21,7 @@ from shared_core.files.json_yaml import parse_json
 
 
 def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Args:
-        file: Of one JSON object.
-        advice: What an error tells to do.
-
-    Raises:
-        CheckpointError: If it cannot be read or holds something else.
-    """
+    """Return the object in a JSON file."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -48,11 +40,7 @@ def write_object(file: Path, values: Mapping[str, Any], *, private: bool = False
 
 
 def check_same(file: Path, known: Mapping[str, Any], plan: Mapping[str, Any], what: str) -> None:
-    """Refuse to go on with a journal of other work.
-
-    Raises:
-        CheckpointError: If `plan` is not what the file has; names the first difference.
-    """
+    """Refuse to go on with a journal of other work."""
     odd = next((name for name in sorted({*known, *plan}) if known.get(name) != plan.get(name)), None)
     if odd is not None:
         raise CheckpointError(
@@ -67,10 +55,6 @@ def locked(file: Path, where: str, what: str) -> Iterator[int]:
     """Keep others out, and yield the file descriptor that does: a process that inherits it keeps them out too.
 
     So work that is killed cannot be started again while its training still runs.
-
-    Raises:
-        TrainingError: If somebody works in the file's folder now.
-        CheckpointError: If the folder cannot be written.
     """
     busy = (
         f"{where}: {file.parent} must be free, but a {what}, or a training that a killed one left behind, is working "
@@ -87,9 +71,6 @@ def exclusive(descriptor: int, busy: str) -> Iterator[int]:
     """Keep others out of what a file descriptor is open on, and close it at the end.
 
     The lock goes with the last process that has the descriptor, killed or not.
-
-    Raises:
-        TrainingError: With the text `busy`, if somebody else has the lock.
     """
     try:
         try:
@@ -110,11 +91,7 @@ _BLOCK = 2**22
 
 
 def begin_list(folder: Path) -> None:
-    """Say that a folder is being written, on disk before anything in it changes.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Say that a folder is being written, on disk before anything in it changes."""
     clean_strays(make_folder(folder))
     for litter in folder.glob(".tmp??????"):  # of safetensors (0.8), killed
         litter.unlink()
@@ -125,12 +102,6 @@ def finish_list(folder: Path) -> None:
     """Bring a folder to disk, then list every file in it with its size and the checksum of all its bytes.
 
     A checksum is computed by one thread while another waits for the disk, so that it costs no time of its own.
-
-    Args:
-        folder: Which `begin_list` was called for.
-
-    Raises:
-        CheckpointError: If a file cannot be written.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.name != LIST_FILE and not is_stray(path)]
     files = [path for path in paths if path.is_file()]
@@ -148,11 +119,7 @@ def finish_list(folder: Path) -> None:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether what began to write a folder did not come to its end.
-
-    Raises:
-        CheckpointError: If the list is damaged.
-    """
+    """Return whether what began to write a folder did not come to its end."""
     return (folder / LIST_FILE).exists() and read_object(folder / LIST_FILE).get("complete") is not True
 
 
@@ -162,9 +129,6 @@ def damage_by_list(folder: Path, replaced: Callable[[str], bool] = lambda name: 
     Args:
         folder: What was written.
         replaced: Whether a file may be missing, as others have taken its place.
-
-    Raises:
-        CheckpointError: If the list is damaged.
     """
     if is_unfinished(folder):
         return "it was not saved completely"

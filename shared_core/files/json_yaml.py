@@ -18,13 +18,6 @@ _MOST_VALUES = 1_000_000
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return the value of a JSON text.
 
-    Args:
-        text: The text.
-        unique: Whether to refuse a name that an object has twice, of which the last would count.
-
-    Raises:
-        ValueError: If it is none, or nested too deeply.
-
     Example:
         >>> parse_json('{"a": 1, "a": 2}', unique=True)
         Traceback (most recent call last):
@@ -50,9 +43,6 @@ for _kind in ("int", "float"):
 
 def parse_yaml(text: str) -> Any:
     """Return the plain value of a YAML text: no tag makes an object, no name may be given twice.
-
-    Raises:
-        ValueError: If it is none, nested too deeply, contains itself, or has aliases that make it endless.
 
     Example:
         >>> parse_yaml("prune: {sparsity: 0.5}")

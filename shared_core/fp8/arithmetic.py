@@ -57,9 +57,6 @@ def cast_for(recipe: str, index: int, bank: Any) -> Cast:
         index: The layer's place in the bank.
         bank: int16's `SharedExponentBank`; the others keep nothing and do not look at it.
 
-    Raises:
-        ConfigError: Unknown recipe, or int16 without a bank.
-
     Example:
         >>> import torch
         >>> cast = cast_for("hfp8", 0, None)
@@ -109,12 +106,7 @@ class Arithmetic(Protocol):
     """The block of inputs if backward takes their codes, of the transpose, from forward; empty if it casts again."""
 
     def layouts(self, operands: Sequence[Operand], both: Sequence[bool]) -> list[tuple[Operand, Operand]]:
-        """Return the operands of two products for each: this one, and its transpose with zeros as further columns.
-
-        Args:
-            operands: Of one layer.
-            both: Whether the transpose is wanted; else it is not to be used.
-        """
+        """Return the operands of two products for each: this one, and its transpose with zeros as further columns."""
         ...
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:

@@ -17,13 +17,7 @@ _STACKS = ("gate_up_proj", "down_proj")
 
 
 class ExpertMatrix:
-    """The matrix of one expert, which stands for a layer.
-
-    Args:
-        module: What stacks it.
-        stack: The parameter's name.
-        expert: Which of them.
-    """
+    """The matrix of one expert, which stands for a layer."""
 
     def __init__(self, module: nn.Module, stack: str, expert: int) -> None:
         self.module, self.stack, self.expert = module, stack, expert

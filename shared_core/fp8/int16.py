@@ -90,9 +90,6 @@ class SharedExponentBank:
 
     Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
 
-    Args:
-        num_layers: Layers.
-
     Source: Courbariaux et al. 2014, *Training Deep Neural Networks with Low Precision Multiplications*,
     arXiv:1412.7024, algorithm 1; Das et al. 2018, *Mixed Precision Training of Convolutional Neural Networks using
     Integer Operations*, arXiv:1802.00930.
@@ -168,11 +165,7 @@ class SharedExponentBank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take saved rows.
-
-        Raises:
-            CheckpointError: If the state is of another number of layers, or damaged; nothing is taken then.
-        """
+        """Take saved rows."""
         try:
             rows = {name: state[name] for name in ("exponents", "window", "overflows")}
             num_updates = int(state["num_updates"])
@@ -193,12 +186,7 @@ class SharedExponentBank:
 
 
 class Int16Cast:
-    """Every operand in int16 with the exponent of its layer and role; products accumulate in float32, not in int32.
-
-    Args:
-        bank: The exponents of all layers.
-        index: This layer's place in the bank.
-    """
+    """Every operand in int16 with the exponent of its layer and role; products accumulate in float32, not in int32."""
 
     def __init__(self, bank: SharedExponentBank, index: int) -> None:
         self.bank, self.index = bank, index

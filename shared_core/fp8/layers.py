@@ -477,13 +477,6 @@ def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
     """Make a stock layer torchao's `Float8Linear`, in place: module, parameters and keys stay.
 
     Products run on torch's scaled matmul where that gives the emulation's numbers, else torchao emulates them.
-
-    Args:
-        module: A stock layer.
-        config: The options, with recipe `tensorwise` or `rowwise`.
-
-    Raises:
-        MissingExtraError: If torchao is not installed.
     """
     layer_class, _ = _torchao(config, module.weight.device)
     follow_device(module, config)
@@ -580,16 +573,7 @@ def convert_layer(
     watch: NonFiniteWatch | None = None,
     sixteen_bit: bool = False,
 ) -> LayerFp8 | None:
-    """Change one layer in place and return what it got beside its weight; None where torchao multiplies.
-
-    Args:
-        module: A stock layer, or an expert's matrix.
-        config: The options.
-        index: The layer's place in the bank.
-        bank: What all layers remember of past steps, for recipes that do.
-        watch: Told of NaN and infinity.
-        sixteen_bit: Whether this layer is one that `hfp8` runs in 16 bit.
-    """
+    """Change one layer in place and return what it got beside its weight; None where torchao multiplies."""
     if config.backend == "torchao" and isinstance(module, nn.Linear):
         swap_to_torchao(module, config)
         return None
@@ -615,10 +599,6 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
     type matches, or nothing at all, goes through the filter: the model's first and last linear layers are left out,
     and so are sizes that tensor cores cannot multiply. With `hfp8` the first and the last layer run in 16 bit, as the
     paper has them.
-
-    Raises:
-        MatchError: If nothing is left.
-        CompatibilityError: If a named layer cannot run, or the model is converted already.
     """
     if any(isinstance(module, Fp8Layer | Fp8Experts) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8", "model must have no FP8 layers yet", "detach or finish the earlier run first")

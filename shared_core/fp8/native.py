@@ -39,9 +39,6 @@ def native_mm(
         out_dtype: float32, bfloat16 or float16.
         fast: As in `eff_kernels.fp8.scaled_mm`; smaller blocks are always summed in float32.
         bias: As there; with smaller blocks it is added to the rounded product.
-
-    Raises:
-        Exception: Whatever torch raises for a device, a version or a shape that it cannot do.
     """
     if a.block in (_TENSOR, _ROW):
         return kernels.scaled_mm(a, b, out_dtype, fast, bias)
@@ -110,9 +107,6 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
         recipe: One with scales.
         gradient_dtype: The FP8 type of gradients.
         device: Any; not only one that counts as native.
-
-    Raises:
-        torch.OutOfMemoryError: If the device is full, which says nothing about its products.
     """
     block, weight_block, _ = BLOCKS[recipe]
     inputs = torch.float8_e4m3fn

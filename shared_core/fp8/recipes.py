@@ -110,9 +110,6 @@ def round_weights_(weights: Iterable[Tensor]) -> None:
     Args:
         weights: float32 or float64. Finite ones stay finite, NaN and infinities pass.
 
-    Raises:
-        ConfigError: A weight of another type.
-
     Example:
         >>> weight = torch.tensor([0.1])
         >>> round_weights_([weight])
@@ -135,9 +132,6 @@ def round_update_(weights: Iterable[Tensor], generator: torch.Generator) -> None
     Args:
         weights: float32 or float64 on one device. Finite ones stay finite, NaN and infinities pass.
         generator: On that device; its state belongs to a checkpoint.
-
-    Raises:
-        ConfigError: A weight of another type, or on another device than the generator.
 
     Source: Sun et al. 2019, NeurIPS 32; Gupta et al. 2015, arXiv:1502.02551.
 

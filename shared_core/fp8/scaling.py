@@ -132,10 +132,6 @@ class AmaxBank:
 
     Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
 
-    Args:
-        num_layers: Layers.
-        length: Steps that a history remembers.
-
     Example:
         >>> bank = AmaxBank(1, 2)
         >>> for amax in (4.0, 1.0, 2.0):
@@ -192,11 +188,7 @@ class AmaxBank:
         return {"history": self.history.clone(), "window": self.window.clone(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`.
-
-        Raises:
-            CheckpointError: If the histories are of another length.
-        """
+        """Restore the state returned by `state_dict`."""
         length = self.history.shape[1]
         if state["history"].shape[1] != length:
             raise CheckpointError(

@@ -159,11 +159,7 @@ class Fp8(Technique):
         return {name: name.rpartition("[")[0] for name in experts}
 
     def begin(self, context: Context) -> None:
-        """Start to remember, and say aloud if FP8 is emulated.
-
-        Raises:
-            CompatibilityError: If stacked experts are sharded.
-        """
+        """Start to remember, and say aloud if FP8 is emulated."""
         for name, one in self.layers.items():
             if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
                 raise CompatibilityError(
@@ -197,13 +193,8 @@ class Fp8(Technique):
         return task_loss
 
     def before_step(self, context: Context) -> None:
-        """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank.
-
-        A window already pending belongs to a skipped step and is dropped.
-
-        Raises:
-            TrainingError: After `max_skips` such steps in a row.
-        """
+        """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank."""
+        # A window already pending belongs to a skipped step and is dropped.
         self._watch.casts += 1
         if self._bank is not None:
             self._pending = self._bank.take_window()
@@ -298,11 +289,7 @@ class Fp8(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, histories each for the layer of its name.
-
-        Raises:
-            CheckpointError: If the state is of other layers, of another length, or damaged.
-        """
+        """Restore the state returned by `state_dict`, histories each for the layer of its name."""
         self._forget_codes()
         try:
             self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])

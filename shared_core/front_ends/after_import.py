@@ -10,12 +10,7 @@ from types import ModuleType
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call a function with a module: now if it is imported already, else when somebody imports it.
-
-    Args:
-        name: Of the module.
-        then: Equal functions of one module are called once.
-    """
+    """Call a function with a module: now if it is imported already, else when somebody imports it."""
     if name in sys.modules:
         then(sys.modules[name])
     elif not any(isinstance(one, _Finder) and (one.name, one.then) == (name, then) for one in sys.meta_path):

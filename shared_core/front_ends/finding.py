@@ -53,11 +53,6 @@ def own_weights(model: nn.Module, names: Sequence[str], state: Mapping[str, Tens
     """Return weights by a model's own names, where its library saves them by others or in other pieces.
 
     So does transformers with those of ViT and with the experts of Mixtral.
-
-    Args:
-        model: A model; one without ``save_pretrained`` is saved by its own names.
-        names: Of its tensors, those that it may yet get among them.
-        state: The weights as they were saved; what is not the model's keeps its name.
     """
     if not state.keys() <= set(names) and hasattr(model, "save_pretrained"):
         for front_end in front_ends():

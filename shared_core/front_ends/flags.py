@@ -22,9 +22,6 @@ _OF_A_SCRIPT = {"average_tokens_across_devices", "checkpointing_steps"}  # publi
 def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return our flags with their values, and what is left for the script; after ``--`` all is the script's.
 
-    Raises:
-        ConfigError: If a flag looks like one of ours but is none, or has no value.
-
     Example:
         >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
         ({'prune_sparsity': '0.8', 'prune_skip': 'last'}, ['--lr', '0.1'])
@@ -81,20 +78,12 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 
 def asked_steps() -> int | None:
-    """Return the steps that the environment names.
-
-    Raises:
-        ConfigError: If they are no number of steps.
-    """
+    """Return the steps that the environment names."""
     return check_steps(os.environ.get(STEPS_VARIABLE), "eff run")
 
 
 def check_steps(steps: str | None, where: str) -> int | None:
-    """Return the number of steps that a text names, None of none.
-
-    Raises:
-        ConfigError: If it names none.
-    """
+    """Return the number of steps that a text names, None of none."""
     if steps is not None and (not steps.isdecimal() or int(steps) < 1):
         raise ConfigError(where, f"--{STEPS_FLAG} must be a number of optimizer steps, got {steps!r}")
     return None if steps is None else int(steps)

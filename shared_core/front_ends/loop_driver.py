@@ -352,11 +352,7 @@ class LoopDriver:
         return rank_states.gathered(self.session, self.wrapped, window=self._open_window())
 
     def read(self, state: Mapping[str, Any], source: Any) -> None:
-        """Look at a saved state before the weights beside it are loaded.
-
-        Raises:
-            CheckpointError: If the model has not the structure that it was saved with.
-        """
+        """Look at a saved state before the weights beside it are loaded."""
         if not fits(self.session, state):
             raise CheckpointError(
                 self.name,

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoopServices(BareServices):
-    """Services of a loop for a technique.
-
-    Args:
-        loop: The driver of the loop.
-    """
+    """Services of a loop for a technique."""
 
     def __init__(self, loop: LoopDriver) -> None:
         self._loop = loop

@@ -31,17 +31,7 @@ class PrivateName:
 def check_private_names(
     names: Mapping[str, PrivateName], owner_of: Callable[[PrivateName], Any], whose: str, remedy: str
 ) -> None:
-    """Refuse a library without a private method that techniques need.
-
-    Args:
-        names: Name → what is known of it.
-        owner_of: Returns what must have a method.
-        whose: Begins the message.
-        remedy: Ends it.
-
-    Raises:
-        CompatibilityError: Names the methods and the versions that have them.
-    """
+    """Refuse a library without a private method that techniques need."""
     lacking = [
         name for name, its in names.items() if its.is_method and not callable(getattr(owner_of(its), name, None))
     ]

@@ -36,11 +36,6 @@ class UnseenSteps:
 
     Torch's optimizers report their first step. Any other optimizer shows by what it does: when a backward pass begins,
     parameters of an earlier one have changed. The second such change ends the script.
-
-    Args:
-        installed: Returns the front ends.
-        script: What the user runs.
-        taken: Called at the first step of an optimizer after one of them took it.
     """
 
     def __init__(

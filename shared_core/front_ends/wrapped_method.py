@@ -11,13 +11,6 @@ class Wrapped:
     """Stands in for ``owner.name`` and calls ``around(method, *args, **kwargs)`` until `undo`.
 
     A copied or pickled owner gets its plain method back: what is around it belongs to this owner alone.
-
-    Args:
-        owner: The object, not its class, whose method is replaced.
-        name: The method, a subclass's own included; `method` stays there for who wants it alone.
-        around: What is called instead, with the original method first.
-        keep_signature: Whether code that looks at signatures should see the original's. In Lightning it then also takes
-            the method for the original, so not for methods that count as overridden once they are replaced.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any], *, keep_signature: bool = False) -> None:

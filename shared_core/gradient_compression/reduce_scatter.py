@@ -56,11 +56,7 @@ class RoundedReduceScatter:
 
 
 def put_into(model: nn.Module) -> RoundedReduceScatter | None:
-    """Return what the sharded modules of a model reduce gradients by from now on; None if none is sharded.
-
-    Raises:
-        CompatibilityError: If torch does not let a module have one, or other collectives reduce gradients too.
-    """
+    """Return what the sharded modules of a model reduce gradients by from now on; None if none is sharded."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         return None

@@ -69,11 +69,7 @@ class GradientCompression(Technique):
         return Ability("native", "in two processes and more, under DDP or FSDP2")
 
     def attach(self, context: Context) -> Touched:
-        """Refuse a run of one process, which sends nothing.
-
-        Raises:
-            CompatibilityError: If there is only one process.
-        """
+        """Refuse a run of one process, which sends nothing."""
         context.undo.callback(self._detach)
         context.windows[self.key] = self
         if world_size() < 2 and not context.is_preview:
@@ -92,11 +88,7 @@ class GradientCompression(Technique):
         return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
 
     def begin(self, context: Context) -> None:
-        """Register with the DDP module, or with those that FSDP2 sharded.
-
-        Raises:
-            CompatibilityError: If there is none, or it has a hook of the user's own.
-        """
+        """Register with the DDP module, or with those that FSDP2 sharded."""
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
@@ -143,11 +135,7 @@ class GradientCompression(Technique):
         return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
 
     def before_step(self, context: Context) -> None:
-        """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike.
-
-        Raises:
-            TrainingError: If the hook was not called or had nothing to do, or after 50 such steps in a row.
-        """
+        """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike."""
         if not self._step["gradients"]:
             raise TrainingError(
                 "comm",

@@ -44,10 +44,6 @@ def select_layers(
     """Return (layers to adapt, modules to train whole, name → why a matched layer is left alone), by plain name.
 
     A parameter that stacks experts counts as a layer, by its own name, with the module that holds it.
-
-    Raises:
-        MatchError: If nothing is left to adapt, or a pattern matches nothing.
-        CompatibilityError: If a layer that `include` names cannot be adapted.
     """
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
     matched = chosen_modules(config, model, (*kinds, StackedExperts), where="lora")
@@ -151,22 +147,9 @@ def inject(
 def _inject(
     model: nn.Module, layers: dict[str, nn.Linear], config: LoraConfig, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name.
-
-    ``A`` is drawn from `generator` by He's uniform initialisation, as peft does it, and ``B`` is zero: the model
-    computes what its frozen base does. The global generator is not touched.
-
-    Args:
-        model: Changed in place; everything but adapters stops requiring gradients.
-        layers: From `select_layers`.
-        config: Rank, alpha, dropout and base.
-        generator: On the CPU; the same on every rank.
-
-    Raises:
-        CompatibilityError: If peft refuses a layer.
-
-    Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
-    """
+    """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name."""
+    # Hu et al., 2021, arXiv:2106.09685, section 4.1. `A` is drawn by He's uniform initialisation, as peft does it, and
+    # `B` is zero: the model computes what its frozen base does.
     peft = optional("peft", "lora", "lora")
     paths = {id(module): path for path, module in model.named_modules()}
     where = {name: paths[id(module)] for name, module in layers.items()}
@@ -237,11 +220,9 @@ def _stand_for_(layer: Any, module: nn.Linear, config: LoraConfig, generator: to
 
 
 def _are_translated(asked: Any, model: nn.Module) -> bool:
-    """Return whether peft takes names of layers for those of transformers 4, whose experts were layers of their own.
-
-    peft (0.21) then adapts the fused experts in place of layers that have such names today: the dense and the shared
-    ones of DeepSeek-V3.
-    """
+    """Return whether peft takes names of layers for those of transformers 4, whose experts were layers of their own."""
+    # peft (0.21) then adapts the fused experts in place of layers that have such names today: the dense and the shared
+    # ones of DeepSeek-V3.
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft does not translate

@@ -33,12 +33,6 @@ class AdaptedStack:
     computes the same with `target_parameters`, in wrappers that change the keys, hold adapters in the stack's 16 bits
     and parametrize the stack in each forward, which qat's layers do not allow (peft 0.21).
 
-    Args:
-        module: What stacks experts.
-        name: The parameter's.
-        config: Rank and alpha.
-        generator: On the CPU; A is drawn from it, as peft draws it.
-
     Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
     """
 

@@ -60,11 +60,6 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         linear: Its weight in float32, bf16 or fp16, finite; transformers' Conv1D gives a linear layer.
         config: `base` and `double_quant`.
 
-    Raises:
-        TrainingError: If the weight is not finite.
-        MissingExtraError: If bitsandbytes is not installed.
-        CompatibilityError: If it does not run on the weight's device, or saturates there.
-
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
     # (outputs, inputs), whatever the layer's own layout; bitsandbytes quantises in blocks along rows.
@@ -161,11 +156,7 @@ def float_weight(layer: Any) -> Tensor:
 
 
 def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
-    """Put saved tensors in the place of a frozen weight's, in place and exactly.
-
-    Raises:
-        ValueError: If they are of another kind of base, or of another shape.
-    """
+    """Put saved tensors in the place of a frozen weight's, in place and exactly."""
     mine = frozen_tensors(layer)
     told = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if told != {name: tuple(tensor.shape) for name, tensor in mine.items()}:

@@ -96,14 +96,7 @@ class Lora(Technique):
         return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
 
     def attach(self, context: Context) -> Touched:
-        """Freeze the model, quantise the layers and put adapters on them.
-
-        Raises:
-            MatchError: If no linear layer can be adapted.
-            MissingExtraError: If peft or bitsandbytes is not installed.
-            CompatibilityError: If the model has adapters already, or bitsandbytes does not run on its device.
-            TrainingError: If a weight is not finite.
-        """
+        """Freeze the model, quantise the layers and put adapters on them."""
         model = context.model
         context.undo.callback(self._detach, context.model)
         optional("peft", "lora", "lora")
@@ -164,10 +157,8 @@ class Lora(Technique):
         }
 
     def _detach(self, model: nn.Module) -> None:
-        """Restore the user's layers: untouched if training has not begun, else with what was trained merged in.
-
-        Sharded ones are left with their base: the processes that hold the other parts may be gone.
-        """
+        """Restore the user's layers: untouched if training has not begun, else with what was trained merged in."""
+        # Sharded ones are left with their base: the processes that hold the other parts may be gone.
         if self.layers:
             reshard_(model)
         for layer in self.layers.values():
@@ -221,12 +212,7 @@ class Lora(Technique):
         return self._touched()
 
     def begin(self, context: Context) -> None:
-        """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all.
-
-        Raises:
-            CompatibilityError: If an optimizer does not hold the adapters, or bitsandbytes does not run where the
-                model is now.
-        """
+        """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all."""
         reshard_(context.model)
         self._check_wrapping()
         held = {
@@ -295,10 +281,8 @@ class Lora(Technique):
     # -- end
 
     def finish(self, context: Context) -> None:
-        """Merge in float, round to the base's grid again if asked to, and leave the user's own layers.
-
-        Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
-        """
+        """Merge in float, round to the base's grid again if asked to, and leave the user's own layers."""
+        # Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
         reshard_(context.model)
         self._tell_loaded(context)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
@@ -373,11 +357,7 @@ class Lora(Technique):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`.
-
-        Raises:
-            CheckpointError: If it is of other layers, another rank or another base.
-        """
+        """Restore the state returned by `state_dict`."""
         if self._model is not None:
             reshard_(self._model)  # an evaluation may have come before
         try:

@@ -52,10 +52,6 @@ class AutoScale:
     gradients behind them; the first overflow of a streak therefore adds bits to the margin, as many as kept the scale
     from fitting, and every `growth_interval` good steps take half of them back. Later overflows of a streak lower the
     scale alone: a storm of bad batches says nothing about the range of good ones.
-
-    Args:
-        config: The options ``format``, ``margin``, ``smoothing`` (β), ``backoff_factor``, ``growth_interval``,
-            ``init_scale`` and ``min_scale``.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -66,13 +62,7 @@ class AutoScale:
         self._extra = self._good = self._streak = 0
 
     def next_scale(self, scale: float, amax: float, *, overflowed: bool) -> float:
-        """Return the scale of the next step.
-
-        Args:
-            scale: Scale of this step.
-            amax: Largest magnitude of this step's unscaled gradients; read only without overflow.
-            overflowed: Whether they held Inf or NaN.
-        """
+        """Return the scale of the next step."""
         if overflowed:
             self._streak += 1
             self._good = 0
@@ -128,12 +118,6 @@ _STREAKS = 10
 
 def parse_floor(floor: str | Sequence[tuple[int, float]]) -> Pairs | Literal["auto"]:
     """Return the floor as ``(step, floor)`` pairs, or ``"auto"``.
-
-    Args:
-        floor: ``"auto"``, pairs, or pairs as a text. Steps rise, floors do not fall.
-
-    Raises:
-        ConfigError: If it is none of these.
 
     Source: Mellempudi et al., 2019, arXiv:1905.12334, section 3.1.
 
@@ -191,11 +175,7 @@ def floor_at(pairs: Pairs, step: int) -> float:
 
 
 class FloorSchedule:
-    """The floor of ``(step, floor)`` pairs.
-
-    Args:
-        pairs: Of applied steps and floors.
-    """
+    """The floor of ``(step, floor)`` pairs."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs

@@ -296,10 +296,8 @@ class LossScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Return one flag on the scale's device: one host read for all devices, one verdict for all ranks.
-
-        Written anew for speed: torch 2.13 reads ``param.grad`` up to six times for every parameter.
-        """
+        """Return one flag on the scale's device: one host read for all devices, one verdict for all ranks."""
+        # Written anew for speed: torch 2.13 reads `param.grad` up to six times for every parameter.
         if self.widen_gradients is not None:
             self.widen_gradients(optimizer)
         grouped = grouped_gradients(optimizer)

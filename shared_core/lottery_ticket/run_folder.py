@@ -16,32 +16,20 @@ TICKET_FILE, REWIND_FILE, RESULT_FILE = "ticket.safetensors", "rewind.safetensor
 
 
 class RunFolder:
-    """The folder of one run. Only the main process writes; `RESULT_FILE` comes last and ends the run.
-
-    Args:
-        path: The folder.
-    """
+    """The folder of one run. Only the main process writes; `RESULT_FILE` comes last and ends the run."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
 
     def make(self) -> None:
-        """Make the folder.
-
-        Raises:
-            CheckpointError: If that cannot be.
-        """
+        """Make the folder."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError("lottery", f"out must be a folder that can be made, got {error}") from error
 
     def check_unfinished(self) -> None:
-        """Refuse to train into the folder of a run that is finished.
-
-        Raises:
-            CheckpointError: If it is.
-        """
+        """Refuse to train into the folder of a run that is finished."""
         if (self._path / RESULT_FILE).exists():
             raise CheckpointError(
                 "lottery",
@@ -60,11 +48,7 @@ class RunFolder:
         return next((read_ticket(file).weights for file in files if file.is_file()), None)
 
     def check_kept(self, digest: str, step: int) -> None:
-        """Refuse to resume a dense run beyond step k without the weights that it kept there.
-
-        Raises:
-            CheckpointError: If there are none, or those of another run.
-        """
+        """Refuse to resume a dense run beyond step k without the weights that it kept there."""
         weights = self.kept_weights()
         if weights is None:
             raise CheckpointError(

@@ -26,11 +26,6 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
 
     The output layer is the last linear or convolutional one in registration order, as ``last`` in `skip`; it loses
     `output_rate`, half of `rate` by default (Frankle and Carbin 2019, section 2). Convolutions lose `conv_rate`.
-
-    Args:
-        model: Where the output layer is looked for.
-        modules: By the name of the weight that is to be pruned.
-        config: The rates.
     """
     output = match_modules(model, prunable_types(model), where="lottery", include=["last"])[0].module
     # Frankle and Carbin prune the output layer at half the rate of the others.
@@ -68,9 +63,6 @@ def next_masks(
 
     Returns:
         bool by the same names, True = keep.
-
-    Raises:
-        TrainingError: If a weight is NaN.
 
     Source: Frankle and Carbin 2019, arXiv:1803.03635.
 
@@ -126,10 +118,6 @@ def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
     Whatever the model's code drew independently for every element is so drawn once more from the same distribution,
     which nobody needs to know; constants (zero biases, the ones of a norm) stay. Where elements depend on each other
     (orthogonal initialisation, pretrained weights) that structure is lost.
-
-    Args:
-        parameters: Each once.
-        generator: On CPU.
 
     Example:
         >>> weight = torch.tensor([1.0, 2.0, 3.0])

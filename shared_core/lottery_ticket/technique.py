@@ -71,12 +71,7 @@ class LotteryTicket(Technique):
     # -- before the first step
 
     def attach(self, context: Context) -> Touched:
-        """Find the weights and read the ticket.
-
-        Raises:
-            MatchError: If there is nothing to prune.
-            CheckpointError: If the ticket cannot be read, or the folder not written.
-        """
+        """Find the weights and read the ticket."""
         model = context.model
         context.undo.callback(self._detach)
         config = self.config
@@ -143,12 +138,7 @@ class LotteryTicket(Technique):
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context) -> None:
-        """Resolve step k; put masks back in a resumed run, or rewind now if k is 0.
-
-        Raises:
-            ConfigError: If step k is not before the end of the run.
-            CheckpointError: If the ticket is of another model, or the folder holds a finished run.
-        """
+        """Resolve step k; put masks back in a resumed run, or rewind now if k is 0."""
         config = self.config
         self.plan(context)
         reshard_(context.model)  # a validation may have come before
@@ -193,11 +183,10 @@ class LotteryTicket(Technique):
     # -- step k
 
     def _rewind(self, context: Context, *, others_begun: bool) -> None:
-        """Put the ticket's weights in place (Frankle and Carbin 2019, section 2: θ₀ ⊙ m; here θ_k ⊙ m).
-
-        Late rewinding (Frankle et al. 2020, arXiv:1912.05671) takes θ_k instead of θ₀, since large networks have no
-        winning tickets at 0 but have them a few hundred steps later; the other rewindings keep the trained weights θ_T.
-        """
+        """Put the ticket's weights in place (Frankle and Carbin 2019, section 2: θ₀ ⊙ m; here θ_k ⊙ m)."""
+        # Late rewinding (Frankle et al. 2020, arXiv:1912.05671) takes θ_k instead of θ₀, since large networks have no
+        # winning tickets at 0 but have them a few hundred steps later; the other rewindings keep the trained weights
+        # θ_T.
         self._rewound = True
         if self._ticket is None:
             self._keep_weights(context)
@@ -288,11 +277,7 @@ class LotteryTicket(Technique):
     # -- the end
 
     def finish(self, context: Context) -> None:
-        """Write the ticket that this run found, and its figures last: a run without these is not finished.
-
-        Raises:
-            TrainingError: If the run did not reach step k, or its weights are NaN.
-        """
+        """Write the ticket that this run found, and its figures last: a run without these is not finished."""
         if not self._rewound:
             raise TrainingError(
                 "lottery",
@@ -386,11 +371,7 @@ class LotteryTicket(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            CheckpointError: If the checkpoint is of a run with another ticket.
-        """
+        """Restore a saved state."""
         if self.config.ticket is not None and state["digest"] != self._digest:
             raise CheckpointError(
                 "lottery",

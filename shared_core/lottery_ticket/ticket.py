@@ -193,14 +193,6 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
     """Return the ticket under the names of the weights to mask: a ticket found in one trainer serves in another.
 
     The names may differ by a prefix that they all have (``net.`` in a LightningModule).
-
-    Args:
-        ticket: As it was read.
-        weights: What its masks must be of.
-        source: Its file, for errors.
-
-    Raises:
-        CheckpointError: If it is of other weights.
     """
     # A Lightning module holds the model under a prefix ("model."), a Hugging Face trainer does not.
     add, remove = _prefixes(list(ticket.masks), list(weights))
@@ -260,9 +252,6 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
     """Return the name of the first tensor that is not equal bit for bit, None if all are; every process must call it.
 
     Of a sharded one each process compares its part.
-
-    Raises:
-        CheckpointError: If they are not the tensors of one model.
     """
     odd = next((name for name in sorted({*own, *theirs}) if name not in own or name not in theirs), None)
     if odd is None:

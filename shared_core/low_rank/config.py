@@ -35,13 +35,6 @@ class RankRule:
 def parse_rank(given: Any) -> RankRule:
     """Return what a rank option means.
 
-    Args:
-        given: 16, 0.25, ``"energy:0.95"``, ``"budget:0.5"``, ``"sensitivity:0.5"`` or a path that ends in ``.json``;
-            numbers may be texts. As in positions, one with a dot is a share.
-
-    Raises:
-        ConfigError: If it is none of these.
-
     Example:
         >>> parse_rank("16"), parse_rank(0.25), parse_rank("budget:0.5").kind
         (RankRule(kind='number', value=16), RankRule(kind='share', value=0.25), 'budget')
@@ -71,11 +64,7 @@ def parse_rank(given: Any) -> RankRule:
 
 
 def read_report(path: str) -> dict[str, Mapping[str, Any]]:
-    """Return the structure that a report of `eff low-rank` tells: rank and scheme by layer.
-
-    Raises:
-        ConfigError: If it cannot be read, or tells none.
-    """
+    """Return the structure that a report of `eff low-rank` tells: rank and scheme by layer."""
     try:
         layers = parse_json(Path(path).read_text(encoding="utf-8"))["layers"]
         return {str(each["name"]): {"rank": int(each["rank"]), "scheme": str(each["scheme"])} for each in layers}

@@ -107,12 +107,7 @@ def relative_error(weight: Tensor, product: Tensor, moment: Tensor | None = None
 
 
 class InputMoments:
-    """Sums ``x xᵀ`` over the inputs of layers, or its diagonal, in float64.
-
-    Args:
-        layers: The layer and its schemes by name.
-        diagonal: Whether correlations are left out.
-    """
+    """Sums ``x xᵀ`` over the inputs of layers, or its diagonal, in float64."""
 
     def __init__(self, layers: Mapping[str, tuple[Any, tuple[str, ...]]], *, diagonal: bool) -> None:
         self._layers, self._diagonal = layers, diagonal
@@ -142,11 +137,7 @@ class InputMoments:
         ]
 
     def read(self) -> dict[tuple[str, str], Tensor]:
-        """Return the sums over all processes by (name, scheme); every process must call it.
-
-        Raises:
-            TrainingError: If a layer saw no input, or one that is not finite.
-        """
+        """Return the sums over all processes by (name, scheme); every process must call it."""
         moments = {}
         for name, (layer, schemes) in self._layers.items():
             for scheme in schemes:

@@ -138,12 +138,7 @@ def plan_ranks(
     loss: Callable[[], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Plan, dict[str, str]]:
-    """Return each layer's decomposition and rank, and why others stay as they are.
-
-    Raises:
-        ConfigError: If a report tells of layers that are not there, or a budget cannot be met.
-        MatchError: If no layer is left.
-    """
+    """Return each layer's decomposition and rank, and why others stay as they are."""
     rule = config.rule
     if rule.kind == "report":
         structure = read_report(rule.value)

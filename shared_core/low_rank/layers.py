@@ -241,15 +241,7 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
-    """Replace layers by factorised ones of zeros, into which weights are loaded.
-
-    Args:
-        model: The user's.
-        structure: Rank and scheme of each layer by name.
-
-    Returns:
-        The new layers by name.
-    """
+    """Replace layers by factorised ones of zeros, into which weights are loaded."""
     layers = {}
     for name, told in structure.items():
         dense = model.get_submodule(name)

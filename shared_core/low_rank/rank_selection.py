@@ -33,16 +33,6 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     to the last parameter of a hull's step that is the optimum; between two such budgets it falls short of it by less
     than one step.
 
-    Args:
-        choices: For each layer its points, costs rising strictly; the first is the least that it can have.
-        budget: Parameters, all layers together.
-
-    Returns:
-        The index of the point of each layer.
-
-    Raises:
-        ConfigError: If the first points already cost more.
-
     Example:
         >>> share_out({"a": [(1, 0.5), (2, 0.9), (3, 1.0)], "b": [(1, 0.2), (2, 0.8)]}, 4)
         {'a': 1, 'b': 1}
@@ -234,10 +224,6 @@ def choose_ranks(
         found: The layers.
         config: The options; not a report.
         worth: For ``sensitivity``: what is gained by a rank of a layer, 0 at its full rank.
-
-    Raises:
-        MatchError: If no layer is left.
-        ConfigError: If a budget cannot be met.
     """
     rule = config.rule
     if rule.kind in ("budget", "sensitivity"):
@@ -274,11 +260,10 @@ def _by_itself(each: Candidate, kind: str, value: float) -> int:
 def _by_budget(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None
 ) -> dict[str, int]:
-    """Return ranks within a share of all parameters; the full one stands for the layer as it is.
-
-    Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
-    another, so the product of their shares is what is made greatest. A sum would starve large layers at small budgets.
-    """
+    """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
+    # Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
+    # another, so the product of their shares is what is made greatest. A sum would starve large layers at small
+    # budgets.
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():
@@ -312,9 +297,6 @@ def measure_worth(
         loss: Returns the loss of the model as it is.
         multiple_of: What ranks are multiples of.
         progress: Called with (ranks tried, ranks).
-
-    Raises:
-        TrainingError: If the loss of the whole model is not finite.
     """
     before = loss()
     if not before < float("inf"):

@@ -72,11 +72,7 @@ def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return rank and scheme of the layers that weights hold in two factors, by name.
-
-    Raises:
-        CheckpointError: If there is none, or the model has no such layer.
-    """
+    """Return rank and scheme of the layers that weights hold in two factors, by name."""
     modules: dict[str, Any] = dict(model.named_modules())
     structure = {}
     for key, first in state.items():

@@ -67,16 +67,7 @@ class LowRank(Technique):
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Factorise the model, as a checkpoint that will be loaded needs it, or as the options say.
-
-        A model that is factorised already is trained as it is.
-
-        Raises:
-            MatchError: If there is nothing to factorise.
-            ConfigError: If ranks shall be measured, which `factorize` and `eff low-rank` do.
-            CompatibilityError: If a weight is not whole.
-            CheckpointError: If the checkpoint is of other layers.
-        """
+        """Factorise the model, as a checkpoint that will be loaded needs it, or as the options say."""
         model = context.model
         context.undo.callback(self._detach, context.model)
         config, before = self.config, sum(parameter.numel() for parameter in model.parameters())
@@ -189,11 +180,7 @@ class LowRank(Technique):
         return Touched.modules(self.layers, self.left_out, "factorised layers")
 
     def begin(self, context: Context) -> None:
-        """Look at inputs if the decomposition does, then release the user's weights.
-
-        Raises:
-            CompatibilityError: If an optimizer does not hold the factors.
-        """
+        """Look at inputs if the decomposition does, then release the user's weights."""
         self._context = context
         if not self._is_checked:
             self.prepare_optimizers(context)
@@ -292,11 +279,7 @@ class LowRank(Technique):
         return bool(state.get("layers") == self._structure)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the model has the structure that was saved.
-
-        Raises:
-            CheckpointError: If it has another.
-        """
+        """Check that the model has the structure that was saved."""
         if not self.fits(state):
             raise CheckpointError(
                 "low_rank",

@@ -39,18 +39,6 @@ def solve_in_order(
     the blocks before, already changed, give; hidden states wait on the CPU, and one block's Hessians are held at a
     time. Layers outside the blocks come last, by one more pass. In any other model all layers see the inputs of the
     unchanged model, and all Hessians are held at once, solved in the order of `layers`.
-
-    Args:
-        model: The user's.
-        layers: Name → layer, of which `has_rows` holds.
-        run: Runs a batch through the model.
-        batches: What it takes.
-        solve: Changes one layer.
-        where: Who asks, for errors.
-        progress: Called with (batches run, batches) as the model is run at first.
-
-    Raises:
-        TrainingError: If a layer saw no input, or NaN or infinity.
     """
     blocks = _blocks(model, layers)
     calls: list[list[_Call]] = []

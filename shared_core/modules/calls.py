@@ -33,15 +33,6 @@ def call_model(
 ) -> Any:
     """Return the model's output, as `call` does.
 
-    Args:
-        model: The user's.
-        inputs: What it is called with.
-        where: Who asks and what for, for errors.
-        remedy: What the user may do about one.
-
-    Raises:
-        ConfigError: If the model raises; its own error is the cause.
-
     Example:
         >>> call_model(nn.Identity(), (torch.ones(1),))
         tensor([1.])
@@ -52,16 +43,7 @@ def call_model(
 
 @contextmanager
 def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
-    """Surround the call of a user's model with inputs, so that its errors name these.
-
-    Args:
-        inputs: What it is called with.
-        where: Who asks and what for.
-        remedy: What the user may do about an error.
-
-    Raises:
-        ConfigError: If the model raises; its own error is the cause.
-    """
+    """Surround the call of a user's model with inputs, so that its errors name these."""
     try:
         yield
     except (EffError, torch.OutOfMemoryError):
@@ -76,11 +58,7 @@ def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
 
 
 def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, where: str) -> Any:
-    """Return what the user's loss makes of a batch, or the model itself.
-
-    Raises:
-        ConfigError: If the model raises; its own error is the cause.
-    """
+    """Return what the user's loss makes of a batch, or the model itself."""
     return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
 
 
@@ -130,9 +108,6 @@ def without_cache(configs: Iterable[Any]) -> Iterator[None]:
     No loss needs keys and values, and they take memory. transformers (5.23) ignores where documents of a packed batch
     begin as soon as there is a cache, so that tokens attend across documents.
 
-    Args:
-        configs: As `cache_configs` returns them.
-
     Example:
         >>> from types import SimpleNamespace
         >>> config = SimpleNamespace(use_cache=True)
@@ -171,10 +146,6 @@ class ExampleCalls:
 
     A model that its trainer calls whole gives one call. A LightningModule whose ``training_step`` calls its parts gives
     one a part; what connects the parts is then not seen, and so is not pruned.
-
-    Args:
-        model: The user's model.
-        modules: Modules whose weights are within reach.
     """
 
     def __init__(self, model: nn.Module, modules: set[nn.Module]) -> None:
@@ -208,11 +179,9 @@ class ExampleCalls:
             self._open.pop()
 
     def _drop_redirected(self) -> None:
-        """Forget a call whose arguments were for another method.
-
-        Under DDP, Lightning and Fabric put a function in place of ``forward`` that restores it and then calls the
-        method, such as ``training_step``: what that calls is outermost.
-        """
+        """Forget a call whose arguments were for another method."""
+        # Under DDP, Lightning and Fabric put a function in place of `forward` that restores it and then calls the
+        # method, such as `training_step`: what that calls is outermost.
         for index, (module, forward, is_own) in enumerate(self._open):
             if is_own and module.__dict__.get("forward") is not forward:
                 self._open[index] = (module, forward, False)

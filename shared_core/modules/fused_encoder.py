@@ -14,9 +14,6 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
 
     In evaluation the fused path reads ``linear1.weight`` itself, so what is evaluated would be the float
     model.
-
-    Returns:
-        What to set back, for `fast_paths_on`.
     """
     undo: Undo = []
     for parent in model.modules():

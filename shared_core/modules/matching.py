@@ -85,13 +85,6 @@ def plain_name(name: str) -> str:
 def weight_of(name: str, module: nn.Module) -> nn.Parameter:
     """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
 
-    Args:
-        name: As in the model's state dict, such as ``encoder.weight_hh_l0``.
-        module: Its holder.
-
-    Raises:
-        KeyError: If it has no such parameter.
-
     Example:
         >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
         torch.Size([9, 3])
@@ -136,11 +129,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place.
-
-    Raises:
-        MatchError: If `new` is a class of ours and somebody put a forward on the layer itself, which would hide it.
-    """
+    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
     if _is_ours(new) and not _is_ours(old):
         _check_forward(module)
     kind = type(module)
@@ -162,11 +151,9 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _is_own_forward(module: nn.Module, value: object) -> bool:
-    """Return whether a value is the bound ``forward`` of a module's class.
-
-    accelerate's hooks, which `device_map` puts on layers, call the one that they found (``_old_forward``), and leave it
-    on the layer as ``forward`` when they are removed. Both would go on calling that of the layer's class before.
-    """
+    """Return whether a value is the bound ``forward`` of a module's class."""
+    # accelerate's hooks, which `device_map` puts on layers, call the one that they found (`_old_forward`), and leave it
+    # on the layer as `forward` when they are removed. Both would go on calling that of the layer's class before.
     return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward
 
 
@@ -212,19 +199,6 @@ def match_modules(
     min_size: int = 0,
 ) -> list[Matched]:
     """Return the modules to touch, in registration order, each once.
-
-    Args:
-        model: Searched through, itself included.
-        types: Module types that the technique can handle; subclasses count.
-        where: The technique, for errors.
-        include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all. Of
-            stacked experts the parameter's name too (``"*.experts.down_proj"``). A pattern must match a module that
-            the technique can handle.
-        skip: The same; wins over `include`. A pattern here must match some module of the model.
-        min_size: Smallest number of weights; modules without a weight of their own are left out in any case.
-
-    Raises:
-        MatchError: If nothing is left, or a pattern matches nothing.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -288,10 +262,6 @@ def chosen_modules(config: Any, model: nn.Module, types: tuple[type[nn.Module], 
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the names of the modules that patterns name, as `match_modules` reads them.
 
-    Args:
-        patterns: Globs, type names, ``first`` or ``last``.
-        modules: By name, in registration order.
-
     Example:
         >>> sorted(named_by(["last", "ReLU"], {"a": nn.ReLU(), "b": nn.Linear(1, 1), "c": nn.Linear(1, 1)}))
         ['a', 'c']
@@ -313,9 +283,6 @@ def options_by_module(
         overrides: (pattern, option, value), patterns as `match_modules` reads them.
         layers: By name, in registration order.
         what: What they are, for errors.
-
-    Raises:
-        MatchError: If a pattern matches no layer.
 
     Example:
         >>> layers = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}

@@ -29,9 +29,6 @@ _PRODUCTS = (
 def stock_kind(kind: Any) -> type[nn.Module] | None:
     """Return the layer of torch's or transformers' that a class computes as; None if its forward is its own.
 
-    Args:
-        kind: Of a layer; see `own_class`.
-
     Example:
         >>> class Orthogonal(nn.Linear):
         ...     def reset_parameters(self):

@@ -19,12 +19,6 @@ class PlannedForward:
 
     Without gradients the plan would hand over plain parts of weight and input, of which nothing tells whether a row is
     whole; here both are always tensors that know which part of a whole they are.
-
-    Args:
-        module: The layer.
-        planned: The function.
-        style: What cuts and joins.
-        mesh: Of the processes that hold parts.
     """
 
     def __init__(self, module: nn.Module, planned: Any, style: Any, mesh: Any) -> None:

@@ -50,11 +50,7 @@ _Transposed = nn.modules.conv._ConvTransposeNd
 
 
 def check_layout(module: nn.Module, where: str) -> None:
-    """Refuse a layer whose weight is laid out in no way that is known here.
-
-    Raises:
-        ConfigError: If it is neither linear nor convolutional.
-    """
+    """Refuse a layer whose weight is laid out in no way that is known here."""
     if not isinstance(module, nn.Linear | _Conv) and not is_transformers_conv1d(module):
         raise ConfigError(
             where, f"layer must be linear or convolutional, got {type(module).__name__}", "leave it out with skip"
@@ -63,13 +59,6 @@ def check_layout(module: nn.Module, where: str) -> None:
 
 def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
     """Return a tensor of the weight's shape as (output units, weights of one unit).
-
-    Args:
-        module: Linear, Conv, ConvTranspose or transformers' Conv1D, with or without groups.
-        tensor: A weight, its scores or its mask.
-
-    Returns:
-        A view where that is possible; `from_output_rows` is the way back.
 
     Example:
         >>> layer = nn.ConvTranspose1d(2, 3, 1, bias=False)
@@ -157,13 +146,6 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
     (in, out / groups, ...) becomes (out, in / groups, ...): output channel ``g·(out/groups) + j`` is computed from
     ``weight[g·(in/groups) : (g+1)·(in/groups), j]``, the g-th group's inputs. What works per output channel along
     axis 0 (scales, LSQ, ternary) then works for transposed convolutions too.
-
-    Args:
-        weight: Of ConvTranspose1d/2d/3d.
-        groups: The layer's groups.
-
-    Raises:
-        ConfigError: If the groups do not divide the first axis.
 
     Example:
         >>> output_channels_first(torch.zeros(6, 5, 3, 3), groups=2).shape

@@ -70,11 +70,7 @@ class Copies:
 
     @torch.no_grad()
     def follow_(self) -> bool:
-        """Take over what was written into parameters: where a copy's rounding is not its parameter, to the bit.
-
-        Returns:
-            Whether the parameters have the formats that they had; if not, the copies are to be made anew.
-        """
+        """Take over what was written into parameters: where a copy's rounding is not its parameter, to the bit."""
         for parameters, dtype, copies in self._bundles:
             now, values = _joined(parameters), local_part(copies)
             # Casting the model (to another 16-bit dtype, to float32) replaces what parameters hold: the copies must
@@ -258,9 +254,6 @@ def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
     """Put back what was saved of a parameter, whole: its float32 copy, or in bf16 what rounding lost of it.
 
     Either is made from the other where a run goes on with another kind.
-
-    Raises:
-        CheckpointError: If it is of another parameter.
     """
     if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(

@@ -73,11 +73,6 @@ class Exchange:
 
     Both contents of the optimizer are remembered. While nobody changes them, lists and dictionaries are put in their
     places whole, and no parameter is looked up.
-
-    Args:
-        optimizer: Has the old tensors, or some of them.
-        old: Those that the optimizer has now.
-        new: Those that take their places, one for each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -143,11 +138,7 @@ def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
 
 
 def check_match(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters of which none is trained in 16 bit.
-
-    Raises:
-        MatchError: If so.
-    """
+    """Refuse parameters of which none is trained in 16 bit."""
     dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if dtypes.isdisjoint(HALF):
         raise MatchError(

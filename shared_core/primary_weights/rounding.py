@@ -21,10 +21,6 @@ class Draws:
     A process draws those for what other processes hold of a sharded tensor too: so each part is what one process would
     make of it on a CPU, and no two parts are rounded by the same numbers.
 
-    Args:
-        generator: The run's own, on the CPU, equal on all processes: gives one number a step.
-        places: A number for each parameter, by id: the same however the optimizer orders them.
-
     Example:
         >>> weight, seed = torch.zeros(4, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
         >>> draws = Draws(seed, {id(weight): 0})

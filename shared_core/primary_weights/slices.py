@@ -96,9 +96,6 @@ class SlicedStep:
     """Takes the place of an optimizer's step for some of its parameters; `torch.optim` steps the others.
 
     It is within the step, after the closure, so that whoever calls the step, and in which way, needs to know nothing.
-
-    Args:
-        optimizer: One that updates each parameter by itself.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

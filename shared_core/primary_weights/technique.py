@@ -109,11 +109,7 @@ class PrimaryWeights(Technique):
     # -- start and end
 
     def attach(self, context: Context) -> Touched:
-        """Check that there is something to do.
-
-        Raises:
-            MatchError: If no trainable parameter is fp16 or bf16.
-        """
+        """Check that there is something to do."""
         model = context.model
         context.undo.callback(self._detach)
         self._model = model
@@ -148,13 +144,7 @@ class PrimaryWeights(Technique):
         return Plan(acts_on_gradients=True)
 
     def begin(self, context: Context) -> None:
-        """Make or restore the copies, and let gradients be accumulated in float32.
-
-        Raises:
-            MatchError: If no optimizer trains a 16-bit parameter.
-            CompatibilityError: If an optimizer is LBFGS.
-            CheckpointError: If saved copies or moments are not those of these parameters in float32.
-        """
+        """Make or restore the copies, and let gradients be accumulated in float32."""
         # A second `begin` (after a resume) must not exchange what is exchanged already.
         self._put_back()
         self._optimizers = context.optimizers
@@ -247,11 +237,7 @@ class PrimaryWeights(Technique):
 
     @torch.no_grad()
     def after_step(self, context: Context, applied: bool) -> None:
-        """Write the new values, rounded, into the parameters.
-
-        Raises:
-            TrainingError: If the optimizer did not step on what was handed to it.
-        """
+        """Write the new values, rounded, into the parameters."""
         if not applied:
             self._put_back()
             self._gradients.restore()
@@ -532,11 +518,7 @@ class PrimaryWeights(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a saved state until `begin`.
-
-        Raises:
-            CheckpointError: If it is not of this technique.
-        """
+        """Keep a saved state until `begin`."""
         try:
             self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
             self._state = {"copies": dict(state["copies"]), "moments": str(state["moments"])}

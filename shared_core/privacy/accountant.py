@@ -18,11 +18,7 @@ Spending = tuple[float, float, int]
 
 @functools.cache
 def opacus(module: str) -> Any:
-    """Return a module of Opacus.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
+    """Return a module of Opacus."""
     handlers = list(logging.root.handlers)
     try:
         return optional(f"opacus.{module}", "privacy", "dp")

@@ -94,11 +94,7 @@ class PrivacyConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse no noise multiplier, or two, and a known seed in secure mode.
-
-        Raises:
-            ConfigError: Naming the options.
-        """
+        """Refuse no noise multiplier, or two, and a known seed in secure mode."""
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
                 "dp",

@@ -24,12 +24,6 @@ def losses_of_halves(
     """Return the loss of a batch and, by their rows, those of its halves; nothing where the outputs hold no loss.
 
     None for a batch that has a single row, on any process, or whose rows cannot be told.
-
-    Args:
-        model: In evaluation mode meanwhile, without gradients; random numbers stay as they were.
-        run: Returns what is computed of a batch, or of a part of one: a loss, or an output with a loss.
-        batch: Tensors in containers of any kind.
-        rows: Examples in it.
     """
     cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
     # all processes or none: a sharded module gathers its weights in every forward

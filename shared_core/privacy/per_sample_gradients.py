@@ -405,10 +405,6 @@ def is_vmapped(layer: nn.Module, functorch: bool) -> bool:
 
     Rules of Opacus (1.6) pad with zeros whatever the layer pads with, know no norm without bias, and leave the
     imaginary part out.
-
-    Args:
-        layer: Owns trained parameters.
-        functorch: Whether every layer is differentiated by vmap.
     """
     has_rule = own_class(layer) in opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
     return (
@@ -450,16 +446,7 @@ _NAMED = 3
 
 
 def check_model(model: nn.Module, functorch: bool = False) -> None:
-    """Refuse a model in which gradients of single examples do not exist, or cannot be had.
-
-    Args:
-        model: The model.
-        functorch: Whether every layer is differentiated by vmap.
-
-    Raises:
-        CompatibilityError: Naming such modules and what to put in their place.
-        MatchError: If nothing is trained.
-    """
+    """Refuse a model in which gradients of single examples do not exist, or cannot be had."""
     refuse_scripted(model, "dp")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MatchError("dp", "model must have a trainable parameter, got none", "unfreeze what is to be trained")
@@ -555,12 +542,7 @@ def _likewise(names: list[str]) -> str:
 
 
 class PerSample:
-    """Hooks on a model's layers that keep the gradient of each example; the model's modules and keys stay its own.
-
-    Args:
-        model: The model, checked before.
-        functorch: Whether every layer is differentiated by vmap, Opacus' own rules or not.
-    """
+    """Hooks on a model's layers that keep the gradient of each example; the model's modules and keys stay its own."""
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self._model = model
@@ -601,13 +583,6 @@ class PerSample:
         """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter; forget its gradients.
 
         Of the first one it is checked that the sum of all gᵢ is the gradient that autograd found, on every process.
-
-        Args:
-            scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
-            max_norm: C, above 0; norms are over all parameters together.
-
-        Raises:
-            TrainingError: Naming a parameter of which an example's gradient is not known.
 
         Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
         """
@@ -685,11 +660,6 @@ class PerSample:
 
 def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
     """Return ``sᵢ · min(1, C / ‖sᵢgᵢ‖)``, 0 for an example whose gradient is not finite.
-
-    Args:
-        norms: ‖gᵢ‖ over all parameters together, (examples,).
-        scale: sᵢ, (examples,).
-        max_norm: C, above 0.
 
     Example:
         >>> clip_factors(torch.tensor([5.0, 0.5, torch.nan]), torch.ones(3), 1.0)

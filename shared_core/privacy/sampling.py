@@ -51,12 +51,6 @@ class Secret:
 
         All processes draw the same: each adds its part of it, which is none of another's, once. Of complex numbers
         both parts are drawn.
-
-        Args:
-            like: The tensors.
-            std: Standard deviation.
-            step: Of the run.
-            secure_mode: Draw as Opacus does against attacks on floating point: half the sum of four numbers.
         """
         for number, tensor in enumerate(like):
             generator = self.generator(f"noise {number}", step, tensor.device)
@@ -161,11 +155,7 @@ class PoissonBatches(Sampler[list[int]]):
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what Poisson sampling cannot take the place of.
-
-    Raises:
-        CompatibilityError: Naming what must change.
-    """
+    """Refuse what Poisson sampling cannot take the place of."""
     if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
         raise CompatibilityError(
             "dp", f"training data must come from one DataLoader, got {type(loader).__name__}", "batches are drawn anew"

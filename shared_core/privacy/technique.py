@@ -95,12 +95,7 @@ class DifferentialPrivacy(Technique):
         return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def attach(self, context: Context) -> Touched:
-        """Put the hooks on.
-
-        Raises:
-            CompatibilityError: If the model has layers without gradients of single examples.
-            MatchError: If nothing is trained.
-        """
+        """Put the hooks on."""
         model = context.model
         context.undo.callback(self._detach)
         functorch = self.config.grad_sample_mode == "functorch"
@@ -181,12 +176,7 @@ class DifferentialPrivacy(Technique):
         )
 
     def begin(self, context: Context) -> None:
-        """Settle the noise and say what the run will have spent.
-
-        Raises:
-            ConfigError: If delta is too large for the data, or target_epsilon cannot be reached.
-            TrainingError: If no sampled DataLoader was asked for.
-        """
+        """Settle the noise and say what the run will have spent."""
         config, batches = self.config, self._known(self._batches)
         if config.delta >= 1 / batches.num_examples:
             raise ConfigError(
@@ -332,11 +322,7 @@ class DifferentialPrivacy(Technique):
         self._factor, self._ghosts = None, per_sample.ghosts
 
     def before_step(self, context: Context) -> None:
-        """Put the noised mean in place of every gradient, and count the step.
-
-        Raises:
-            TrainingError: If the step has not the micro-batches that its draw was cut into.
-        """
+        """Put the noised mean in place of every gradient, and count the step."""
         batches = self._known(self._batches)
         # Wrong number of micro-batches: the draw would not be the one that is accounted for.
         if self._micro_batch != batches.accumulate or self._factor is not None:
@@ -385,11 +371,7 @@ class DifferentialPrivacy(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; what this run has spent since is never taken back.
-
-        Raises:
-            CheckpointError: If the state is not one that dp saved, or of a step that other processes began.
-        """
+        """Go on from a saved state; what this run has spent since is never taken back."""
         try:
             draws, micro_batch = int(state["draws"]), int(state["micro_batch"])
             spent = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["spent"]]
@@ -448,10 +430,8 @@ class DifferentialPrivacy(Technique):
 
 
 def _check_labels(labels: Any) -> None:
-    """Refuse tokens of which rows have different numbers: a model's own loss is the mean over all of them.
-
-    Halves do not show it while every token's loss is that of chance.
-    """
+    """Refuse tokens of which rows have different numbers: a model's own loss is the mean over all of them."""
+    # Halves do not show it while every token's loss is that of chance.
     if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
         counts = labels.flatten(1).ne(-100).sum(1)
         if counts.min() != counts.max():

@@ -27,18 +27,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 
 class Calibration:
-    """Runs batches in eval mode; modes, gradients, hooks and running statistics are afterwards what they were.
-
-    Args:
-        model: The user's.
-        policy: What scores, begun.
-        loss: As in `prune`.
-
-    Attributes:
-        batches: How many were run and counted.
-        batches_left_out: How many had NaN or infinite gradients.
-        examples: How many those that counted held.
-    """
+    """Runs batches in eval mode; modes, gradients, hooks and running statistics are afterwards what they were."""
 
     def __init__(self, model: nn.Module, policy: MaskPolicy, loss: Loss | None) -> None:
         self._model, self._policy, self._loss = model, policy, loss
@@ -103,14 +92,7 @@ class Calibration:
         own: Mapping[str, float],
         progress: Callable[[int, int], None] | None,
     ) -> dict[str, Tensor]:
-        """Prune linear layers in the order of the forward, the kept weights moved to make up; return the masks.
-
-        Args:
-            config: Sparsity, or n_m.
-            batches: To run.
-            own: Sparsities of single weights.
-            progress: As in `prune`.
-        """
+        """Prune linear layers in the order of the forward, the kept weights moved to make up; return the masks."""
         masks: dict[str, Tensor] = {}
         n_m = config.kept_of if config.granularity == "n_m" else None
 

@@ -35,9 +35,6 @@ class MaskStore(Mapping[str, Tensor]):
 
     A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
     weights to a byte, so that saving needs no other process.
-
-    Args:
-        where: The technique, for errors.
     """
 
     def __init__(self, where: str) -> None:
@@ -116,11 +113,7 @@ class MaskStore(Mapping[str, Tensor]):
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
 
     def apply_to_gradients(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Set the gradient of every pruned weight to exactly +0.0, or to next to nothing where optimizers want it.
-
-        Raises:
-            CompatibilityError: If a gradient is sparse.
-        """
+        """Set the gradient of every pruned weight to exactly +0.0, or to next to nothing where optimizers want it."""
         # Some weights may have no gradient (experts, frozen meanwhile); the lists must stay aligned.
         live, masks = [gradient for weight in self._masked if (gradient := weight.grad) is not None], self._masks
         if len(live) != len(masks):
@@ -171,22 +164,14 @@ class MaskStore(Mapping[str, Tensor]):
 
 
 def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:
-    """Refuse gradients of which no element can be set.
-
-    Raises:
-        CompatibilityError: If a gradient is sparse.
-    """
+    """Refuse gradients of which no element can be set."""
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
         raise CompatibilityError(where, "gradients must be dense, got a sparse one", "use sparse=False")
 
 
 @contextlib.contextmanager
 def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator[None]:
-    """Surround what ranks weights, so that its error names a weight that is NaN.
-
-    Raises:
-        TrainingError: If one is.
-    """
+    """Surround what ranks weights, so that its error names a weight that is NaN."""
     try:
         with checked_together():
             yield
@@ -202,16 +187,7 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
 
 
 def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
-    """Refuse saved masks that are not those of these weights.
-
-    Args:
-        masks: Packed, by name.
-        weights: Those that are pruned.
-        of_units: Whether there may be masks of other tensors too, and of some weights none.
-
-    Raises:
-        CheckpointError: Naming one that does not fit.
-    """
+    """Refuse saved masks that are not those of these weights."""
     missing = sorted(set(weights) - set(masks)) if masks and not of_units else []
     strange = [name for name in masks if name not in weights and not of_units]
     if missing or strange:
@@ -335,11 +311,6 @@ class MaskPolicy:
 
     A technique calls `begin`, then `observe`, `shape_gradients`, and `take` or `hold`, and `end_step` in every step,
     and `freeze` when the masks are final.
-
-    Args:
-        config: Criterion, granularity and scope.
-        targets: The weights within reach, and those with a sparsity of their own.
-        scorer: What computes scores.
     """
 
     stays_pruned: ClassVar[bool] = True
@@ -357,11 +328,7 @@ class MaskPolicy:
         """Whether no mask changes any more."""
 
     def take_costs(self, costs: dict[str, float]) -> None:
-        """Divide scores by costs, from now on; more costs may join them.
-
-        Args:
-            costs: By name what one weight costs.
-        """
+        """Divide scores by costs, from now on; more costs may join them."""
         self.scorer.costs = costs
 
     def begin(self, model: nn.Module, schedule: Schedule) -> None:
@@ -375,11 +342,7 @@ class MaskPolicy:
         return self.weights
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put saved masks on the weights' devices, and apply them.
-
-        Raises:
-            CheckpointError: If one is of a tensor that there is not.
-        """
+        """Put saved masks on the weights' devices, and apply them."""
         weights, packed = self.store.weights, state["masks"]
         if strange := sorted(set(packed) - set(weights)):
             raise CheckpointError("prune", f"saved masks must be those of this model, got one of {strange[0]}")
@@ -420,13 +383,7 @@ class MaskPolicy:
         return self.scorer.ready and (not self.weights or any(map(self.scorer.has_seen, self.weights)))
 
     def next_masks(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has.
-
-        Args:
-            context: Of the session.
-            sparsity: Share to prune, in [0, 1).
-            own: By name the share of those weights that are pruned by themselves.
-        """
+        """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has."""
         self.scorer.reduce()
         self.lay_open()
         return self.choose(context, sparsity, own)
@@ -436,11 +393,7 @@ class MaskPolicy:
         return [name for name in self.weights if not self.scorer.has_seen(name)]
 
     def is_short(self, sparsity: float) -> bool:
-        """Return whether the masks prune nothing, or far less than asked, other than by a limit or by rounding.
-
-        Args:
-            sparsity: The share that was asked for.
-        """
+        """Return whether the masks prune nothing, or far less than asked, other than by a limit or by rounding."""
         alone = self.own
         counts = {name: found for name, found in self.layers().items() if name not in alone}
         if not sparsity or (self.targets.own and not counts):

@@ -181,9 +181,6 @@ def prune(
 def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
     """Return a config from either form that `prune` takes.
 
-    Raises:
-        ConfigError: If an option breaks its rule, or is about the time of training.
-
     Example:
         >>> as_config({"sparsity": 0.5}).schedule
         'one_shot'

@@ -121,20 +121,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Penalty:
-    """Adds the gradient of a penalty once per optimizer step, whatever the accumulation and number of processes.
-
-    Args:
-        kind: ``l1``, ``group_lasso``, ``bn_l1`` or ``weight_decay``.
-        strength: Its factor.
-        model: Where ``bn_l1`` finds batch norms.
-        modules: Weight name to the module that holds it: what may be pruned.
-        config: Its granularity says what a group of ``group_lasso`` is: a tile, a layer, a unit with its weights in all
-            tensors, else what one output of a layer owns.
-        units: Returns the units of traced granularities, group by group.
-
-    Raises:
-        MatchError: If ``bn_l1`` finds no scale.
-    """
+    """Adds the gradient of a penalty once per optimizer step, whatever the accumulation and number of processes."""
 
     def __init__(
         self,

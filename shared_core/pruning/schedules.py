@@ -27,11 +27,7 @@ class Schedule:
 
     @classmethod
     def resolve(cls, config: PruneConfig, context: Context) -> Schedule:
-        """Return the schedule of a run.
-
-        Raises:
-            ConfigError: If it does not fit the run.
-        """
+        """Return the schedule of a run."""
         end = config.end if config.updates_until_end else config.begin
         first, last = context.resolve_range(config.begin, end, "prune")
         if config.needs_a_step:
@@ -66,11 +62,7 @@ class Schedule:
         return grown(step, begin=self.begin, end=self.end, initial=initial, final=final)
 
     def events(self, own: Mapping[str, float]) -> list[Event]:
-        """Return what happens when.
-
-        Args:
-            own: By name the sparsity of each weight that is pruned by itself.
-        """
+        """Return what happens when."""
         config = self.config
         shares = ", ".join([f"sparsity {config.sparsity:g}", *(f"{name} {share:g}" for name, share in own.items())])
         if not config.updates_until_end:

@@ -265,10 +265,8 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
 
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
-    """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU.
-
-    The order of ties is that of tensors and elements, so that every process agrees.
-    """
+    """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU."""
+    # The order of ties is that of tensors and elements, so that every process agrees.
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
         torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)
@@ -297,11 +295,6 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
     Of n elements ``floor(most·n)``, but never the last one. Where rounding keeps all together from reaching `sparsity`
     (that of a few heads, or `most` equal to it) ``ceil(sparsity·n)`` of each.
 
-    Args:
-        most: Largest share of one layer, at least `sparsity`.
-        sparsity: Share of all elements that is asked for.
-        sizes: Of the layers, in weights, tiles or units.
-
     Example:
         >>> layer_limits(0.9, 0.5, [64, 10, 4, 1])
         [57, 9, 3, 0]
@@ -320,11 +313,6 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
 def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return the names of the layers that have given all that they may.
 
-    Args:
-        most: As in `layer_limits`.
-        sparsity: As there.
-        layers: By name how many elements it has, and how many of them are gone.
-
     Example:
         >>> at_limit(0.9, 0.5, {"first": (10, 1), "last": (10, 9)})
         ['last']
@@ -336,12 +324,6 @@ def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]
 
 def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return what a user should know of layers and towers that lost most of what they had, a line each.
-
-    Args:
-        where: The technique that tells it.
-        most: Largest share of one layer that may go.
-        capped: Layers that reached it.
-        weights: By name how many weights it has, and how many of them are gone.
 
     Example:
         >>> limit_notes("prune", 0.98, ["fc.weight"], {"fc.weight": (6400, 6272), "out.weight": (6400, 6399)})[1]
@@ -370,11 +352,6 @@ class RankedScores(Sequence[Tensor]):
     """The scores of several weights, computed on access, with what is pruned already below everything.
 
     Of a weight that stacks experts each expert's matrix is one of them: `names` and `owners` say whose.
-
-    Args:
-        weights: By name, in the order in which ties are broken; whole.
-        masks: The whole masks so far; empty where pruned weights compete again.
-        scorer: What computes scores.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], scorer: Scorer) -> None:
@@ -413,11 +390,9 @@ class RankedScores(Sequence[Tensor]):
         return scores
 
     def _part(self, index: int, where: slice) -> Tensor:
-        """Return a slice of one tensor's flattened scores.
-
-        A pruned weight's is what its value of 0 scores, where that is the lowest score there is: ranking it below live
-        zeros is left to ``self[index]``, which is slower. Where it is not the lowest it is ranked below all here.
-        """
+        """Return a slice of one tensor's flattened scores."""
+        # A pruned weight's is what its value of 0 scores, where that is the lowest score there is: ranking it below
+        # live zeros is left to `self[index]`, which is slower. Where it is not the lowest it is ranked below all here.
         name, expert = self.owners[index], self._experts[index]
         if expert is not None:
             start, stop, _ = where.indices(numel := self.tensors[index].numel())
@@ -454,16 +429,7 @@ def select_weights(
     sparsity: float,
     own: Mapping[str, float],
 ) -> dict[str, Tensor]:
-    """Return by name which elements to keep, for the granularities of weights (not of units).
-
-    Args:
-        config: Criterion, granularity and scope.
-        modules: By the names of the weights, the module that holds each.
-        weights: Those within reach.
-        scores: Of all of them.
-        sparsity: Share to prune, in [0, 1).
-        own: By name the share of those weights that are pruned by themselves.
-    """
+    """Return by name which elements to keep, for the granularities of weights (not of units)."""
     owners = scores.owners
     alone = [own.get(name) for name in owners]
     if config.granularity == "n_m":
@@ -528,12 +494,6 @@ def select_units(
 
     With scope local or global every group keeps at least its best unit, with global at least what `layer_limits` leaves
     it; with granularity layer a group is one layer, and all of them compete.
-
-    Args:
-        config: Granularity and scope.
-        scores: One float vector a group.
-        sparsity: Share of the units to prune, in [0, 1).
-        alone: Of each group the share that it loses by itself, None of those that `sparsity` is for.
     """
     if config.granularity == "layer":
         keep = prune_mask(torch.cat(list(scores)), sparsity)

@@ -48,20 +48,12 @@ _MASKED = ("out", "norm")
 
 
 def filter_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every output unit of every layer, each by itself: its row of the weight, and its bias.
-
-    Args:
-        modules: Weight name to the module that holds it as ``weight``.
-    """
+    """Return every output unit of every layer, each by itself: its row of the weight, and its bias."""
     return [_layer_group(name, module, "filter", whole_layer=False) for name, module in modules.items()]
 
 
 def layer_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every layer as a group of one unit: all of its weight, and its bias.
-
-    Args:
-        modules: Weight name to the module that holds it as ``weight``.
-    """
+    """Return every layer as a group of one unit: all of its weight, and its bias."""
     return [_layer_group(name, module, "layer", whole_layer=True) for name, module in modules.items()]
 
 
@@ -83,13 +75,7 @@ def _layer_group(name: str, module: nn.Module, kind: Kind, *, whole_layer: bool)
 
 
 def prunable_groups(groups: Iterable[ChannelGroup], granularity: str, chosen: Iterable[str]) -> Iterator[ChannelGroup]:
-    """Yield the groups of a granularity whose weights are all within reach.
-
-    Args:
-        groups: As traced.
-        granularity: ``neuron``, ``channel`` or ``head``.
-        chosen: Names of the weights that may be pruned.
-    """
+    """Yield the groups of a granularity whose weights are all within reach."""
     reach = set(chosen)
     for group in groups:
         weights = {part.tensor for part in group.slices if part.role == "out" and not part.tensor.endswith("bias")}
@@ -112,9 +98,6 @@ def masks_of_units(
         groups: Whose slices may name the same tensor; an element goes if any of its units does.
         keeps: One bool vector a group, True = keep.
         tensors: By name what may be masked; slices of others (running statistics) are left alone.
-
-    Returns:
-        bool tensors, for every tensor that any group reaches.
     """
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
@@ -226,11 +209,6 @@ class UnitPruning(MaskPolicy):
 
     Filters and layers are known at once. Neurons, channels and heads are found by tracing the user's own first
     micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
-
-    Args:
-        config: Granularity, criterion and scope.
-        targets: What may be pruned, and weights whose units are pruned by themselves.
-        scorer: What gathers gradients or activations, for criteria that need them.
     """
 
     why_short: ClassVar[str] = "the units were not found or scored, as no training forward of their layers was seen"
@@ -284,12 +262,7 @@ class UnitPruning(MaskPolicy):
             self._calls = ExampleCalls(model, set(self._modules.values()))
 
     def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
-        """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for.
-
-        Raises:
-            MatchError: If no unit of the granularity is within reach.
-            CompatibilityError: If processes found different units.
-        """
+        """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for."""
         self._shown = replay
         if not self.found:
             self._trace(model, replay)
@@ -339,12 +312,7 @@ class UnitPruning(MaskPolicy):
         ]
 
     def _shares(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
-        """Return by group the share that it is to lose by itself, given those of weights.
-
-        Raises:
-            ConfigError: If weights that lose units together are to lose different shares.
-            MatchError: If none of the groups holds a weight with a share of its own.
-        """
+        """Return by group the share that it is to lose by itself, given those of weights."""
         found: dict[str, float] = {}
         lost = set(shares)
         for group in groups:
@@ -380,12 +348,7 @@ class UnitPruning(MaskPolicy):
         self.new_micro_batch()
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Trace the micro-batch that was kept; then take in gradients.
-
-        Raises:
-            MatchError: If no unit of the granularity is within reach.
-            CompatibilityError: If processes found different units.
-        """
+        """Trace the micro-batch that was kept; then take in gradients."""
         if not self.found and self._calls is not None and self._calls.calls:
             self._trace(context.model, self._calls.replay)
             for line in unseen_note("prune", self._uncalled):
@@ -503,10 +466,8 @@ class UnitPruning(MaskPolicy):
         return torch.stack([row.sum(1).to(rows[0].device) for row in rows]).sum(0)
 
     def _cost(self, group: ChannelGroup) -> float:
-        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
-
-        A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
-        """
+        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
+        # A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
         costs = self._costs
         if costs is None:
             return 1.0
@@ -540,11 +501,7 @@ class UnitPruning(MaskPolicy):
         return super().state_dict() | {"units": found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore units too, as another micro-batch may lead to others, unless options have changed.
-
-        Raises:
-            CheckpointError: If they are none that were saved.
-        """
+        """Restore units too, as another micro-batch may lead to others, unless options have changed."""
         super().restore(state)
         state = state.get("units", {})
         self._saved_taylor = state.get("taylor", {})

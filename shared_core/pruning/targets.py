@@ -77,15 +77,7 @@ class Targets:
         return {name: share for name, share in self.sparsities.items() if name in self.modules}
 
     def without(self, unheld: Container[Tensor], where: str) -> Targets:
-        """Return the targets less the weights that no optimizer holds.
-
-        Args:
-            unheld: Those weights, among others.
-            where: The technique, for errors.
-
-        Raises:
-            MatchError: If nothing is left.
-        """
+        """Return the targets less the weights that no optimizer holds."""
         out = {name: UNHELD for name, weight in self.weights().items() if weight in unheld}
         if len(out) == len(self.modules):
             raise MatchError(where, "must find at least one weight that an optimizer holds, got none")
@@ -110,10 +102,6 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     parametrisation) or not floating point never. Biases and other vectors are never pruned. Attention's packed
     projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units; so are
     those of stacked experts, each of which is a layer. What `config.overrides` gives sparsity 0 is left out.
-
-    Raises:
-        MatchError: If nothing is left, or a pattern of `config.overrides` matches nothing that is pruned.
-        CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
     types: tuple[type[nn.Module], ...] = (*prunable_types(model), *_PACKED, StackedExperts)
     chosen = chosen_modules(config, model, types, where="prune")
@@ -176,17 +164,7 @@ def _own_sparsities(
 
 
 def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own: Mapping[str, float]) -> None:
-    """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer.
-
-    Args:
-        config: Sparsity, granularity and scope.
-        sizes: By name how many of what is pruned each tensor or group holds.
-        what: What they are.
-        own: The sparsities of those that are pruned by themselves.
-
-    Raises:
-        MatchError: If nothing would be pruned.
-    """
+    """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer."""
     for name, share in own.items():
         if share and min(round(share * sizes[name]), sizes[name] - 1) < 1:
             raise MatchError(
@@ -302,18 +280,7 @@ def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module], done: str, instead: str) -> None:
-    """Refuse to change weights that merging joins with others, which undoes what was done to them.
-
-    Args:
-        where: The technique.
-        model: The user's.
-        chosen: What the technique would change, by name.
-        done: What merging does to it, in words.
-        instead: What the user may do.
-
-    Raises:
-        CompatibilityError: If a chosen layer is an adapter of PEFT's, or stands beneath one.
-    """
+    """Refuse to change weights that merging joins with others, which undoes what was done to them."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is no such layer
     if tuners is None:
         return

@@ -93,12 +93,7 @@ class Pruning(Technique):
         return self._policy.targets
 
     def attach(self, context: Context) -> Touched:
-        """Find the weights to prune, choose the policy, and listen to what the criterion needs.
-
-        Raises:
-            MatchError: If there are none.
-            CompatibilityError: If they are PEFT's adapters.
-        """
+        """Find the weights to prune, choose the policy, and listen to what the criterion needs."""
         model = context.model
         context.undo.callback(self._detach)
         targets = find_targets(model, self.config)
@@ -307,11 +302,7 @@ class Pruning(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; the masks are put on the weights' devices in `begin`.
-
-        Raises:
-            CheckpointError: If the state belongs to other weights.
-        """
+        """Restore a saved state; the masks are put on the weights' devices in `begin`."""
         check_saved(dict(state["masks"]), self._targets.weights(), of_units=self.config.granularity in UNITS)
         self._saved = dict(state)
         self._last_update = int(state["last_update"])

@@ -14,9 +14,6 @@ def tower_names(names: Sequence[str]) -> list[str]:
     Towers are the modules at the top; modules around all others but single layers are passed, numbered ones are not
     taken apart.
 
-    Args:
-        names: Of weights or their matrices, with those of the modules around them.
-
     Example:
         >>> tower_names(["model.vision.0.fc.weight", "model.vision.1.fc.weight", "model.text.a.weight",
         ...              "model.text.b.weight", "head.weight"])
@@ -42,10 +39,6 @@ def tower_names(names: Sequence[str]) -> list[str]:
 
 def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return a line for each tower of several matrices that keeps next to nothing while the others keep their weights.
-
-    Args:
-        where: The technique that tells it.
-        weights: By matrix how many weights it has, and how many of them are gone.
 
     Example:
         >>> layers = ("eye.a", "eye.b", "text.a", "text.b")

@@ -454,13 +454,7 @@ def _missing(keys: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> None:
-    """Fold one batch norm into `layer` and put an Identity in its place, wherever `model` holds it.
-
-    Args:
-        model: Holds both.
-        layer: A stock Linear, Conv or transposed Conv layer whose output only `batch_norm` reads.
-        batch_norm: A stock batch norm with running statistics.
-    """
+    """Fold one batch norm into `layer` and put an Identity in its place, wherever `model` holds it."""
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -578,11 +572,7 @@ def relative(layer: str, batch_norm: str) -> str:
 
 
 def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Module:
-    """Return the batch norm that `relative` named.
-
-    Raises:
-        MatchError: If the model has none there.
-    """
+    """Return the batch norm that `relative` named."""
     above = (len(name) - len(name.lstrip("."))) // 2
     parts = layer.split(".")
     full = ".".join([*parts[: max(len(parts) - above, 0)], name.lstrip(".")])

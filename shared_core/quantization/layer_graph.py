@@ -68,11 +68,7 @@ class Node:
 
 
 class Flow:
-    """The calls of one forward in order, and which modules are used in ways that a chain cannot describe.
-
-    Args:
-        model: Whose modules are named.
-    """
+    """The calls of one forward in order, and which modules are used in ways that a chain cannot describe."""
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
@@ -137,11 +133,7 @@ def sole_user(node: Node) -> tuple[Node | None, str]:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """Return the tensor of a model's output: itself, its ``logits``, or the first tensor in it.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the tensor of a model's output: itself, its ``logits``, or the first tensor in it."""
     for found in (output, getattr(output, "logits", None), *tree_leaves(output)):
         if isinstance(found, Tensor):
             return found
@@ -162,9 +154,6 @@ def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace")
         model: Any module; it is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments; None: torch.fx.
         where: Who asks, for errors.
-
-    Raises:
-        CompatibilityError: If torch.fx cannot trace the model, or it cannot be run on the inputs.
 
     Example:
         >>> flow = trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))

@@ -12,11 +12,7 @@ from shared_core.quantization.config import QatConfig
 
 
 def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]:
-    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` stands for never.
-
-    Raises:
-        ConfigError: If they do not fit the run.
-    """
+    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` stands for never."""
     begin, freeze, freeze_bn = (_resolve(config, name, context) for name in ("begin", "freeze_observers", "freeze_bn"))
     if context.total_steps is not None and begin > context.total_steps:
         raise ConfigError(

@@ -95,14 +95,6 @@ _GROUP_SIZES = (128, 64, 32)
 def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
     """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match.
 
-    Args:
-        config: The options.
-        layers: Name → layer.
-
-    Raises:
-        MatchError: If an override matches no layer.
-        ConfigError: If a value breaks the option's rule, or a group size does not divide a layer's width.
-
     Example:
         >>> config = QatConfig(scheme="int8", overrides={"0": {"weight_bits": 4}})
         >>> schemes = layer_schemes(config, {"0": nn.Linear(4, 2), "1": nn.Linear(2, 2)})

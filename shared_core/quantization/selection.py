@@ -31,20 +31,6 @@ def select_layers(
     Of a layer with adapters what is quantised is the layer beneath them, whose own name includes and skips it too.
     Under the adapters of `lora`, which are merged at the end, it keeps that name; in a model of peft's, which stays
     one, it has peft's (``…base_layer``).
-
-    Args:
-        model: Searched through.
-        include: As in `match_modules`. A layer that stands here by its own name or type must be quantisable. Empty: all
-            but tables of positions and token types: what they round a row by is in all tokens alike, which no sum over
-            tokens averages out, and they are few rows.
-        skip: As in `match_modules`.
-        min_size: As in `match_modules`.
-        trains: Whether training must see every quantised weight: then one that other code reads stays in float.
-
-    Raises:
-        MatchError: If nothing is left.
-        CompatibilityError: If a layer that was asked for by name or type cannot be quantised, a matched one holds
-            codes of bitsandbytes, or the model already has quantisers.
     """
     know_layers(model)
     if any(is_quantized(module) for module in model.modules()):

@@ -290,11 +290,9 @@ class QuantizationAwareTraining(Technique):
             fold.frozen = True
 
     def finish(self, context: Context) -> None:
-        """Bake the quantised weights in place and leave stock layers that carry their range.
-
-        A run that ended before `begin` leaves its layers in float: no step has followed their quantisation. A trained
-        model that is quantised without a run has no such step, and was given for that.
-        """
+        """Bake the quantised weights in place and leave stock layers that carry their range."""
+        # A run that ended before `begin` leaves its layers in float: no step has followed their quantisation. A trained
+        # model that is quantised without a run has no such step, and was given for that.
         bank = self.bank
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
@@ -356,11 +354,7 @@ class QuantizationAwareTraining(Technique):
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name.
-
-        Raises:
-            CheckpointError: If the state is of other layers, or damaged.
-        """
+        """Take the saved ranges, each for the layer of its name."""
         try:
             self.policy.load_state_dict(state)
             self._began_at = state["began_at"]

@@ -11,11 +11,7 @@ from shared_core.printing import printable
 
 
 class Console(console.Console):
-    """Shows every string as it is: none is markup, and what a terminal would obey is written out.
-
-    Args:
-        options: Of rich's console.
-    """
+    """Shows every string as it is: none is markup, and what a terminal would obey is written out."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})

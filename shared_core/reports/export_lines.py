@@ -7,12 +7,7 @@ from typing import Any
 
 
 def export_lines(kind: str, report: Any) -> Iterator[str]:
-    """Yield lines on what was written.
-
-    Args:
-        kind: As ``eff export --format`` takes it.
-        report: Of the function that writes that format.
-    """
+    """Yield lines on what was written."""
     how = f"{len(report.quantized)} layers quantised" if report.quantized else "all of it in float"
     yield f"wrote {report.path}: {report.bytes} bytes, {how}"
     if report.quantized and report.float_layers:

@@ -66,10 +66,6 @@ class Section(NamedTuple):
 def table_of(entries: Iterable[Mapping[str, Any]], columns: Columns) -> Table:
     """Return a table of one row an entry.
 
-    Args:
-        entries: What the rows are about.
-        columns: See `Columns`.
-
     Example:
         >>> table_of([{"name": "0", "bits": 8}], {"layer": "name", "bytes": lambda entry: entry["bits"] / 8})
         Table(headings=['layer', 'bytes'], rows=[['0', 1.0]])
@@ -227,17 +223,7 @@ def show(blocks: Iterable[Block]) -> None:
 
 
 def check_place(path: Path, where: str, made: Path | None = None) -> None:
-    """Refuse a place where no page can be written, before any work.
-
-    Args:
-        path: The file.
-        where: Who asks.
-        made: A folder that will exist by then.
-
-    Raises:
-        ConfigError: If it is no ``.html`` file in a folder that exists.
-        CheckpointError: If something other than a file lies there.
-    """
+    """Refuse a place where no page can be written, before any work."""
     exists = path.parent.is_dir() or (made is not None and path.parent.resolve() == made.resolve())
     if path.suffix != ".html" or not exists:
         raise ConfigError(f"{where} must be an .html file in a folder that exists, got {path}")
@@ -247,17 +233,7 @@ def check_place(path: Path, where: str, made: Path | None = None) -> None:
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], refresh: int = 0) -> None:
-    """Write a page and, beside it, its Markdown twin, each whole or not at all.
-
-    Args:
-        path: The ``.html`` file; the twin has the suffix ``.md``.
-        title: Of the page.
-        sections: What it holds.
-        refresh: Seconds after which a browser reads it again; 0: never.
-
-    Raises:
-        CheckpointError: If a file cannot be written.
-    """
+    """Write a page and, beside it, its Markdown twin, each whole or not at all."""
     page, text = build_page(title, sections, refresh)
     for target, content in ((path, page), (path.with_suffix(".md"), text)):
         with atomic_write(target) as temporary:

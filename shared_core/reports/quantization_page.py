@@ -19,11 +19,7 @@ _METRICS = {
 
 
 def sections(values: Values) -> list[Section]:
-    """Return the sections of the page; what was not measured says which option measures it.
-
-    Args:
-        values: What ``eff_quantization.json`` holds.
-    """
+    """Return the sections of the page; what was not measured says which option measures it."""
     cache = values.get("kv_cache")  # most models have none
     return [
         Section("What was asked", _asked(values)),

@@ -15,10 +15,6 @@ from shared_core.reports.page import Block, Section, Table, markdown
 def card_section(values: Mapping[str, Any], *, has_deployment: bool = False) -> str:
     """Return the section of a model card as Markdown: what was asked, what happened, how the model is loaded.
 
-    Args:
-        values: Of a receipt.
-        has_deployment: Whether eff_deployment.json lies beside the weights.
-
     Example:
         >>> receipt = {"recipe": {"prune": {"sparsity": 0.5}}, "steps": {"applied": 9, "skipped": 0}, "front_end": "hf"}
         >>> receipt |= {"techniques": {"prune": {"sparsity": 0.25}}, "seconds": {}}

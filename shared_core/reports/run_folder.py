@@ -25,14 +25,7 @@ EVENTS = "events.out.tfevents.*"
 
 
 def event_curves(folders: Iterable[Path]) -> dict[str, list[tuple[int, float]]]:
-    """Return by tag (step, value) of all finite scalars; of a step that two folders hold, what the later one says.
-
-    Args:
-        folders: With event files, the oldest first: a resumed run writes into a new one.
-
-    Raises:
-        ImportError: If TensorBoard is not installed, or not whole.
-    """
+    """Return by tag (step, value) of all finite scalars; of a step that two folders hold, what the later one says."""
     accumulators = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     points: dict[str, dict[int, float]] = {}
     for folder in folders:
@@ -99,9 +92,6 @@ def read_run(path: Path) -> RunFolder:
 
     Of Lightning's ``default_root_dir`` the newest version of a logger counts, of the Hugging Face Trainer's folder the
     newest checkpoint's log, unless the folder has its own.
-
-    Raises:
-        CheckpointError: If nothing is found, or a file is damaged.
     """
     if not path.exists():
         raise CheckpointError("eff report", f"{path} must be the folder of a finished run, but it does not exist")
@@ -126,11 +116,7 @@ def read_run(path: Path) -> RunFolder:
 
 @contextlib.contextmanager
 def of_ours(*runs: RunFolder) -> Iterator[None]:
-    """Tell an error of a reader as one of the files that it reads.
-
-    Raises:
-        CheckpointError: If a file does not hold what this library writes.
-    """
+    """Tell an error of a reader as one of the files that it reads."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:

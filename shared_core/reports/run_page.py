@@ -24,22 +24,14 @@ _NO_PLOTS = "Plots are not drawn, because matplotlib is not installed: pip insta
 
 
 def page_of(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
-    """Return title and sections.
-
-    Raises:
-        CheckpointError: If a file does not hold what this library writes.
-    """
+    """Return title and sections."""
     with of_ours(*runs):
         title, sections = _one(runs[0]) if len(runs) == 1 else _several(runs)
     return title, [*([] if can_draw() else [Section("Plots", [_NO_PLOTS])]), *sections]
 
 
 def as_values(run: RunFolder) -> dict[str, Any]:
-    """Return what `eff report --json` prints of a run beside its receipt.
-
-    Raises:
-        CheckpointError: If a file does not hold what this library writes.
-    """
+    """Return what `eff report --json` prints of a run beside its receipt."""
     with of_ours(run):
         found = [change._asdict() for change in changes(run)]
     return {

@@ -25,14 +25,7 @@ _RULES = (
 
 
 def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str, list[Section]]:
-    """Return title and sections of the page.
-
-    Args:
-        found: What the runs show.
-        script: As the user named it.
-        steps: Of each run.
-        block: Steps of a turn.
-    """
+    """Return title and sections of the page."""
     shares = {name: 100 * value for name, value in FLOORS.items()}
     rules = [rule.format(block=block, steps=steps, trimmed=TRIMMED, **shares) for rule in _RULES]
     told = f"{script}, {steps:,} steps a run, {found.num_plain} plain runs."

@@ -74,9 +74,6 @@ class TrainingCommand:
     def parse(cls, command: Sequence[str], where: str) -> TrainingCommand:
         """Return the command, our flags taken out of a Python script's as `eff run` does.
 
-        Raises:
-            ConfigError: If it is empty, its script does not exist, or a flag of ours is wrong.
-
         Example:
             >>> parsed = TrainingCommand.parse(["torchrun", "train.py", "--lr", "0.1"], "lottery")
             >>> parsed.interpreter, parsed.arguments
@@ -108,14 +105,7 @@ class TrainingCommand:
     def with_recipe(
         self, recipe: Recipe, file: Path, stands_for: Mapping[str, str], child: str = _CHILD
     ) -> tuple[list[str], dict[str, str]]:
-        """Write a recipe into a file, and return the command that trains with it and the variables that it needs.
-
-        Args:
-            recipe: All that is trained with.
-            file: ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
-            stands_for: What further signs in arguments stand for.
-            child: Python code that runs a script in its process: ``RECIPE SCRIPT ARGUMENTS`` are its arguments.
-        """
+        """Write a recipe into a file, and return the command that trains with it and the variables that it needs."""
         file = file.resolve()
         with atomic_write(file) as temporary:
             temporary.write_text(recipe.to_yaml(), encoding="utf-8")

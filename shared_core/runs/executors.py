@@ -97,11 +97,7 @@ class LocalExecutor:
         self._descriptors = descriptors if os.name == "posix" else ()
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Return the process.
-
-        Raises:
-            ConfigError: If the command cannot be started.
-        """
+        """Return the process."""
         try:
             with log.open("ab") as written:  # a file and no pipe: it is whole if this process is killed
                 return subprocess.Popen(
@@ -132,11 +128,7 @@ class SubmititExecutor:
             raise ConfigError(where, f"--executor-set must be what submitit takes, got {error}") from error
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> RemoteRun:
-        """Return a training that was submitted.
-
-        Raises:
-            TrainingError: If the job of a search that was killed still waits or runs.
-        """
+        """Return a training that was submitted."""
         note = log.with_suffix(".job.json")
         self._check_free(note)
         with _interruptible_children():

@@ -14,15 +14,7 @@ from shared_core.files.journal import check_same, locked, read_object, write_obj
 
 
 class Journal:
-    """A JSON file of the folder, which its owner alone can read: it holds the plan, and what is noted beside it.
-
-    Args:
-        file: Of the journal; everything else of the search lies beside it.
-        where: Who asks, for errors.
-        what: The kind of search, for errors.
-        plan: What must be the same when the search goes on, as plain values.
-        own: A pattern of what only a search leaves in a folder: without a journal it is somebody else's.
-    """
+    """A JSON file of the folder, which its owner alone can read: it holds the plan, and what is noted beside it."""
 
     def __init__(self, file: Path, where: str, what: str, plan: Mapping[str, Any], own: str) -> None:
         self.file, self._where, self._what, self._own = file, where, what, own
@@ -30,11 +22,7 @@ class Journal:
         self._plan = json.loads(json.dumps({"format": 1, **plan}))
 
     def read(self, *noted: str) -> dict[str, Any]:
-        """Return what was noted under these names, nothing in a new folder.
-
-        Raises:
-            CheckpointError: If the folder is of another search, or of something else, or the file is damaged.
-        """
+        """Return what was noted under these names, nothing in a new folder."""
         folder = self.file.parent
         if self.file.exists():
             known = read_object(self.file)
@@ -57,11 +45,7 @@ class Journal:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Make the folder, keep others out, and yield the descriptor that does: runs that inherit it do so too.
-
-        Raises:
-            TrainingError: If somebody works on this search now.
-        """
+        """Make the folder, keep others out, and yield the descriptor that does: runs that inherit it do so too."""
         clean_strays(make_folder(self.file.parent))
         with locked(self.file.with_name(f".{self.file.stem}.lock"), self._where, self._what) as descriptor:
             yield descriptor

@@ -239,11 +239,7 @@ class LotterySearch:
 
 
 def parse_round(command: Sequence[str]) -> tuple[TrainingCommand, Recipe]:
-    """Return a command that trains once, in a round, and the recipe of our flags in it.
-
-    Raises:
-        ConfigError: If it is empty, its script does not exist, or a flag of ours is wrong.
-    """
+    """Return a command that trains once, in a round, and the recipe of our flags in it."""
     training = TrainingCommand.parse(command, "lottery")
     recipe = recipe_of(dict(training.flags))
     if "lottery" in recipe:

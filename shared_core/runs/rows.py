@@ -30,14 +30,7 @@ def is_larger_better(metric: str, mode: str) -> bool:
 
 
 def table_of(title: str, columns: Sequence[str], texts: Collection[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table for a terminal; figures that were not measured are dashes.
-
-    Args:
-        title: Above it.
-        columns: Their headings.
-        texts: Those of columns that hold no numbers.
-        rows: A cell for each column.
-    """
+    """Return a table for a terminal; figures that were not measured are dashes."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in texts else "right", overflow="fold")

@@ -128,13 +128,7 @@ class ShortRun(Technique):
     def conclude(
         self, session: Session, metrics: Callable[[], Mapping[str, Any]], save: Callable[[Path], object]
     ) -> NoReturn:
-        """Validate, save, write the result and end the process.
-
-        Args:
-            session: Finished.
-            metrics: Returns those of the validation.
-            save: Saves the model as the trainer does, into a folder or file of this name.
-        """
+        """Validate, save, write the result and end the process."""
         memory, model = _peak_memory(), Path(self.config.folder, "model")
         found = figures(metrics())
         last = self._sums[-max(len(self._sums) // 4, 1) :]

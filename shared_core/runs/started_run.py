@@ -44,11 +44,7 @@ class StartedRun:
     """Bytes of the log that were shown, or are of an earlier try."""
 
     def finish(self, output: BinaryIO | None = None) -> None:
-        """Wait for its end, and show what it writes into its log meanwhile.
-
-        Raises:
-            RunError: If it failed.
-        """
+        """Wait for its end, and show what it writes into its log meanwhile."""
         try:
             while (code := self.run.poll()) is None:
                 self._show(output)

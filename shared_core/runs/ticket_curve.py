@@ -130,9 +130,6 @@ def curve_of(
         metric: As the trainer names it. By default ``eval_loss`` or ``val_loss``, or the only one there is.
         mode: Whether it is better when larger; ``auto``: not for losses and errors.
         quality: Of a run: the metric of its last validation, or of its best one.
-
-    Raises:
-        ConfigError: If no validation reported the metric, or it must be chosen.
     """
     name = _metric(results[0][3], metric)
     larger = name is not None and is_larger_better(name, mode)

@@ -23,13 +23,6 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
 
     The folder itself where it holds weights, else its best ``checkpoint-*``, else the best ``.ckpt`` under it. The best
     is what the trainer says it is; the newest where it was told no metric.
-
-    Args:
-        folder: The training's output folder.
-        pattern: Where in it the script writes its model, if elsewhere; of several matches the newest is taken.
-
-    Raises:
-        CheckpointError: If there is none.
     """
     if pattern is not None:
         # Of several files the newest: a script may have written others before.
@@ -59,12 +52,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
 
 
 def count_parameters(model: Path, submodule: str | None = None) -> int:
-    """Return how many weights a saved model has; each tied one once, without the statistics of batch norms.
-
-    Args:
-        model: As `find_model` returns it.
-        submodule: Count only these of a ``.ckpt``, where there are any.
-    """
+    """Return how many weights a saved model has; each tied one once, without the statistics of batch norms."""
     opened = open_ingredient(model)
     # Statistics of batch norms are no weights. Ties count once, as the ingredient has them once.
     specs = {name: spec for name, spec in opened.specs.items() if not name.endswith(_STATISTICS)}
@@ -75,13 +63,7 @@ def count_parameters(model: Path, submodule: str | None = None) -> int:
 
 
 def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
-    """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved.
-
-    Args:
-        folder: The training's output folder, with ``*_results.json``, ``trainer_state.json`` or ``metrics.csv``.
-        model: The model in it; figures logged after it was saved are not its own.
-        receipt: Of the training, empty if there is none; its last validation counts where nothing else tells.
-    """
+    """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved."""
     # From the least to the most telling: later ones take the place of earlier figures of the same name.
     found = figures(receipt.get("validation", {}))
     last = int(model.name.removeprefix("checkpoint-")) if model.name.startswith("checkpoint-") else None

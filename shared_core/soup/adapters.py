@@ -220,12 +220,7 @@ def _whole(number: float) -> float:
 
 
 def adapter_of(model: nn.Module) -> PeftAdapter | None:
-    """Return the adapter of the PEFT model that this is, or has in it; None if it has none.
-
-    Raises:
-        CompatibilityError: If there are several, or PEFT's layers stand in a model of another class.
-        CheckpointError: If averages of it would not be those of what it adds to the base model.
-    """
+    """Return the adapter of the PEFT model that this is, or has in it; None if it has none."""
     peft = sys.modules.get("peft")  # without it there is no such model
     found = [] if peft is None else [
         (name, module) for name, module in model.named_modules() if isinstance(module, peft.PeftModel)
@@ -252,13 +247,7 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
 
 
 class PeftAdapter:
-    """Reads and replaces the one adapter of a PEFT model, and what else of the model its checkpoints hold.
-
-    Args:
-        model: The user's model.
-        name: Where in it the PEFT model is, ``""`` if it is that itself.
-        peft_model: The PEFT model.
-    """
+    """Reads and replaces the one adapter of a PEFT model, and what else of the model its checkpoints hold."""
 
     def __init__(self, model: nn.Module, name: str, peft_model: Any) -> None:
         self._model, self._peft = model, peft_model
@@ -315,12 +304,7 @@ class PeftAdapter:
         return {**found, **more, **{key: whole[key] for key in self._outer}}
 
     def ingredient(self, path: Path, load: Callable[[], Mapping[str, Tensor]]) -> Ingredient:
-        """Return the adapter in a checkpoint of this run.
-
-        Args:
-            path: The checkpoint.
-            load: Returns the weights of the whole model, where the checkpoint is none of PEFT's own.
-        """
+        """Return the adapter in a checkpoint of this run."""
         folder = path if self._name == "default" else path / self._name
         if (folder / ADAPTER_CONFIG).is_file():
             return open_ingredient(folder)
@@ -328,11 +312,7 @@ class PeftAdapter:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Give the model this adapter, of whatever rank; parameters of a new shape are new ones.
-
-        Args:
-            weights: `AdapterWeights`.
-        """
+        """Give the model this adapter, of whatever rank; parameters of a new shape are new ones."""
         # Ranks and scales go into layers first: `set_peft_model_state_dict` copies tensors only, and refuses other
         # shapes.
         from peft import set_peft_model_state_dict

@@ -71,9 +71,6 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
         weight: Weight of the new member.
         total: Weight of all members, the new one included; for plain means the number of members.
 
-    Returns:
-        `out`.
-
     Example:
         >>> mean_with_(torch.empty(2), torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0]), total=3)
         tensor([2., 2.])
@@ -256,11 +253,8 @@ class Candidate:
 
 
 def _in_a_file(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return tensors for means of tensors like these, in a mapped file that has no name and ends with them.
-
-    The system may write its pages out and drop them, as it cannot with other memory. Without a disk that has the room
-    they are in memory.
-    """
+    """Return tensors for means of tensors like these, in a mapped file that has no name and ends with them."""
+    # The system may write its pages out and drop them, unlike other memory.
     sizes = [math.prod(spec.shape) * accumulator_dtype(spec.dtype).itemsize for spec in specs.values()]
     places = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     with tempfile.NamedTemporaryFile(prefix="eff-soup-") as file:
@@ -319,14 +313,6 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
     """Set all running statistics to the plain mean over batches, equal on every process; all must call it.
 
     Other buffers, and norms that no batch went through, stay as they were.
-
-    Args:
-        model: With `batch_norms`.
-        calibrate: Runs the model in train mode on so many training batches.
-        num_batches: How many, at least 1.
-
-    Raises:
-        TrainingError: If there was no batch.
     """
     norms = batch_norms(model)
     momenta = [norm.momentum for norm in norms]
@@ -372,13 +358,6 @@ def masked_ingredients(
     """Return the ingredients to use, what re-applies the newest mask to an average, and lines to tell the user.
 
     Without pruned ingredients all are used and nothing is re-applied.
-
-    Args:
-        ingredients: Checkpoints; those that pruning wrote carry their masks beside them.
-        keep_unpruned: Also use checkpoints from before their pruning schedule ended.
-
-    Raises:
-        CheckpointError: If none is left, or a mask does not fit.
     """
     states = [_pruning_state(item) for item in ingredients]
     found = [state for state in states if state is not None and state.masks]

@@ -71,11 +71,7 @@ def candidate_for(
     after_average: Callable[[dict[str, Tensor]], None] | None,
     rank: int | None,
 ) -> Candidate | AdapterCandidate:
-    """Return where averages of these ingredients are written.
-
-    Raises:
-        ConfigError: If `rank` is no integer >= 1, is given for models, or `into` for adapters, whose shapes change.
-    """
+    """Return where averages of these ingredients are written."""
     if ingredients[0].kind != ADAPTER:
         if rank is not None:
             raise ConfigError("soup", f"rank must be given for adapters only, got {rank!r} for {ingredients[0].kind}s")

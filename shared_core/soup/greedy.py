@@ -181,11 +181,7 @@ def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: 
 
 
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
-    """Return the ingredients of finite weights in the order they are tried; by metric all are scored, else the first.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Return ingredients of finite weights in the order they are tried; by metric all are scored, else the first."""
     able: list[_Row] = []
     # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean it is
     # tried in.

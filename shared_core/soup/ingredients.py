@@ -38,11 +38,7 @@ _FREE_CONFIG_FIELD = re.compile(r"^_|version|dtype|drop|use_cache|initializer|gr
 
 
 def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
-    """Return the ingredients opened and compared: same tensors, shapes, ties and configs.
-
-    Raises:
-        CheckpointError: If there is none, one cannot be read, or two do not belong together.
-    """
+    """Return the ingredients opened and compared: same tensors, shapes, ties and configs."""
     if isinstance(ingredients, str | Path | Mapping):
         raise CheckpointError("soup", f"ingredients must be a sequence of paths, got {type(ingredients).__name__}")
     opened: list[Ingredient] = []
@@ -150,13 +146,7 @@ def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[in
 
 
 class RunIngredients:
-    """Opens a run's checkpoints under the names of its model.
-
-    Args:
-        model: The model at the end of the run.
-        context: Of the run.
-        adapter: That of a PEFT model, whose checkpoints hold no more.
-    """
+    """Opens a run's checkpoints under the names of its model."""
 
     def __init__(self, model: nn.Module, context: Context, adapter: PeftAdapter | None) -> None:
         self._context, self._adapter = context, adapter
@@ -286,14 +276,7 @@ class RunIngredients:
 
 
 class _Parts(Mapping[str, Tensor]):
-    """The part of each of a checkpoint's tensors that this process holds, cut out when it is asked for.
-
-    Args:
-        weights: The checkpoint's, whole.
-        like: The model's, sharded.
-        tied: Names of the model that are one tensor's.
-        path: What errors call the checkpoint.
-    """
+    """The part of each of a checkpoint's tensors that this process holds, cut out when it is asked for."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], like: Mapping[str, Tensor], tied: Iterable[list[str]], path: Path

@@ -58,12 +58,7 @@ Say = Callable[[str], None]
 
 
 def check_target(target: str | Path, like: Ingredient) -> Path:
-    """Return where the soup will go, having checked that it can be written there.
-
-    Raises:
-        CheckpointError: If it exists already, has the wrong suffix for the ingredients' format, or its folder cannot
-            be written.
-    """
+    """Return where the soup will go, having checked that it can be written there."""
     target = Path(target)
     suffix = like.suffix
     if suffix and target.suffix != suffix:
@@ -78,11 +73,7 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
 
 
 def check_beside(ingredients: Iterable[Ingredient]) -> None:
-    """Refuse, before a search, ingredients whose file for deployments cannot be read: a soup may take theirs.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
+    """Refuse, before a search, ingredients whose file for deployments cannot be read: a soup may take theirs."""
     for item in ingredients:
         if item.path is not None and (item.path / DEPLOYMENT_FILE).exists():
             read_deployment(item.path)

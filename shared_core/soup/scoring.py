@@ -208,16 +208,6 @@ def scores_in_processes(
 
     Each process is spawned, holds one ingredient at a time, and computes with as many threads as this one would, so
     that metrics are the same to the last bit; set OMP_NUM_THREADS to share out the cores.
-
-    Args:
-        items: Numbered ingredients that lie on disk.
-        evaluate: Returns the metric of a state dict; a function of a module, or another object that pickles.
-        after_average: Called before `evaluate`; pickles too.
-        jobs: How many processes.
-
-    Raises:
-        ConfigError: If an ingredient is in memory, or what is called cannot be imported by another process.
-        EffError: If a process died.
     """
     inside = next((item for _, item in items if item.path is None), None)
     if inside is not None:
@@ -348,13 +338,7 @@ class Scoring:
                 self._keep(str(position), float(told))
 
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
-        """Return the score of one ingredient and ``""``, or None and why it is left out.
-
-        Args:
-            position: Its place among the ingredients.
-            item: The ingredient.
-            known: Its score, if it is known already.
-        """
+        """Return the score of one ingredient and ``""``, or None and why it is left out."""
         key = str(position)
         known = self._journal.score(key) if known is None else known
         # With a known score nothing is evaluated, but NaNs must still be found: the mean is to be made of it.
@@ -372,14 +356,7 @@ def score_share(
     job: Job,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
 ) -> None:
-    """Evaluate ingredients alone for the main process of a job, which calls `greedy_soup` or `diagnose` with it.
-
-    Args:
-        ingredients: The same as there, in the same order.
-        evaluate: Returns the metric of a state dict.
-        job: Of which this process is not the main one.
-        after_average: Called before `evaluate`.
-    """
+    """Evaluate ingredients alone for the main process of a job, which calls `greedy_soup` or `diagnose` with it."""
     opened = open_ingredients(ingredients)
     candidate = candidate_for(opened, None, after_average, None)
     left = json.loads(job.told("left"))
@@ -395,11 +372,7 @@ def not_finite(tensor: str) -> str:
 
 
 def number(score: Any) -> float:
-    """Return what an evaluation returned as a float.
-
-    Raises:
-        ConfigError: If it is not one number.
-    """
+    """Return what an evaluation returned as a float."""
     if isinstance(score, Tensor) and score.numel() != 1:
         raise ConfigError("soup", f"evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
     try:

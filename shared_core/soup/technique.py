@@ -95,14 +95,8 @@ class ModelSoup(Technique):
         self._reported = context.step, names | set(metrics)
 
     def finish(self, context: Context) -> None:
-        """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs.
-
-        Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
-
-        Raises:
-            CheckpointError: If checkpoints are not of this model.
-            ConfigError: If the trainer's evaluation does not report the metric.
-        """
+        """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs."""
+        # Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
         model = context.model
         options, say = self._options, context.services.say
         run = RunIngredients(model, context, self._adapter)

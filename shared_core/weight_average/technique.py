@@ -227,11 +227,7 @@ class WeightAverage(Technique):
     # -- start
 
     def attach(self, context: Context) -> Touched:
-        """Check that there is something to average.
-
-        Raises:
-            MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
-        """
+        """Check that there is something to average."""
         model = context.model
         context.undo.callback(self._detach)
         refuse_scripted(model, "average")
@@ -269,12 +265,7 @@ class WeightAverage(Technique):
         )
 
     def begin(self, context: Context) -> None:
-        """Resolve `begin` and put a saved average back.
-
-        Raises:
-            ConfigError: If the average would never be updated.
-            CheckpointError: If a saved average is of another kind, or of other weights.
-        """
+        """Resolve `begin` and put a saved average back."""
         self.plan(context)
         # Those that train now, though layers may be frozen later.
         self._trained = [one for one in filter(is_trained, context.model.parameters()) if one not in context.unheld]

@@ -163,11 +163,7 @@ class SharedValues:
 
 
 def check_bits(bits: object, where: str) -> int:
-    """Return `bits` if it is a whole number in [2, 8].
-
-    Raises:
-        ConfigError: If not.
-    """
+    """Return `bits` if it is a whole number in [2, 8]."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
         raise ConfigError(where, f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}")
     return bits
@@ -338,12 +334,7 @@ class Bundle:
 
 
 class Bundles:
-    """The clusters of every weight, bundled where weights are small and of one device and dtype.
-
-    Args:
-        singles: A bundle of each weight alone.
-        weights: By name; sharded ones stay alone, as their sums are collected from all processes.
-    """
+    """The clusters of every weight, bundled where weights are small and of one device and dtype."""
 
     def __init__(self, singles: Iterable[Bundle] = (), weights: Mapping[str, nn.Parameter] | None = None) -> None:
         self._singles = {single.names[0]: single for single in singles}

@@ -59,9 +59,6 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     A tensor that several modules hold is shared only if all of them are chosen; a frozen one only if
     `config.include` names its module; one that is computed, not float16, bfloat16, float32 or float64, or an
     embedding's with sparse gradients or ``max_norm``, never.
-
-    Raises:
-        MatchError: If nothing is left, or a pattern matches nothing.
     """
     types = (*prunable_types(model), nn.Embedding)
     chosen = chosen_modules(config, model, types, where="cluster")
@@ -140,12 +137,7 @@ class WeightClustering(Technique):
         self._clustered_at = -1
 
     def attach(self, context: Context) -> Touched:
-        """Find the weights to share.
-
-        Raises:
-            MatchError: If there are none.
-            CompatibilityError: If they are PEFT's adapters.
-        """
+        """Find the weights to share."""
         model = context.model
         context.undo.callback(self._detach)
         self._targets = find_shared(model, self.config)
@@ -190,12 +182,7 @@ class WeightClustering(Technique):
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def begin(self, context: Context) -> None:
-        """Resolve `begin`; put saved clusters back, or make them if they are due.
-
-        Raises:
-            ConfigError: If pruning ends after weights would be shared.
-            CompatibilityError: If an optimizer cannot be handled.
-        """
+        """Resolve `begin`; put saved clusters back, or make them if they are due."""
         self.plan(context)
         refuse_lbfgs(context.optimizers, "cluster", "which moves weights apart within a step")
         self._weights = self._targets.weights()
@@ -281,11 +268,7 @@ class WeightClustering(Technique):
         return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; clusters are put on the weights' devices in `begin`.
-
-        Raises:
-            CheckpointError: If the state belongs to other weights.
-        """
+        """Restore a saved state; clusters are put on the weights' devices in `begin`."""
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
         # Compared with the weights as they are now; types and ranges too, since files may be damaged.
@@ -305,10 +288,8 @@ class WeightClustering(Technique):
         return {"cluster/values": float(self._num_values)}
 
     def report(self) -> dict[str, Any]:
-        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take.
-
-        Of sharded weights that is counted when the run has ended.
-        """
+        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take."""
+        # Of sharded weights that is counted when the run has ended.
         tensors = self._told or self._tensors()
         return {
             "tensors": tensors,
@@ -418,10 +399,8 @@ class WeightClustering(Technique):
             bundle.put_(flat, parts)
 
     def _restart(self, context: Context) -> None:
-        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew.
-
-        Other weights that an optimizer keeps, an average or what it averages, start as the shared ones.
-        """
+        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
+        # Other weights that an optimizer keeps, an average or what it averages, start as the shared ones.
         parts = {name: local_part(weight) for name, weight in self._weights.items()}
         nothing = {name: torch.zeros(part.shape, dtype=torch.bool) for name, part in parts.items()}
         clear_moments_(context.optimizers, self._weights, nothing)

@@ -58,11 +58,9 @@ def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.
 
 
 def _code_apart(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
-    """Return what `_fp8_code` returns, by an instruction for each value, for the second of two stores.
-
-    Codes that one store packs four to a register and another takes apart again, ptxas reads before they are converted:
-    on an H100 every fourth row of the transpose of a float32 matrix was zero (Triton 3.6 with ptxas 12.8).
-    """
+    """Return what `_fp8_code` returns, by an instruction for each value, for the second of two stores."""
+    # Codes that one store packs four to a register and another takes apart again, ptxas reads before they are
+    # converted: on an H100 every fourth row of the transpose of a float32 matrix was zero (Triton 3.6 with ptxas 12.8).
     if native:
         kind: tl.constexpr = "e4m3x2" if mantissa == 3 else "e5m2x2"
         code = tl.inline_asm_elementwise(
@@ -131,11 +129,9 @@ def _inverse_in_interpreter(x: tl.tensor) -> tl.tensor:
 
 
 def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
-    """Return x/scale, rounded to nearest where FP8 lies between two values: what it rounds to is that of a division.
-
-    Scales are few and values many: with 1/scale in two parts a value takes two operations. Tried for all mantissas of
-    scales beside all ties; above scales of 2^103 the lower part has fewer bits, and the quotient is within 2^-31.
-    """
+    """Return x/scale, rounded to nearest where FP8 lies between two values: what it rounds to is that of a division."""
+    # Scales are few and values many: with 1/scale in two parts a value takes two operations. Tried for all mantissas of
+    # scales beside all ties; above scales of 2^103 the lower part has fewer bits, and the quotient is within 2^-31.
     if rounding != "exact":
         quotient = x * inverse_of_power(scale)
     else:

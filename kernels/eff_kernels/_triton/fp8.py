@@ -103,11 +103,9 @@ def _swept(
     width: tl.constexpr,
     most: tl.constexpr,
 ) -> None:
-    """Go over this program's tiles of a matrix with one scale: once to measure, the last time to cast.
-
-    With a scale of past steps the first sweep casts too, and the last one only where that was in vain: without a past,
-    or where something is not finite.
-    """
+    """Go over this program's tiles of a matrix with one scale: once to measure, the last time to cast."""
+    # With a scale of past steps the first sweep casts too, and the last one only where that was in vain: without a
+    # past, or where something is not finite.
     across = (columns + width - 1) // width
     tiles = (rows + height - 1) // height * across
     largest = tl.full((), 0, tl.int32)

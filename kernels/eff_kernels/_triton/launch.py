@@ -31,10 +31,6 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
     The compiler fuses torch's own operations and cannot look into an operator; ``torch.func`` cannot either.
 
-    Args:
-        x: Any tensor.
-        others: Tensors that the operation takes as well, or None in their place.
-
     Example:
         >>> on_eager_cuda(torch.ones(2))
         False
@@ -52,9 +48,6 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
-
-    Args:
-        x: Any tensor.
 
     Example:
         >>> is_plain(nn.Parameter(torch.ones(2)))
@@ -77,10 +70,6 @@ def remembering(kernel: Any) -> Any:
     the environment. What the code depends on is the key here: constants, types, whether an address or an integer is
     divisible by 16, whether an integer is 1 or has more than 32 bits. Triton launches what is not known yet, and its
     interpreter everything.
-
-    Args:
-        kernel: Jitted. It is called with its constants by name, which follow all other parameters; the first is a
-            tensor, the others are tensors, integers or floats.
     """
     import triton  # not before: who launches nothing imports this module too
 
@@ -176,9 +165,6 @@ class TensorTable(NamedTuple):
 def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
     """Return whether Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
 
-    Args:
-        columns: Lists of tensors of one length, which a launch reads together.
-
     Example:
         >>> runs_in_one_launch([torch.ones(2)])
         False
@@ -235,11 +221,9 @@ def _tables(
     device: torch.device,
     stream: int,
 ) -> list[tuple[Tensor, Tensor, int, bool, Tensor]]:
-    """Return of each table the rows, their programs, a row, whether all are aligned, and where it came from.
-
-    All that a table says is among the arguments, so that one of tensors that are gone does no harm. What travels on one
-    stream is not there yet on another.
-    """
+    """Return of each table the rows, their programs, a row, whether all are aligned, and where it came from."""
+    # All that a table says is among the arguments, so that one of tensors that are gone does no harm. What travels on
+    # one stream is not there yet on another.
     groups: dict[tuple[bool, tuple[torch.dtype, ...]], list[int]] = {}
     places, counts = np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64)
     aligned = (places % _ALIGNED == 0).all(0) & (counts % _ALIGNED == 0)

@@ -272,14 +272,7 @@ def rank_groups_triton(
 
 
 def pack_bits_triton(mask: Tensor, block: int = _BYTES, tiles: int = _WORD_TILES, warps: int = _WORD_WARPS) -> Tensor:
-    """Return `eff_kernels.masks.pack_bits` of a contiguous mask.
-
-    Args:
-        mask: bool.
-        block: Bytes of a program, a power of two, where the address is odd.
-        tiles: How often a thread takes sixteen elements, where eight divides the address.
-        warps: Of a program, there.
-    """
+    """Return `eff_kernels.masks.pack_bits` of a contiguous mask."""
     size = mask.numel()
     packed = torch.empty((size + 7) // 8, dtype=torch.uint8, device=mask.device)
     flat = mask.view(-1).view(torch.uint8)

@@ -250,13 +250,7 @@ def vector_block(dtype: torch.dtype, chunk: int, warps: int) -> int:
 
 
 def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], chunk: int = _CHUNK) -> None:
-    """Set every element whose mask is 0 to 0, in place.
-
-    Args:
-        bits: Integers of any sizes, dense.
-        masks: bool with the same strides.
-        chunk: Elements of a program, a power of two.
-    """
+    """Set every element whose mask is 0 to 0, in place."""
     for part in tensor_tables(chunk, bits, [mask.view(torch.uint8) for mask in masks]):
         apply_masks[(len(part.owners),)](
             part.table,

@@ -24,11 +24,10 @@ def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 def _quotient(values: tl.tensor, scale: tl.tensor, bounded: tl.constexpr = False) -> tl.tensor:
-    """Return ``values / scale`` rounded to nearest, like CPU and ONNX: ties would move, were it not.
+    """Return ``values / scale`` rounded to nearest, like CPU and ONNX: ties would move, were it not."""
+    # A reciprocal a row and two steps of Newton's, the last of which rounds correctly (Markstein, 1990): half of what a
+    # division an element takes. `/` is off by two units on NVIDIA (Triton 3.9).
 
-    A reciprocal a row and two steps of Newton's, the last of which rounds correctly (Markstein, 1990): half of what a
-    division an element takes. `/` is off by two units on NVIDIA (Triton 3.9).
-    """
     # powers of two, which keep the reciprocal of a tiny or a huge scale normal
     power = tl.where(scale < 2.0**-60, 2.0**60, tl.where(scale > 2.0**60, 2.0**-60, 1.0))
     scale = scale * power
@@ -437,18 +436,7 @@ def rows_forward_triton(
     block: int = _BLOCK,
     row_block: int = _ROW_BLOCK,
 ) -> Tensor:
-    """Return what `eff_kernels.quantization.affine.round_rows` does; `x` and `noise` are contiguous.
-
-    Args:
-        x: As there.
-        noise: As there.
-        columns: As there.
-        qmin: As there.
-        qmax: As there.
-        symmetric: As there.
-        block: Values of a tile of several rows, a power of two.
-        row_block: Columns up to which a row is read once, a power of two.
-    """
+    """Return what `eff_kernels.quantization.affine.round_rows` does; `x` and `noise` are contiguous."""
     y = torch.empty_like(x)
     rows = x.numel() // columns
     block_rows, block_columns = _tile(rows, columns, block)

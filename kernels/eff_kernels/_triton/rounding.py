@@ -53,12 +53,10 @@ def _raised_in_interpreter(a: tl.tensor, low: tl.tensor, is_small: tl.tensor, sm
 
 
 def _words(seed: tl.tensor, at: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return random words for eight elements, (n, 2, 2, 2): higher bits and lower ones.
-
-    Four words of Philox serve them: the halves of each are the higher bits of two, and all of it the lower bits of
-    their neighbours, so that in one draw of 2^16 two elements know of each other. Seven rounds are enough: Salmon et
-    al. 2011, table 2.
-    """
+    """Return random words for eight elements, (n, 2, 2, 2): higher bits and lower ones."""
+    # Four words of Philox serve them: the halves of each are the higher bits of two, and all of it the lower bits of
+    # their neighbours, so that in one draw of 2^16 two elements know of each other. Seven rounds are enough: Salmon et
+    # al. 2011, table 2.
     a, b = at.to(tl.uint32), tl.zeros_like(at).to(tl.uint32)
     c, d = b, b
     key, other = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
@@ -76,11 +74,9 @@ def _words(seed: tl.tensor, at: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def _stepped(
     a: tl.tensor, high: tl.tensor, low: tl.tensor, random: tl.constexpr, mantissa: tl.constexpr, bias: tl.constexpr
 ) -> tl.tensor:
-    """Return a magnitude rounded down, or up where random bits are below the fraction that is lost; NaN stays NaN.
-
-    These bits are the complements of the first ones of `high`, as many as a normal number loses, and of the first 24 of
-    `low`, which do not count where all numbers lose the same bits.
-    """
+    """Return a magnitude rounded down, or up where random bits are below the fraction that is lost; NaN stays NaN."""
+    # These bits are the complements of the first ones of `high`, as many as a normal number loses, and of the first 24
+    # of `low`, which do not count where all numbers lose the same bits.
     shift: tl.constexpr = 23 - mantissa
     smallest: tl.constexpr = 2.0 ** (1 - bias)
     bits = a.to(tl.int32, bitcast=True)

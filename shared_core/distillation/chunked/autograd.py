@@ -130,11 +130,7 @@ class ChunkedDistillation(torch.autograd.Function):
 
 
 def check_first_backward(where: str, kept: object) -> None:
-    """Refuse what gradients that were computed in forward cannot give.
-
-    Raises:
-        TrainingError: In a backward with create_graph, or if `kept`, what backward multiplies, is gone.
-    """
+    """Refuse what gradients that were computed in forward cannot give."""
     # In a backward with create_graph the results would have to carry a graph back to the inputs, and forward kept
     # none.
     if torch.is_grad_enabled():
@@ -281,11 +277,6 @@ def even_rows(count: int, most: int) -> int:
 
 def chunk_sizes(count: int, budget: int, parts: int) -> tuple[int, int]:
     """Return how many rows of the student's and of the teacher's logits fit into a budget of rows.
-
-    Args:
-        count: Rows that there are.
-        budget: Rows that both may have together.
-        parts: The teacher's are so many times fewer, a multiple of eight.
 
     Example:
         >>> chunk_sizes(8192, 2048, 1), chunk_sizes(8192, 2092, 2)

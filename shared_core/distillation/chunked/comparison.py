@@ -33,12 +33,6 @@ class ChunkedComparison(Comparison):
     In a training step the student's head is multiplied once for the value of the task loss, and once for the gradient
     of both terms, which exists from then until backward. A task loss that is more than the cross-entropy of these
     logits has a gradient, and a product, of its own. No more logits exist than the budget.
-
-    Args:
-        config: The options.
-        teachers: The one teacher.
-        told: What the receipt says of it.
-        student: The model whose head defers while the comparison is active.
     """
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> None:

@@ -305,16 +305,7 @@ class DeferringLinear(nn.Linear):
 
 
 def make_deferring(model: nn.Module, whose: str, budget: int | None) -> DeferringLinear:
-    """Return a model's output head, able to defer from now on; parameters and keys stay as they are.
-
-    Args:
-        model: Tells its head, or a part of it does, by ``get_output_embeddings()``, as Transformers' models do.
-        whose: ``student`` or ``teacher``.
-        budget: Bytes of logits that may exist at a time.
-
-    Raises:
-        ConfigError: If there is no such head, or it computes more than ``h Wᵀ + b``.
-    """
+    """Return a model's output head, able to defer from now on; parameters and keys stay as they are."""
     # A wrapper (PEFT, encoder-decoder) and the model inside both define it; they name one head, so count by identity.
     asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
     heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}

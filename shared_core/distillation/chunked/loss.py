@@ -531,17 +531,7 @@ def divergence_sum(
     hard: HardTerm | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits.
-
-    Args:
-        divergence: A key of `DIVERGENCES`.
-        student: Logits.
-        teacher: Logits, or log-probabilities at this temperature if `softened`.
-        temperature: T.
-        softened: Which of the two.
-        hard: As in `fused_sum`, for pairs that `fits_fused_sum`.
-        options: As the function takes them.
-    """
+    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits."""
     options["temperature"] = temperature
     if fits_fused_sum(divergence, student, teacher):
         # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.

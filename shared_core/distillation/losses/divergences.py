@@ -129,9 +129,6 @@ def divergence(
     Returns:
         The mean, or the sum and the count (int64), scalars; float32, or float64 for float64 logits.
 
-    Raises:
-        ConfigError: If shapes, dtypes or options are not as above, or not one teacher is given.
-
     Source: Hinton et al., 2015, arXiv:1503.02531, section 2; see `reverse_kl` and `jsd` for the others.
 
     Example:
@@ -335,15 +332,8 @@ def mean_teacher(
 def mean_logits(logits_list: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
     """Return the weighted mean of the teachers' logits or regression outputs.
 
-    Args:
-        logits_list: As of `mean_teacher`.
-        weights: As of `mean_teacher`.
-
     Returns:
         ``(..., C)`` on the first teacher's device, without gradient, float32 at least.
-
-    Raises:
-        ConfigError: If shapes, dtypes or weights are not as above.
 
     Example:
         >>> mean_logits([torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 0.0])], [3, 1]).tolist()

@@ -38,9 +38,6 @@ def gather_features(features: Tensor, *, group: Any = None) -> Tensor:
     Returns:
         ``(sum of b, ...)`` of the same dtype and device.
 
-    Raises:
-        ConfigError: If there is no dimension of rows, or widths differ between processes.
-
     Example:
         >>> gather_features(torch.tensor([[1.0, 2.0]])).tolist()
         [[1.0, 2.0]]
@@ -132,9 +129,6 @@ def hidden_cosine_sum(
         teacher_hidden: ``(..., D)``, any float dtype and device. No gradient flows through it.
         mask: ``(...)`` bool, True = the position counts (not padding). None counts all.
 
-    Raises:
-        ConfigError: If shapes or dtypes are not as above.
-
     Example:
         >>> total, count = hidden_cosine_sum(torch.tensor([[0.0, 1.0]] * 3), torch.tensor([[2.0, 0.0]] * 3))
         >>> total.item(), count.item()
@@ -158,9 +152,6 @@ def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, aver
 
     Returns:
         float32, or float64 for float64 maps.
-
-    Raises:
-        ConfigError: If shapes or dtypes are not as above.
 
     Source: Wang et al. (MiniLM), 2020, arXiv:2002.10957, equation 5.
 
@@ -414,9 +405,6 @@ def relation_sum(
 
     Returns:
         The sum and the count (int64), both scalars.
-
-    Raises:
-        ConfigError: If shapes, dtypes or the relation are not as above.
 
     Example:
         >>> total, count = relation_sum(torch.eye(3), torch.ones(3, 2), relation="similarity_preserving")

@@ -46,9 +46,6 @@ def hard_label_sum(
     Returns:
         The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars.
 
-    Raises:
-        ConfigError: If shapes, dtypes or the threshold are not as above.
-
     Source: Lee (pseudo-label), 2013; the threshold: Sohn et al. (FixMatch), 2020, arXiv:2001.07685, equation 4.
 
     Example:
@@ -100,9 +97,6 @@ def logit_mse_sum(
     Returns:
         The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
 
-    Raises:
-        ConfigError: If shapes or dtypes are not as above.
-
     Source: Ba and Caruana, 2014, arXiv:1312.6184, equation 1; compared with the KL by Kim et al., 2021,
     arXiv:2105.08919. Both sum over classes, which multiplies by C.
 
@@ -144,9 +138,6 @@ def bernoulli_kl_sum(
 
     Returns:
         The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
-
-    Raises:
-        ConfigError: If shapes, dtypes or the temperature are not as above, or not one teacher is given.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, for two classes; for labels one against all: Yang et al., 2023,
     arXiv:2308.06453, section 3.2.

@@ -46,9 +46,6 @@ def kd_topk_sum(
     Returns:
         The sum, float32 (float64 for float64 logits), with zero gradients if no row counts, and the count (int64).
 
-    Raises:
-        ConfigError: If shapes, dtypes, the temperature or the divergence are not as above.
-
     Source: Hinton et al., 2015, arXiv:1503.02531, of coarser classes; why the tail must stay: Anshumann et al., 2025,
     arXiv:2503.16870.
 
@@ -86,13 +83,6 @@ def with_tail(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return both sides' log-probabilities of the k classes and, last, of all the others together.
-
-    Args:
-        student_logits: As of `kd_topk_sum`.
-        topk_indices: As of `kd_topk_sum`.
-        topk_log_probs: As of `kd_topk_sum`.
-        tail_mass: As of `kd_topk_sum`.
-        temperature: As of `kd_topk_sum`; for the student only.
 
     Returns:
         The student's and the teacher's ``(..., k + 1)``, float32 or float64. If k is C the last is -inf in both.

@@ -249,9 +249,6 @@ class Shard:
         vocabulary: Number of classes.
         top_k: Classes a row.
         dtype: Of the log-probabilities.
-
-    Raises:
-        CheckpointError: If it is missing, truncated, or not such a shard.
     """
 
     def __init__(self, path: Path, *, vocabulary: int, top_k: int, dtype: torch.dtype) -> None:
@@ -313,14 +310,7 @@ class Shard:
 
 
 class Index:
-    """Where each example lies: sorted keys, mapped, searched by halving.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CheckpointError: If it is missing, truncated, or not an index.
-    """
+    """Where each example lies: sorted keys, mapped, searched by halving."""
 
     def __init__(self, path: Path) -> None:
         arrays = _mapped(path, {name: (dtype, (None,)) for name, dtype in _INDEX_TENSORS.items()})

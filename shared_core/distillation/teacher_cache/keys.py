@@ -72,11 +72,7 @@ def mask_of(field: str) -> str:
 
 
 def tensors_of(inputs: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name; those of a tuple are called ``"0"``, ``"1"``, ...
-
-    Raises:
-        ConfigError: If it is no tensor, tuple or mapping with a tensor.
-    """
+    """Return the tensors of a batch by name; those of a tuple are called ``"0"``, ``"1"``, ..."""
     named: Mapping[Any, Any]
     if isinstance(inputs, Mapping):
         named = {name: value for name, value in inputs.items() if name not in NOT_INPUTS}
@@ -220,17 +216,7 @@ _IDS = ("input_ids", "decoder_input_ids")
 
 
 def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
-    """Return batches of what a user's function gave: in order, always the same.
-
-    Args:
-        data: An iterable of batches, which is returned as it is; a data set (``torch.utils.data`` or ``datasets``), or
-            a list of examples as `is_example` knows them, which are padded by `pad_examples`; or a pair of one of
-            these two and its own collator.
-        batch_size: Examples a batch of a data set.
-
-    Raises:
-        ConfigError: If it is none of these.
-    """
+    """Return batches of what a user's function gave: in order, always the same."""
     collate: Callable[[list[Any]], Any] = pad_examples
     if isinstance(data, tuple) and len(data) == 2 and _is_data_set(data[0]) and callable(data[1]):
         data, collate = data
@@ -249,12 +235,6 @@ def pad_examples(examples: Sequence[Any]) -> Any:
 
     Of a pair (input, label) the input is taken, of a mapping what is numbers. What the padding is does not matter to
     a cache, as keys and targets leave it out.
-
-    Args:
-        examples: Tensors, pairs, or mappings of tensors, numbers and lists of numbers.
-
-    Raises:
-        ConfigError: If a mapping holds no numbers.
 
     Example:
         >>> batch = pad_examples([{"input_ids": [5, 6], "text": "a"}, {"input_ids": [7], "text": "b"}])
@@ -445,10 +425,7 @@ def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
 
 
 def _vocabulary_in(folder: Path) -> dict[str, int] | None:
-    """Return the vocabulary of a ``tokenizer.json``: a table, or for unigram models a list in the order of numbers.
-
-    Without one, that of ``vocab.json`` (GPT-2's tokenizer) or of the lines of ``vocab.txt`` (BERT's).
-    """
+    """Return the vocabulary of a ``tokenizer.json``: a table, or for unigram models a list in the order of numbers."""
     if not (folder / "tokenizer.json").is_file():
         return _older_vocabulary_in(folder)
     content = _json(folder / "tokenizer.json")

@@ -228,9 +228,6 @@ class StoreWriter:
         shard_bytes: Size from which a shard is written.
         job: Other processes that write the same store. Each goes through all batches, so that it knows which examples
             each shard will hold, and runs the teacher for those shards alone that are its own.
-
-    Raises:
-        CheckpointError: If the folder holds something else, or a store with other settings.
     """
 
     def __init__(

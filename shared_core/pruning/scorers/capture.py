@@ -161,9 +161,6 @@ class GatheringScorer(Scorer):
     `_gather` adds to the window, which is this rank's and this step's. `observe_step` joins the windows of all ranks
     and adds them to the totals: after every step all ranks hold the same, so that any rank's state resumes them all.
     `reduce` does so for what was gathered without steps (calibration).
-
-    Raises:
-        ConfigError: If a layer is neither linear nor convolutional.
     """
 
     def _set_up(self, generator: torch.Generator | None) -> None:

@@ -37,11 +37,7 @@ al. 2016, arXiv:1602.01528, table I). bfloat16 is not in it and counts as float1
 
 
 class LayerUses:
-    """Counts in forwards of layers, until `close`, how often each is called and at how many positions of an example.
-
-    Args:
-        modules: Weight name to layer.
-    """
+    """Counts in forwards of layers, until `close`, how often each is called and at how many positions of an example."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.positions: dict[str, float] = {}

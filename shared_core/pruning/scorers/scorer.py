@@ -296,9 +296,6 @@ def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.S
         key: Which of its entries.
         like: The shape that each may have, by weight name.
         where: The criterion, for errors.
-
-    Raises:
-        CheckpointError: If one is of a weight that there is not, or has another shape.
     """
     tensors = dict(state[key])
     for name, tensor in tensors.items():

@@ -26,12 +26,7 @@ _GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torch
 
 
 def wants_kernels(backend: str) -> bool:
-    """Return whether a backend's name asks for more than the reference.
-
-    Raises:
-        ConfigError: If there is no such backend.
-        MissingExtraError: If torchao is asked for and not installed.
-    """
+    """Return whether a backend's name asks for more than the reference."""
     if backend not in _BACKENDS:
         raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():
@@ -44,14 +39,7 @@ def _has_torchao() -> bool:
 
 
 class TorchaoLinear(nn.Linear):
-    """A linear layer whose weight is one of torchao's quantised tensors.
-
-    Args:
-        weight: The tensor.
-        bias: In float, or None.
-        static: The input's scale and zero point are part of `weight`.
-        kernel: What `conversion_report` says of it.
-    """
+    """A linear layer whose weight is one of torchao's quantised tensors."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, static: bool, kernel: str) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")

@@ -25,14 +25,6 @@ def weight_qmin(scheme: LayerScheme, learned: Mapping[str, Any]) -> int:
 def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return (int8 codes, scale of each channel) of a weight whose values are those of its codes.
 
-    Args:
-        weight: Baked, output channels first.
-        scheme: With a scale for each channel.
-        learned: The layer's saved range; its ``weight_scale`` is taken where there is one.
-
-    Raises:
-        CompatibilityError: If the weight is not finite.
-
     Example:
         >>> channel_codes(torch.tensor([[0.5, 1.27]]), LayerScheme(), {})
         (tensor([[ 50, 127]], dtype=torch.int8), tensor([0.0100]))
@@ -124,10 +116,9 @@ class IntegerLayer(CodeModule):
         return (centred + self.input_zero_point).to(torch.int8)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output in the type of `input`.
+        """Return the layer's output in the type of `input`."""
+        # A NaN has no code, so rows that hold one come out as NaN rather than as a number.
 
-        A NaN has no code, so rows that hold one come out as NaN rather than as a number.
-        """
         # Codes less the zero point: the sum then needs no correction term for it.
         centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
         # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
@@ -217,9 +208,6 @@ class IntEmbedding(CodeModule):
         stock: The embedding, in float.
         scheme: How it is quantised: per channel, which is a vector.
         learned: A saved entry; its ``weight_scale`` is used if there is one.
-
-    Raises:
-        CompatibilityError: If a weight is not finite.
 
     Example:
         >>> layer = IntEmbedding(nn.Embedding(9, 4), LayerScheme(input="none"), {})

@@ -30,12 +30,7 @@ class OneDnnLayer(CodeModule):
 
     @classmethod
     def take(cls, module: Any, kernel: str) -> Self:
-        """Change a converted layer's class to this one, and return it; its buffers stay as they are.
-
-        Args:
-            module: One whose class this one derives from, and which oneDNN can compute.
-            kernel: See there.
-        """
+        """Change a converted layer's class to this one, and return it; its buffers stay as they are."""
         module.__class__ = cls
         taken: Self = module
         taken.kernel = kernel

@@ -15,11 +15,7 @@ from shared_core.quantization.layers.plain_state import LEARNED
 
 
 class _LinearCell(nn.Module):
-    """A cell whose products with its input and with its state are layers of their own.
-
-    Args:
-        cell: A fake-quantising one; its parameters become those of the layers.
-    """
+    """A cell whose products with its input and with its state are layers of their own."""
 
     def __init__(self, cell: Any) -> None:
         super().__init__()
@@ -67,9 +63,6 @@ def cells_as_linear(model: nn.Module) -> nn.Module:
     """Return a model whose fake-quantising cells of LSTM and GRU are ``ih`` and ``hh``, two linear layers; in place.
 
     The weights have the codes that they had, the input is quantised as it was, and the state stays in float.
-
-    Args:
-        model: With layers that quantise.
 
     Example:
         >>> from shared_core.quantization import apply_ranges

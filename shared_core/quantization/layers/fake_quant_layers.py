@@ -265,10 +265,6 @@ def bake_(module: nn.Module, baked: set[int]) -> None:
     """Overwrite a fake-quantising layer's weights with the values that their codes stand for.
 
     A weight that FSDP2 shards is gathered for it, one at a time; then every process must call it.
-
-    Args:
-        module: The layer.
-        baked: Identities of weights that another layer shares and has baked; those of this one are added.
     """
     for weight in weights_of(module).values():
         if id(weight) not in baked:
@@ -308,13 +304,7 @@ def _blocks(module: nn.Module, scheme: LayerScheme, weight: Tensor) -> Tensor:
 
 
 def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
-    """Return what a baked weight must look like.
-
-    Args:
-        module: The layer, which says how its channels lie.
-        scheme: How its weights are quantised.
-        entry: What its deployment needs, learned scales among it.
-    """
+    """Return what a baked weight must look like."""
     kind = scheme.weight
     group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
     levels = {"fp8": 255, "fp8_block": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)

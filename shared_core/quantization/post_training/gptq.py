@@ -45,10 +45,6 @@ class WeightGrid:
     The largest and smallest value of each group keep their codes, so that the scale found again in the result is the
     same.
 
-    Args:
-        layer: The layer.
-        quantizer: How it is quantised: integer codes by channel or group.
-
     Example:
         >>> from shared_core.quantization.ranges.observers import RangeBank
         >>> from shared_core.quantization.schemes import LayerScheme
@@ -102,21 +98,6 @@ def solve_weights(
 
     Other layers, weights that several layers share and folded ones are left to rounding. Zeros stay zeros. Inputs are
     those of float activations.
-
-    Args:
-        model: With fake-quantising layers that do not quantise yet.
-        layers: Name → such a layer; its weight changes.
-        batches: Inputs.
-        config: The options.
-        progress: As in `quantize_with_report`.
-
-    Returns:
-        Layer → what the weight lost: ``sqnr_db`` and ``largest_relative_error`` of the weight; ``output_error`` and
-        ``rounded_output_error``, ``‖(W' − W)X‖/‖WX‖`` of the result and of plain rounding.
-
-    Raises:
-        ConfigError: If no layer can be solved.
-        TrainingError: If a layer saw no input, or NaN or infinity.
     """
     owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
     chosen = {name: layer for name, layer in layers.items() if _can_solve(layer, owners)}

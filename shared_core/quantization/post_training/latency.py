@@ -26,15 +26,6 @@ def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, re
     is not counted. ``int8 reference`` is `convert`'s exact model, not made to be fast; ``torchao`` its kernels, where
     torchao is installed. A form that cannot run is left out.
 
-    Args:
-        model: In float.
-        quantized: What `quantize` made of it.
-        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments, on CPU.
-        repeats: Rounds, at least 1.
-
-    Raises:
-        ConfigError: If the float model does not take the inputs.
-
     Example:
         >>> from shared_core.quantization import quantize
         >>> net = nn.Linear(8, 4)

@@ -32,16 +32,6 @@ def output_noise(
 
     A layer is given the inputs that it has in the float model, so that its figure holds no other layer's error.
 
-    Args:
-        reference: The model in float.
-        quantized: The model of the same structure that quantises weights and inputs.
-        layers: Names of the quantised layers; those that no batch reaches are left out of the result.
-        batches: Inputs.
-        progress: Called with (batches run, batches) after each.
-
-    Raises:
-        ConfigError: If a batch is not what the model takes, or two outputs differ in shape.
-
     Example:
         >>> exact, rounded = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
         >>> _ = exact.weight.data.fill_(1.0), rounded.weight.data.fill_(0.9)

@@ -38,9 +38,6 @@ class Verdict:
 def thresholds(accept: str | float) -> tuple[float, float]:
     """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both.
 
-    Raises:
-        ConfigError: If it is no rule and no number from 0 to 1.
-
     Example:
         >>> thresholds("default"), thresholds("0.02")
         ((0.005, 0.01), (0.02, 0.02))
@@ -95,9 +92,6 @@ def layer_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return layer → (bytes of its weights in float, bytes of their codes and scales), of quantised layers.
 
     A weight that two layers share counts in both.
-
-    Args:
-        model: What `quantize` returned, or a model in or after quantization-aware training.
 
     Example:
         >>> from shared_core.quantization import quantize

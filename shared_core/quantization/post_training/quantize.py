@@ -319,11 +319,7 @@ def _calibrate(
 def _everyones(
     windows: dict[int, Tensor], model: nn.Module, batches: list[Any], mine: list[int], job: Job
 ) -> dict[int, Tensor]:
-    """Return the windows of all processes, once they are known to have the same model and batches.
-
-    Raises:
-        TrainingError: If they have not.
-    """
+    """Return the windows of all processes, once they are known to have the same model and batches."""
     weights = _digest(model.state_dict())
     facts = {"model": weights, "count": len(batches), "batches": {str(n): _digest(batches[n]) for n in mine}}
     for content in job.exchange("calibrated", json.dumps(facts).encode()):
@@ -416,11 +412,6 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
     float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
     and NVFP4 and four for the whole tensor of the latter.
 
-    Args:
-        channels: Rows, each an output channel or an embedding vector.
-        width: Weights of a row.
-        scheme: How they are quantised.
-
     Example:
         >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
         (680, 400)
@@ -441,9 +432,6 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
 
 def quantized_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's state dict with the weights of its quantised layers as codes.
-
-    Args:
-        model: What `quantize` returned, or a model in or after quantization-aware training.
 
     Example:
         >>> from shared_core.quantization import quantize

@@ -293,11 +293,7 @@ def _replaced(module: nn.Module, quantize: Quantize, bits: int) -> Iterator[None
 
 
 def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) -> dict[str, nn.Module]:
-    """Return the named Linear, Conv and Embedding layers; None: all whose weight is a float parameter of their own.
-
-    Raises:
-        MatchError: If there is none, or not one of that name.
-    """
+    """Return the named Linear, Conv and Embedding layers; None: all whose weight is a float parameter of their own."""
     able: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")

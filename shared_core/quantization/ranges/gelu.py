@@ -39,13 +39,6 @@ class GeluInputs:
     constant factor, a cast or a change of shape. Without gradients (a frozen part of the model) and in compiled code
     only modules are found.
 
-    Args:
-        quantizers: Name → quantiser of a layer whose input has a range.
-        clip: Largest value of a GELU's output that gets a code.
-
-    Raises:
-        MatchError: If no layer has a range.
-
     Source: Wu et al. 2020, arXiv:2004.09602, section 3.2.1 and table 6 (GELU10).
     """
 

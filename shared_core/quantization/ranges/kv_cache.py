@@ -108,12 +108,7 @@ def calibrate_kv_cache(
 
 
 def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
-    """Refuse what `calibrate_kv_cache` cannot serve, before anything runs.
-
-    Raises:
-        ConfigError: If the format is another.
-        CompatibilityError: If the model is no decoder whose attention takes a cache.
-    """
+    """Refuse what `calibrate_kv_cache` cannot serve, before anything runs."""
     if kv_cache != "fp8":
         raise ConfigError(where, f"kv_cache must be fp8, got {kv_cache!r}")
     generates = getattr(model, "can_generate", lambda: True)()  # encoders of transformers take a cache and fill none
@@ -138,12 +133,7 @@ def cache_scales(model: nn.Module) -> dict[str, dict[str, float]]:
 
 
 def take_cache_scales_(model: nn.Module, ranges: Mapping[str, Any]) -> dict[str, Any]:
-    """Give attention layers the scales that stand among saved ranges; return the ranges of other layers.
-
-    Raises:
-        MatchError: If a name is no attention layer of the model.
-        ConfigError: If a scale is no positive number.
-    """
+    """Give attention layers the scales that stand among saved ranges; return the ranges of other layers."""
     found = {name: entry for name, entry in ranges.items() if isinstance(entry, Mapping) and "k_scale" in entry}
     layers = _attention_layers(model) if found else {}
     for name, entry in found.items():

@@ -65,13 +65,11 @@ class _Scale(torch.autograd.Function):
 
 
 def _scale_of(magnitude: Tensor, steps: float) -> Tensor:
-    """Return the scale that a learned magnitude stands for, ``magnitude / steps``.
-
-    LSQ's factor on the gradient makes SGD change scales by as small a share as weights, but Adam divides every such
-    factor out: it moves each parameter by the learning rate, which is most of an 8-bit scale. So a number of the size
-    of the values is learned. SGD moves the scale as if it were learned itself: ``steps²`` is what the division takes
-    from its gradient and its step.
-    """
+    """Return the scale that a learned magnitude stands for, ``magnitude / steps``."""
+    # LSQ's factor on the gradient makes SGD change scales by as small a share as weights, but Adam divides every such
+    # factor out: it moves each parameter by the learning rate, which is most of an 8-bit scale. So a number of the size
+    # of the values is learned. SGD moves the scale as if it were learned itself: `steps²` is what the division takes
+    # from its gradient and its step.
     scale: Tensor = _Scale.apply(magnitude, steps)  # type: ignore[no-untyped-call]
     return scale
 
@@ -85,12 +83,6 @@ class WeightScale:
 
     Codes run from −2^(b−1) to 2^(b−1) − 1. LSQ starts from ``2·mean|w|/√qmax``, LSQ+ from
     ``max(|µ − 3σ|, |µ + 3σ|)/2^(b−1)`` (Bhalgat et al. 2020, arXiv:2004.09576).
-
-    Args:
-        module: The layer; the parameter ``weight_magnitude`` is registered on it, which begins at about its mean |w|.
-        scheme: The layer's scheme.
-        plus: LSQ+.
-        rounded_gate: Gate gradients on the rounded code.
     """
 
     def __init__(self, module: nn.Module, scheme: LayerScheme, plus: bool, rounded_gate: bool) -> None:
@@ -139,12 +131,6 @@ class InputRange:
     Until it has seen a step's inputs it does not know where to start. LSQ takes unsigned codes where no input was
     negative, else signed ones; PACT learns only where no input was negative, for it clips at zero: elsewhere the
     observed range stays.
-
-    Args:
-        module: The layer; the parameters are registered on it.
-        kind: ``lsq``, ``lsq_plus`` or ``pact``.
-        scheme: The layer's scheme.
-        rounded_gate: Gate gradients on the rounded code.
     """
 
     def __init__(self, module: nn.Module, kind: str, scheme: LayerScheme, rounded_gate: bool) -> None:

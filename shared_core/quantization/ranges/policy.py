@@ -35,12 +35,7 @@ from shared_core.quantization.schemes import LayerScheme
 
 
 class ObservedRanges:
-    """Ranges follow the inputs that layers see: a moving average, the extrema, or histograms of all steps.
-
-    Args:
-        config: The options.
-        schemes: Name → how the layer is quantised.
-    """
+    """Ranges follow the inputs that layers see: a moving average, the extrema, or histograms of all steps."""
 
     quantizer_class: ClassVar[type[LayerQuantizer]] = LayerQuantizer
     observes_means: ClassVar[bool] = False
@@ -193,11 +188,7 @@ class ObservedRanges:
         return {"layers": list(self.static), **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name.
-
-        Raises:
-            CheckpointError: If the state is of other layers.
-        """
+        """Take the saved ranges, each for the layer of its name."""
         names = list(state["layers"])
         if set(names) != set(self.static):
             odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
@@ -283,9 +274,6 @@ class NoDecay:
 
     A group of their own would need no such thing, but learning-rate schedulers and saved optimizer states count the
     groups that the user's code made.
-
-    Args:
-        parameters: Those that take no decay.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -84,11 +84,7 @@ def _take_learned(bank: RangeBank, row: int | None, entry: Mapping[str, Any]) ->
 
 
 def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
-    """Return the named layers, each of a type that can be quantised.
-
-    Raises:
-        MatchError: If there is no name, or one that is no such layer.
-    """
+    """Return the named layers, each of a type that can be quantised."""
     know_layers(model)
     known = {plain_name(name): module for name, module in model.named_modules()}
     able = [name for name, module in known.items() if type(module) in FAKE_QUANT or is_quantized(module)]
@@ -103,11 +99,7 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
 
 
 def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
-    """Return how a saved layer was quantised; what is not said is the default of `LayerScheme`.
-
-    Raises:
-        ConfigError: If a value is none that `LayerScheme` has.
-    """
+    """Return how a saved layer was quantised; what is not said is the default of `LayerScheme`."""
     if not isinstance(entry, Mapping):
         raise ConfigError(where, f"range must be a mapping, got {entry!r}")
     fields = {field.name: entry[field.name] for field in dataclasses.fields(LayerScheme) if field.name in entry}
@@ -125,11 +117,7 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
 
 
 def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
-    """Return (min, max) of a saved range.
-
-    Raises:
-        ConfigError: If one is missing or not finite, or they are the wrong way round.
-    """
+    """Return (min, max) of a saved range."""
     try:
         minimum, maximum = float(entry["min"]), float(entry["max"])
     except (KeyError, TypeError, ValueError) as error:

@@ -70,10 +70,6 @@ class Decoder:
     """Takes symbols out of what `encode` returned, in the order in which they were put in.
 
     Any bytes decode to some symbols, so that damage is not seen here; no more is held than is asked for.
-
-    Raises:
-        MissingExtraError: If constriction is not installed.
-        CheckpointError: If the bytes cannot be its output.
     """
 
     def __init__(self, data: bytes) -> None:

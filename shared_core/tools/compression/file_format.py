@@ -120,9 +120,6 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
         file: Open for reading.
         path: For errors.
         max_bytes: Most bytes that may come out of it; by default 64 MiB and a thousand times the file.
-
-    Raises:
-        CheckpointError: If it is no such file, damaged, of a newer format, or declares more than `max_bytes`.
     """
     length = file.seek(0, 2)
     file.seek(0)
@@ -172,11 +169,7 @@ def damaged(path: Path, rule: str, got: str) -> CheckpointError:
 
 
 def inflate(data: bytes, size: int) -> bytes:
-    """Return `size` bytes that were deflated; never holds more.
-
-    Raises:
-        ValueError: If there are more or fewer.
-    """
+    """Return `size` bytes that were deflated; never holds more."""
     engine = zlib.decompressobj()
     # size + 1: one byte more than allowed is enough to refuse, and no more is ever inflated.
     content = engine.decompress(data, size + 1)

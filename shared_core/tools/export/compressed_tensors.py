@@ -141,11 +141,9 @@ def export_compressed_tensors(
 
 
 def _transformers_loads(float_experts: bool, schemes: set[LayerScheme], experts: set[LayerScheme]) -> bool:
-    """Return whether transformers (5.23) loads the folder.
-
-    Not zero points beside other schemes, nor float experts. Of others it reads FP8 and packed codes without zero
-    points, and then one scheme of the layers beside them.
-    """
+    """Return whether transformers (5.23) loads the folder."""
+    # Not zero points beside other schemes, nor float experts. Of others it reads FP8 and packed codes without zero
+    # points, and then one scheme of the layers beside them.
     if experts:
         read = all(scheme.weight == "fp8" or (scheme.input == "none" and not scheme.affine) for scheme in experts)
         return read and len(experts) == 1 and len(schemes) <= 1 and not float_experts
@@ -161,11 +159,7 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
 
 
 def check_servable(name: str, module: Any, where: str) -> None:
-    """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for.
-
-    Raises:
-        CompatibilityError: Naming the layer, the engine, and what would work.
-    """
+    """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for."""
     scheme: LayerScheme = module.quantizer.scheme
     kind = STOCK[type(module)]
     pair = (scheme.weight, "none" if kind is nn.Embedding else scheme.input)
@@ -270,12 +264,7 @@ def _tensor_scales(exported: nn.Module, names: Iterable[str]) -> dict[str, Tenso
 
 
 def _input_scales(reference: nn.Module, names: Iterable[str], batches: Iterable[Any]) -> dict[str, Tensor]:
-    """Return NVFP4's tensor scale of the largest input of each layer over batches.
-
-    Raises:
-        ConfigError: If there is no batch.
-        CompatibilityError: If an input is not finite.
-    """
+    """Return NVFP4's tensor scale of the largest input of each layer over batches."""
     largest: dict[str, Tensor] = {}
 
     def observe(name: str, module: Any, args: Any) -> None:
@@ -308,17 +297,7 @@ def _as_served(layer: Any) -> str:
 
 
 def _set_codes(served: ServedModel, name: str, tensor_scale: Tensor | None, input_scale: Tensor | None) -> None:
-    """Give a stock layer whose weight holds the values of its codes their scales and zero points.
-
-    Args:
-        served: The model.
-        name: The layer.
-        tensor_scale: NVFP4's of the weight.
-        input_scale: NVFP4's of inputs; None: they stay in float.
-
-    Raises:
-        CompatibilityError: If the weight lies on no grid.
-    """
+    """Give a stock layer whose weight holds the values of its codes their scales and zero points."""
     from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
     layer, scheme = served.layers[name], served.schemes[name]
@@ -351,11 +330,7 @@ def _set_input(layer: Any, qparams: tuple[Tensor, Tensor] | None) -> None:
 
 
 def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None:
-    """Give attention layers the scales of their cache.
-
-    Raises:
-        CompatibilityError: If the format, or vLLM, knows other layers than have scales.
-    """
+    """Give attention layers the scales of their cache."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 
@@ -452,11 +427,7 @@ def _load_as_float(folder: Path) -> None:
 
 
 def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, Any]) -> None:
-    """Dequantise the file layer by layer, as the format's package does, and compare with the model's weights.
-
-    Raises:
-        CompatibilityError: Naming the first layer that is not in the file or has other weights there.
-    """
+    """Dequantise the file layer by layer, as the format's package does, and compare with the model's weights."""
     from compressed_tensors.compressors import BaseCompressor
     from safetensors.torch import load_file
 

@@ -143,15 +143,7 @@ def program_layer(
     qparams: tuple[Tensor, Tensor] | None,
     shared: dict[int, Quantized],
 ) -> None:
-    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes.
-
-    Args:
-        name: What errors call it.
-        module: The layer.
-        scheme: How it is quantised.
-        qparams: Scale and signed zero point of a static input.
-        shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
-    """
+    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # int64, the dtype that dequantize_per_channel has zero points in.
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)

@@ -22,17 +22,6 @@ def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, di
     """Replace modules that stack experts by linear layers, one for each matrix of the files that transformers writes.
 
     Which rows a file puts where is found by saving marks in place of the weights, so every renaming counts.
-
-    Args:
-        model: Of transformers; it cannot compute afterwards.
-        names: The modules.
-        where: The function, for errors.
-
-    Returns:
-        For each module, under a pattern of the format that names its layers in the file, these by name.
-
-    Raises:
-        CompatibilityError: If files hold the experts stacked, or parameters beside the matrices.
     """
     rows: list[Tensor] = []
     owners: list[str] = []

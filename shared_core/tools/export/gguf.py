@@ -94,11 +94,7 @@ def export_gguf(
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    """Refuse a layer that no type of the format holds.
-
-    Raises:
-        CompatibilityError: Naming the layer, and what would work.
-    """
+    """Refuse a layer that no type of the format holds."""
     scheme: LayerScheme = module.quantizer.scheme
     wide = scheme.affine and scheme.weight_bits > 4
     if scheme.weight not in ("channel", "group") or wide:
@@ -119,11 +115,7 @@ def _check_layer(name: str, module: Any, where: str) -> None:
 def _blocks(
     name: str, codes: Tensor, scale: Tensor, weight: Tensor, scheme: LayerScheme
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, scales, smallest values) of blocks of 32 weights; symmetric ones have no smallest values.
-
-    Raises:
-        CompatibilityError: If float16 cannot hold a scale.
-    """
+    """Return (codes, scales, smallest values) of blocks of 32 weights; symmetric ones have no smallest values."""
     repeats = codes.shape[1] // _BLOCK
     low = codes.amin(1).clamp(max=0) if scheme.affine else torch.zeros(0)
     values = (scale * low).half() if scheme.affine else low.half()
@@ -214,11 +206,7 @@ def _write(
 
 
 def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Dequantise the file with the format's own package; return what float16 scales change, of the largest weight.
-
-    Raises:
-        CompatibilityError: Naming the first layer with other codes.
-    """
+    """Dequantise the file with the format's own package; return what float16 scales change, of the largest weight."""
     import gguf
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -241,11 +229,7 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
 
 
 def _check_outputs(path: Path, exported: Any, expected: Any, inputs: Any, tolerance: float) -> float:
-    """Return what the outputs of the file, loaded by transformers in float, differ by.
-
-    Raises:
-        CompatibilityError: If by more than float16 scales can.
-    """
+    """Return what the outputs of the file, loaded by transformers in float, differ by."""
     with quiet():
         loaded = type(exported).from_pretrained(
             path.parent, gguf_file=path.name, config=copy.deepcopy(exported.config), dtype=torch.float32

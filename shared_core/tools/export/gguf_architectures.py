@@ -71,9 +71,6 @@ def file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str,
         value: (outputs, …), or of experts (experts, outputs, …).
         config: Of the model.
         names: The map of gguf's package.
-
-    Raises:
-        CompatibilityError: If llama.cpp knows no such name.
     """
     base, _, leaf = name.rpartition(".")
     parts = {name: value}
@@ -111,11 +108,7 @@ def float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> T
 
 
 def add_shape(writer: Any, config: Any) -> Tensor | None:
-    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing.
-
-    Raises:
-        CompatibilityError: If llama.cpp's architecture has no such setting.
-    """
+    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check_settings(config, width)

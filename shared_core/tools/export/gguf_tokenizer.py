@@ -23,9 +23,6 @@ def add_tokenizer(writer: Any, folder: Path | None, size: int, where: str) -> No
         folder: With ``tokenizer.json``; None: no tokenizer.
         size: Tokens that the model knows.
         where: The function, for errors.
-
-    Raises:
-        CompatibilityError: If llama.cpp does not split text as this tokenizer does.
     """
     import gguf
 

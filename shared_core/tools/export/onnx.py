@@ -75,10 +75,6 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
         file: Where it is written.
         calibration: Batches of inputs, each as `call_model` takes them, or the codes that these gave.
 
-    Raises:
-        ConfigError: If there is no batch.
-        TrainingError: If a tensor saw no finite value.
-
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
     import onnx_ir
@@ -257,11 +253,7 @@ _SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file i
 
 
 def check_length(inputs: Any) -> None:
-    """Refuse inputs without a length to leave open.
-
-    Raises:
-        ConfigError: If the second axis of the first tensor is missing or shorter than 3.
-    """
+    """Refuse inputs without a length to leave open."""
     shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
     if len(shape) < 2 or shape[1] < _SHORTEST:
         raise ConfigError(
@@ -341,9 +333,6 @@ def wants_unsigned(weight_codes: str) -> bool:
 
     Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
     Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
-
-    Raises:
-        ConfigError: If it is none of the three.
 
     Example:
         >>> wants_unsigned("unsigned"), wants_unsigned("signed")
@@ -756,10 +745,8 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
-    """Keep torch.onnx from decomposing programs that hold nothing to decompose.
-
-    It does so with every program: a second trace, as long as the first, that leaves most operations as they are.
-    """
+    """Keep torch.onnx from decomposing programs that hold nothing to decompose."""
+    # It does so with every program: a second trace, as long as the first, that leaves most operations as they are.
     decompose = torch.export.ExportedProgram.run_decompositions
 
     def run(program: torch.export.ExportedProgram, table: Any = None, **options: Any) -> Any:
@@ -775,10 +762,8 @@ def _decomposing_if_needed() -> contextlib.AbstractContextManager[None]:
 
 
 def _promoting_alone() -> contextlib.AbstractContextManager[None]:
-    """Keep torch.onnx from running a program anew, on fake tensors, while it puts in casts for mixed types.
-
-    The trace has told what each node gives, and a cast of its inputs leaves that as it is.
-    """
+    """Keep torch.onnx from running a program anew, on fake tensors, while it puts in casts for mixed types."""
+    # The trace has told what each node gives, and a cast of its inputs leaves that as it is.
     from torch.onnx._internal.fx.passes import type_promotion
 
     promoting = type_promotion._TypePromotionInterpreter

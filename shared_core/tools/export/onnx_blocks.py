@@ -50,10 +50,6 @@ def repeated_blocks(model: nn.Module, inputs: Any) -> list[dict[str, Any]]:
 
     Blocks are children of a `ModuleList` or `Sequential`, called once, that return one tensor, shaped as their first.
     There are none where a forward reads its block's place (``layer_idx``).
-
-    Args:
-        model: In evaluation.
-        inputs: As `call_model` takes them.
     """
     likely: dict[str, list[str]] = defaultdict(list)
     for parent_name, parent in model.named_modules():
@@ -119,13 +115,9 @@ def _plain(value: Any) -> Any:
 
 
 def _recorded(run: Callable[..., Any], seen: list[Any], first: list[Any]) -> Callable[..., Any]:
-    """Return a block's forward that records the structure of its outputs in `seen`, None where it is no such block.
-
-    Args:
-        run: The block's own; where another of the group was called alike before, it is not run: only structures matter.
-        seen: Is added to.
-        first: How the group's first block was called, and the structure of its output; is added to.
-    """
+    """Return a block's forward that records the structure of its outputs in `seen`, None where it is no such block."""
+    # `first`: how the group's first block was called, and the structure of its output. A block that is called alike
+    # does not run: only structures matter.
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -152,16 +144,8 @@ def _like(output: tuple[list[Any], Any], value: Tensor) -> Any:
 
 
 def _node(number: int, name: str, output: tuple[list[Any], Any], calls: dict[str, _Call], inside: Any) -> Any:
-    """Return what a block's forward is while the model is traced: one node.
-
-    Args:
-        number: The group's.
-        name: The block's.
-        output: Its structure.
-        calls: Is added to: how the block is called.
-        inside: The block's own forward if it is the one to trace: from stand-ins of what the node takes, to its last
-            input.
-    """
+    """Return what a block's forward is while the model is traced: one node."""
+    # `inside`: the own forward of the block to trace, from stand-ins of what the node takes to its last input.
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -219,13 +203,7 @@ def _one_of_each(model: nn.Module, groups: list[dict[str, Any]], calls: dict[str
 
 
 def export_around_blocks(model: nn.Module, groups: list[dict[str, Any]], export: Callable[..., Any]) -> Any | None:
-    """Return the ONNX program of a model whose repeated blocks are traced once; None if they are called otherwise.
-
-    Args:
-        model: As it is exported.
-        groups: Of `repeated_blocks`.
-        export: Exports the model as it is, without optimisation.
-    """
+    """Return the ONNX program of a model whose repeated blocks are traced once; None if they are called otherwise."""
     from onnx_ir.passes.common import (
         CommonSubexpressionEliminationPass,
         InlinePass,

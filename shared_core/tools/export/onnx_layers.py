@@ -96,11 +96,6 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
     ``b/code``, which stands for it exactly: by 1 % at most, if that does. Kernels that sum integers take the codes
     alone.
 
-    Args:
-        bias: (channels,).
-        step: ``s_x·s_w``, (channels,).
-        tolerance: (channels,).
-
     Example:
         >>> bias_codes(torch.tensor([0.5, 0.26]), torch.tensor([0.1, 0.1]), torch.zeros(2))
         (tensor([5, 3], dtype=torch.int32), tensor([0.1000, 0.0867]))
@@ -141,11 +136,7 @@ class Quantized:
 
 
 def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
-    """Return the codes that a layer's quantised weight stands for.
-
-    Raises:
-        CompatibilityError: If the weight is not finite, or no int8 grid holds it.
-    """
+    """Return the codes that a layer's quantised weight stands for."""
     rows = as_rows(module, values).contiguous()
     # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
     bits = max(scheme.weight_bits, 2)
@@ -271,11 +262,7 @@ def _(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
 
 
 def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
-    """Return what torch.onnx makes of the ops above.
-
-    Args:
-        opset: The onnxscript opset, 21 or newer.
-    """
+    """Return what torch.onnx makes of the ops above."""
     from onnx import TensorProto, helper
     from onnxscript.function_libs.torch_lib.ops import core as torchlib
 
@@ -536,11 +523,7 @@ EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
-    """Refuse a layer that does not quantise yet.
-
-    Raises:
-        CompatibilityError: Naming the layer.
-    """
+    """Refuse a layer that does not quantise yet."""
     if not module.quantizer.bank.quantizing:
         raise CompatibilityError(
             where, f"{name} must be quantised, got a layer before qat's begin", "train past it, or let qat finish"
@@ -550,17 +533,7 @@ def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
 def check_exportable(
     name: str, module: Any, where: str = "export_onnx", kinds: Mapping[type[nn.Module], Any] = EXPORTED
 ) -> None:
-    """Refuse a fake-quantising layer that no exported file can hold as it is.
-
-    Args:
-        name: The layer's.
-        module: The layer.
-        where: The function, for errors.
-        kinds: The stock layers that the format has.
-
-    Raises:
-        CompatibilityError: Naming the layer, and what would work.
-    """
+    """Refuse a fake-quantising layer that no exported file can hold as it is."""
     scheme: LayerScheme = module.quantizer.scheme
     if STOCK[type(module)] not in kinds:
         raise CompatibilityError(
@@ -610,16 +583,7 @@ def to_export(
     shared: dict[int, Quantized],
     exact_bias: bool = True,
 ) -> None:
-    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes.
-
-    Args:
-        name: What errors call it.
-        module: The layer.
-        scheme: How it is quantised.
-        qparams: Scale and signed zero point of a static input.
-        shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
-        exact_bias: Whether a convolution's bias must be exact even where it then runs in float.
-    """
+    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)

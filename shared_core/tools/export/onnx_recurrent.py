@@ -72,15 +72,7 @@ def to_export_recurrent(
     qparams: tuple[Tensor, Tensor] | None,
     shared: dict[int, Quantized],
 ) -> None:
-    """Turn a stock recurrent layer whose weights hold the values of their codes into one that holds the codes.
-
-    Args:
-        name: What errors call it.
-        module: The layer.
-        scheme: How it is quantised.
-        qparams: Scale and signed zero point of a static input.
-        shared: Identity of a weight → its codes; is added to.
-    """
+    """Turn a stock recurrent layer whose weights hold the values of their codes into one that holds the codes."""
     tensors: dict[str, Tensor] = {}
     grids: dict[str, tuple[int, int]] = {}
     for key, weight in weights_of(module).items():
@@ -99,9 +91,6 @@ def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
 
     It takes weights apart into their gates, and would take apart values that an engine has to dequantise in each run.
     Here the codes change places, and are dequantised as the operator wants them.
-
-    Args:
-        opset: The onnxscript opset.
     """
     from onnxscript.function_libs.torch_lib.ops import core as torchlib
 

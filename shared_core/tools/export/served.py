@@ -114,22 +114,7 @@ def served_model(
     experts: bool = False,
     conv1d: bool = False,
 ) -> ServedModel:
-    """Return the copies of a quantised model that an exporting function for an engine works on.
-
-    Args:
-        model: As the exporting function takes it.
-        where: That function, for errors.
-        engine: What the file or folder is for.
-        package: What writes it, and the extra of that name.
-        check: Refuses a layer that the format, or the engine, has no place for.
-        experts: Whether the format holds stacked experts.
-        conv1d: Whether it holds GPT-2's layers, as linear ones.
-
-    Raises:
-        MissingExtraError: If the package is not installed.
-        ConfigError: If the model is none of transformers, or has no quantised layer.
-        CompatibilityError: If a layer cannot be exported.
-    """
+    """Return the copies of a quantised model that an exporting function for an engine works on."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise MissingExtraError(where, package, package)
     if not hasattr(model, "save_pretrained"):
@@ -239,9 +224,6 @@ def codes_of(
     Returns:
         Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
         `zero_points`.
-
-    Raises:
-        CompatibilityError: If the weight is not finite, or lies on no grid.
     """
     if not bool(torch.isfinite(rows).all()):
         raise CompatibilityError(
@@ -291,19 +273,7 @@ def compare_outputs(
     inputs: Any,
     tolerance: float,
 ) -> tuple[float, float]:
-    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded.
-
-    Args:
-        where: The function, for errors.
-        loaded: The model.
-        switch: Turns the rounding of its inputs off and on.
-        expected: The outputs that it should have without, and with it.
-        inputs: What it is called with.
-        tolerance: Of the first difference, relative to the largest output.
-
-    Raises:
-        CompatibilityError: If they differ with inputs in float.
-    """
+    """Return what a loaded model's outputs differ by with inputs of layers in float, and rounded."""
     found = []
     for rounds in (False, True):
         switch(rounds)

@@ -50,11 +50,7 @@ def plain(inputs: Any) -> Any:
 
 
 def check_inputs(inputs: Any, where: str) -> None:
-    """Refuse inputs to export with that hold no tensor.
-
-    Raises:
-        ConfigError: If so.
-    """
+    """Refuse inputs to export with that hold no tensor."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
         raise ConfigError(
             where,
@@ -66,16 +62,7 @@ def check_inputs(inputs: Any, where: str) -> None:
 def quantized_reference(
     model: nn.Module, where: str, check: Callable[[str, Any, str], None] = check_exportable
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any.
-
-    Args:
-        model: As `export_onnx` takes it.
-        where: The function, for errors.
-        check: Refuses a layer that cannot be exported: its name, the layer and `where`.
-
-    Raises:
-        CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
-    """
+    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any."""
     # A copy: folding and baking change it. On the CPU, where the runtimes compute.
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():

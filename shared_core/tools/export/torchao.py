@@ -80,11 +80,7 @@ def export_torchao(
 
 
 def _check_layer(name: str, module: Any, where: str) -> None:
-    """Refuse a layer that torchao's tensors cannot hold.
-
-    Raises:
-        CompatibilityError: Naming the layer, and what would work.
-    """
+    """Refuse a layer that torchao's tensors cannot hold."""
     scheme: LayerScheme = module.quantizer.scheme
     fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
     if scheme.input == "static":
@@ -155,11 +151,7 @@ def _check_folder(
     inputs: Any,
     dtype: torch.dtype,
 ) -> tuple[float | None, float | None]:
-    """Load the folder as users do; compare each layer's weight and the outputs, return what these differ by.
-
-    Raises:
-        CompatibilityError: Naming the first layer that is not the model's.
-    """
+    """Load the folder as users do; compare each layer's weight and the outputs, return what these differ by."""
     with quiet():
         loaded = type(model).from_pretrained(folder, dtype=dtype)
     made = {name: loaded.get_submodule(name).weight for name in weights}

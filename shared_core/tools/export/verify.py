@@ -63,10 +63,6 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
 
     The function raises a CompatibilityError if an output differs by more than 1e-5 of the largest output (of 1, if that
     is less); where inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
-
-    Args:
-        file: The ONNX file, from `opened`.
-        reference: The fake-quantising model, in evaluation; while this is open it takes the file's codes.
     """
     # Codes that are in the file are compared one by one; of other tokens only outputs can be.
     layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
@@ -128,15 +124,7 @@ def _mapping(output: Any) -> Any:
 
 
 def session_of(file: Path | str | Opened, optimise: bool, save: Path | None = None, further: bytes = b"") -> Any:
-    """Return an onnxruntime session on the CPU.
-
-    Args:
-        file: The ONNX file.
-        optimise: Whether the session rewrites its graph.
-        save: Where it writes the graph that it made of the file. Large constants go into a file beside it, and none is
-            packed for the kernels: it is not to be run.
-        further: Of a file that is open, a message with more of its model.
-    """
+    """Return an onnxruntime session on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -170,13 +158,7 @@ def feeds(session: Any, inputs: Any) -> dict[str, Any]:
 
 
 def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
-    """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs.
-
-    Args:
-        file: The ONNX file, from `opened`.
-        names: The tensors.
-        kind: Their type, as ONNX names it.
-    """
+    """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs."""
     import onnx
 
     element = onnx.TensorProto.DataType.Value(kind)
@@ -198,11 +180,7 @@ class _Forced:
         self.total = self.moved = self.next = 0
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the file's codes for the model's; the model's, if there are none that are nowhere more than one away.
-
-        Args:
-            values: The model's codes, unsigned, as floats.
-        """
+        """Return the file's codes if some are nowhere more than one away from the model's, else the model's."""
         mine = values.to(torch.uint8).contiguous().numpy()
         # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
         # not do, as the exporter makes up its own.

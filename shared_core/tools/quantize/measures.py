@@ -40,9 +40,6 @@ def sensitivities(
     """Return layer → bits → cost of quantising this layer's weight alone, in the scheme and width that `report` has.
 
     Of the first `SENSITIVITY_BATCHES` calibration batches; recurrent layers, which have several weights, are left out.
-
-    Raises:
-        MatchError: If no layer is quantised but recurrent ones.
     """
     widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
     # A recurrent layer holds several weights, which one cost would not tell apart.
@@ -68,11 +65,7 @@ def sensitivities(
 
 
 def check_plannable(config: QatConfig) -> None:
-    """Refuse options with which no plan of one width can be made.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
+    """Refuse options with which no plan of one width can be made."""
     if not config.scheme.startswith("int") or config.overrides:
         raise ConfigError(
             WHERE,
@@ -97,12 +90,7 @@ def selective_plan(
     mode: str,
     keep: Mapping[str, str],
 ) -> tuple[QatConfig, SelectivePlan]:
-    """Return (config that leaves in float what the plan does, the plan); every candidate is quantised and judged.
-
-    Raises:
-        ConfigError: If the largest loss breaks its rule, or `keep` holds every layer.
-        TrainingError: If no layer can be quantised within that loss.
-    """
+    """Return (config that leaves in float what the plan does, the plan); every candidate is quantised and judged."""
     if costs.keys() <= keep.keys():
         raise ConfigError(
             WHERE,

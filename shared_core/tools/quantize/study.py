@@ -92,12 +92,7 @@ class QuantizationStudy:
     job: Job = field(default_factory=Job)
 
     def check(self) -> None:
-        """Refuse options that break their rule, before batches are loaded and quality is measured.
-
-        Raises:
-            ConfigError: If an option breaks its rule.
-            CompatibilityError: If the model has no cache of keys and values that `kv_cache` could scale.
-        """
+        """Refuse options that break their rule, before batches are loaded and quality is measured."""
         thresholds(self.options.accept)
         if self.gptq or self.config.clip_gelu or static_input(self.network, self.config) is None:
             check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
@@ -111,14 +106,7 @@ class QuantizationStudy:
         self._quantized(self.config, candidate=True, job=self.job)
 
     def run(self) -> StudyResult:
-        """Quantise and measure.
-
-        Raises:
-            ConfigError: If an option breaks its rule, or batches are missing or not what the model takes.
-            CompatibilityError: If the model or the device cannot be quantised so.
-            MatchError: If no layer can be quantised.
-            TrainingError: If no layer can be quantised within the largest loss.
-        """
+        """Quantise and measure."""
         self.check()
         # Once before the long part: inputs that the model does not take are told at once.
         if self.latency_inputs is not None:

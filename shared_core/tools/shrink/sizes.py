@@ -411,12 +411,7 @@ def _shapes(model: nn.Module, config: Any) -> configured.Shapes:
 def _described(
     model: nn.Module, traced: Traced, values: Mapping[Path, int]
 ) -> tuple[dict[Path, Any], dict[str, int], dict[str, ChannelGroup]]:
-    """Return all numbers that change, how many units of each group go, and the groups, of query heads where they go.
-
-    Raises:
-        ConfigError: If the configuration refuses the sizes, or heads do not divide.
-        CompatibilityError: If shapes change otherwise than groups can, or what must go has to stay.
-    """
+    """Return all numbers that change, how many units of each group go, and the groups, of query heads where they go."""
     config: Any = model.config
     alone = _query_heads_alone(config, values)
     base = dict(configured.explicit_head_sizes(config))
@@ -451,11 +446,7 @@ def _described(
 
 
 def _query_heads_alone(config: Any, values: Mapping[Path, int]) -> tuple[int, int, int] | None:
-    """Return how many query and key-value heads there are and how many query heads stay, if these alone go.
-
-    Raises:
-        ConfigError: If the numbers do not divide.
-    """
+    """Return how many query and key-value heads there are and how many query heads stay, if these alone go."""
     of_heads, of_keys = path_of(config, "attention_heads"), path_of(config, "key_value_heads")
     if of_heads is None or of_keys is None or not configured.read(config, of_keys):
         return None

@@ -368,11 +368,7 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
 
 @torch.no_grad()
 def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStructuredLinear:
-    """Return the layer on the GPU's kernel after one product that equals the dense one.
-
-    Raises:
-        RuntimeError: If it does not.
-    """
+    """Return the layer on the GPU's kernel after one product that equals the dense one."""
     layer = SemiStructuredLinear(module.weight, module.bias, compress)
     generator = torch.Generator(device=module.weight.device).manual_seed(0)
     # Drawn in float32 and rounded: the same probe for both 16-bit formats.

@@ -171,13 +171,7 @@ def _product(layer: SparseLinear, x: Tensor) -> Tensor:
 
 
 class SemiStructuredLinear(DenseStateDict):
-    """A linear layer whose weight holds a 2:4 pattern, on the sparse tensor cores of an NVIDIA GPU, for inference.
-
-    Args:
-        weight: Dense, on the GPU.
-        bias: ``(outputs,)``, or None.
-        compress: What turns a dense weight into the GPU's form.
-    """
+    """A linear layer whose weight holds a 2:4 pattern, on the sparse tensor cores of an NVIDIA GPU, for inference."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, compress: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
