@@ -214,11 +214,10 @@ def is_causal(student: nn.Module) -> bool:
 
 def models_inside(module: nn.Module) -> list[nn.Module]:
     """Return the outermost models of Transformers in a module, or of its naming: itself, or those that it wraps."""
-    found = [reference() for reference in _INSIDE.get(module, ())]
-    if not found or None in found:  # never looked at, or its model was replaced since
-        models = _outermost(module)
-        _INSIDE[module] = [weakref.ref(model) for model in models]
-        return models
+    found = [reference() for reference in _INSIDE.get(module, (lambda: None,))]
+    if None in found:  # never looked at, or its model was replaced since
+        found = [*_outermost(module)]
+        _INSIDE[module] = [weakref.ref(model) for model in found if model is not None]
     return [model for model in found if model is not None]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import digest
-from shared_core.distributed.sharded_tensors import is_sharded, whole
+from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.errors import ReceiptError
 from shared_core.modules.matching import plain_name
 
@@ -335,6 +335,28 @@ def settled(claims: Claims, model: nn.Module) -> Claims:
         }
         for key, said in claims.items()
     }
+
+
+def any_holds(claims: Claims, where: Where) -> bool:
+    """Return whether anything is said that weights of such a moment can be compared with."""
+    return any(claim.holds >= where for said in claims.values() for claim in said.values())
+
+
+def verify(
+    claims: Claims,
+    model: nn.Module,
+    weights: Mapping[str, Tensor] | None,
+    what: str,
+    changed_by: Iterable[str],
+    where: Where,
+    *,
+    gather: bool,
+) -> None:
+    """Count again in final weights what is said of them; the arguments are those of `Session.verify`."""
+    if weights is None and gather:
+        reshard_(model)
+    found = model.state_dict() if weights is None else weights
+    refuse(differences(claims, found, where, lacking=weights is None, gather=gather), what, changed_by)
 
 
 def refuse(lines: list[str], what: str, changed_by: Iterable[str]) -> None:

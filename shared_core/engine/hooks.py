@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +44,8 @@ class Hooks:
     """
 
     def __init__(self, techniques: Mapping[str, Technique]) -> None:
+        self.seconds = dict.fromkeys(techniques, 0.0)
+        """What each technique has taken, by its key."""
         pairs = list(techniques.items())
         self.forward: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
             [(key, one.forward) for key, one in pairs], Technique.forward
@@ -65,6 +69,46 @@ class Hooks:
 
     def leave_out(self, method: Callable[..., Any]) -> None:
         """Call a method no more in this run; a round that is under way goes on as it began."""
-        for name, calls in list(vars(self).items()):
+        for name in ("forward", "loss", "before_step", "after_step", "swapped"):
             # Bound methods compare by object and function.
-            setattr(self, name, [call for call in calls if call[1] != method])
+            setattr(self, name, [call for call in getattr(self, name) if call[1] != method])
+
+    def call(self, calls: Calls[Concatenate[Context, P], None], context: Context, *args: P.args, **_: P.kwargs) -> None:
+        """Call one of the lists above, and count each technique's time."""
+        for key, hook in calls:
+            start = time.perf_counter()
+            hook(context, *args, **_)
+            self.seconds[key] += time.perf_counter() - start
+
+    def mixed(self, loss: Tensor, context: Context) -> Tensor:
+        """Return a loss with what techniques add, in the order of composition: each sees that of those before it."""
+        for key, hook in self.loss:
+            start = time.perf_counter()  # not `timed`: a generator costs more than some hooks
+            loss = hook(loss, context)
+            self.seconds[key] += time.perf_counter() - start
+        return loss
+
+    def entered(self, context: Context, purpose: Purpose) -> contextlib.ExitStack:
+        """Return what leaves the `swapped` of all techniques, entered; those before one that raises are left."""
+        # pop_all only if all were entered: with an error, those that were are left.
+        with contextlib.ExitStack() as stack:
+            for key, hook in self.swapped:
+                # Made outside of the time that is counted: calling a context manager's function does nothing yet.
+                surrounding = hook(context, purpose)
+                with self.timed(key):
+                    surrounding.__enter__()
+                stack.push(functools.partial(self._left, key, surrounding))
+            return stack.pop_all()
+
+    def _left(self, key: str, surrounding: contextlib.AbstractContextManager[None], *error: Any) -> bool | None:
+        with self.timed(key):
+            return surrounding.__exit__(*error)
+
+    @contextlib.contextmanager
+    def timed(self, key: str) -> Iterator[None]:
+        """Count the time inside for a technique."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[key] += time.perf_counter() - start

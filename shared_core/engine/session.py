@@ -11,18 +11,18 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Concatenate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.collectives import broadcast_, world_size
-from shared_core.distributed.sharded_tensors import is_sharded, is_tensor_parallel, place_gradients_, reshard_
+from shared_core.distributed.sharded_tensors import is_tensor_parallel, place_gradients_, reshard_
+from shared_core.distributed.shared_buffers import join_buffers_
 from shared_core.engine import claims, compatibility, coverage, model_guards
 from shared_core.engine.claims import Where
-from shared_core.engine.hooks import Calls, Hooks, P
+from shared_core.engine.hooks import Calls, Hooks
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.ending import Ending, not_finite_note
 from shared_core.engine.observers.expert_use import ExpertUse
@@ -105,7 +105,7 @@ class Session:
         }
         self.context: Context | None = None
         self._run = object()
-        self._eval_depth, self._seconds = 0, dict.fromkeys(self.techniques, 0.0)
+        self._eval_depth = 0
         self.notes: list[str] = []
         self.coverage: dict[str, coverage.Reach] = {}
         """By key what a technique of layers reaches of the weights that multiply activations."""
@@ -150,6 +150,10 @@ class Session:
     def has_begun(self) -> bool:
         """Whether `begin` was called in this run."""
         return self._begun
+
+    @property
+    def _is_live(self) -> bool:
+        return self._begun and not self._finished
 
     @property
     def step(self) -> int:
@@ -221,7 +225,7 @@ class Session:
                 looking.before_attach(context)
         try:
             for key, technique in self.techniques.items():
-                with self._timed(key), torch.device("cpu"):
+                with self._hooks.timed(key), torch.device("cpu"):
                     context.touched[key] = technique.attach(context)
             model_guards.refuse_not_reduced(model, reduced)
             # a checkpoint's run was looked at when it began, and knew what optimizers hold
@@ -301,7 +305,7 @@ class Session:
         for key, technique in self.techniques.items():
             # some keep what was saved until they know the run
             guard = reading(key) if key in self._restored else contextlib.nullcontext()
-            with self._timed(key), guard, torch.device("cpu"):
+            with self._hooks.timed(key), guard, torch.device("cpu"):
                 context.plans[key] = technique.plan(context)  # first: a later technique goes by it
                 technique.begin(context)
         if self.techniques:
@@ -319,7 +323,7 @@ class Session:
         told = unheld_note(context.model, context.unheld)
         places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
         for key, leaving in offering(self.techniques, LeavesUnheld):
-            with self._timed(key), torch.device("cpu"):
+            with self._hooks.timed(key), torch.device("cpu"):
                 context.touched[key] = leaving.leave_unheld(context)
         self._counted = dataclasses.replace(self._counted, unheld=places)
         self._measure_coverage(context, allow_partial=self.recipe.allow_partial)
@@ -440,18 +444,13 @@ class Session:
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
                 over the micro-batch, so that each of a step's micro-batches weighs the same.
         """
-        hooks = self._hooks.loss
-        if not hooks or not self._begun:
+        if not self._hooks.loss or not self._begun:
             self._steps.mark()
             return task_loss
         context = self._attached("loss")
         self._means.open()
-        # In the order of composition: each sees the loss of those before it.
         context.normalise = normalise or self._means.normalise
-        for key, loss in hooks:
-            start = time.perf_counter()  # not `_timed`: a generator costs more than some hooks
-            task_loss = loss(task_loss, context)
-            self._seconds[key] += time.perf_counter() - start
+        task_loss = self._hooks.mixed(task_loss, context)
         self._steps.mark()
         return task_loss
 
@@ -463,7 +462,8 @@ class Session:
         context.takes_gradients_in_backward = bool(self._steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
-        self._call(self._hooks.before_step)
+        if self._is_live:
+            self._hooks.call(self._hooks.before_step, context)
         if context.discard_step:
             if name := self._steps.inside_backward:
                 raise TrainingError(
@@ -502,7 +502,8 @@ class Session:
                 self._tell_beyond_plan(context)
         else:
             context.skipped += 1
-        self._call(self._hooks.after_step, applied)
+        if self._is_live:
+            self._hooks.call(self._hooks.after_step, context, applied)
         return applied
 
     def _tell_beyond_plan(self, context: Context) -> None:
@@ -535,10 +536,14 @@ class Session:
             self._refuse_changed()
             self._experts.join()
             optimizers = self.context.optimizers if self.context else ()
-            with unstepped(optimizers), self._entered(purpose):
+            with unstepped(optimizers), self._swap(purpose):
                 yield
         finally:
             self._is_saving = False
+
+    def _swap(self, purpose: Purpose) -> contextlib.ExitStack:
+        live = self.context if self._is_live else None
+        return contextlib.ExitStack() if live is None else self._hooks.entered(live, purpose)
 
     def before_eval(self) -> None:
         """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
@@ -546,7 +551,7 @@ class Session:
         if self._eval_depth == 1:
             # Once a validation, not once a step: it walks through the model.
             self._refuse_changed()
-            self._evaluation = self._entered("evaluate")
+            self._evaluation = self._swap("evaluate")
 
     def after_eval(self) -> None:
         """Validation ended; without a matching `before_eval` nothing happens."""
@@ -566,7 +571,7 @@ class Session:
         if self.context is not None and self._begun and not self._finished:
             self._validation.saw(self.context, metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
-                with self._timed(key):
+                with self._hooks.timed(key):
                     seeing.evaluated(self.context, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
@@ -619,7 +624,7 @@ class Session:
             self.note(self._experts.told())
             # In the order of the end, which is not that of attaching: see `finishes_after`.
             for key in in_order(self.techniques, "finish"):
-                with self._timed(key):
+                with self._hooks.timed(key):
                     self.techniques[key].finish(self.context)
             # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
             # final tensors.
@@ -640,25 +645,16 @@ class Session:
         if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
             context.modes.settle()
 
-    @torch.no_grad()
     def join_buffers(self) -> None:
-        """Give every process the main one's buffers, on which final weights may depend; each must call it.
-
-        DDP does so as the next forward begins, so that those of the last one (statistics of batch norms) differ.
-        """
-        context = self._attached("join_buffers")
-        place = self.step, self.skipped
-        if world_size() == 1 or self._is_tensor_parallel or not self.techniques or self._joined == place:
-            return
-        self._joined = place
-        own = getattr(context.model, "_ddp_params_and_buffers_to_ignore", ())
-        for name, buffer in context.model.named_buffers():
-            if name not in own and not (buffer.is_meta or is_sharded(buffer) or buffer.dtype == torch.bool):
-                broadcast_(buffer)
+        """Give every process the main one's buffers, on which final weights may depend; each must call it."""
+        context, place = self._attached("join_buffers"), (self.step, self.skipped)
+        if self.techniques and not self._is_tensor_parallel and self._joined != place:
+            self._joined = place
+            join_buffers_(context.model)
 
     def claims_of(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""
-        return any(claim.holds >= where for said in self._claims.values() for claim in said.values())
+        return claims.any_holds(self._claims, where)
 
     def verify(
         self,
@@ -683,12 +679,8 @@ class Session:
         """
         if self.context is None or not self.claims_of(where):
             return
-        if weights is None and gather:
-            reshard_(self.context.model)
-        found = self.context.model.state_dict() if weights is None else weights
-        lines = claims.differences(self._claims, found, where, lacking=weights is None, gather=gather)
         try:
-            claims.refuse(lines, what, changed_by)
+            claims.verify(self._claims, self.context.model, weights, what, changed_by, where, gather=gather)
         except ReceiptError as error:
             self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
             raise
@@ -791,7 +783,7 @@ class Session:
                 "environment": environment(),
                 "steps": {"applied": applied, "skipped": skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
-                "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
+                "seconds": {key: round(spent, 4) for key, spent in self._hooks.seconds.items()},
                 "techniques": self._final_reports or self._reports(),
                 "unreached": self.unreached(),
                 "final_evaluation": self._validation.finals(self.context),
@@ -823,35 +815,3 @@ class Session:
             model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):
                 self.note(joined)
-
-    def _call(self, hooks: Calls[Concatenate[Context, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._begun and not self._finished and self.context is not None:
-            for key, hook in hooks:
-                start = time.perf_counter()
-                hook(self.context, *args, **kwargs)
-                self._seconds[key] += time.perf_counter() - start
-
-    def _entered(self, purpose: Purpose) -> contextlib.ExitStack:
-        """Return what leaves the `swapped` of all techniques, entered; those before one that raises are left."""
-        # pop_all only if all were entered: with an error, those that were are left.
-        with contextlib.ExitStack() as stack:
-            if self._begun and not self._finished and self.context is not None:
-                for key, hook in self._hooks.swapped:
-                    # Made outside of the time that is counted: calling a context manager's function does nothing yet.
-                    surrounding = hook(self.context, purpose)
-                    with self._timed(key):
-                        surrounding.__enter__()
-                    stack.push(functools.partial(self._left, key, surrounding))
-            return stack.pop_all()
-
-    def _left(self, key: str, surrounding: contextlib.AbstractContextManager[None], *error: Any) -> bool | None:
-        with self._timed(key):
-            return surrounding.__exit__(*error)
-
-    @contextlib.contextmanager
-    def _timed(self, key: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[key] += time.perf_counter() - start

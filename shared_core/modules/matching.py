@@ -109,7 +109,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def is_transformers_conv1d(module: nn.Module) -> bool:
     """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
-    return not isinstance(module, nn.Linear) and any(map(_is_conv1d, type(module).__mro__))
+    return not isinstance(module, nn.Linear) and conv1d_kind(type(module)) is not None  # type: ignore[arg-type]
 
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -119,6 +119,7 @@ def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
 
+@functools.lru_cache(256)  # asked for each layer in every step
 def conv1d_kind(kind: type) -> Any:
     """Return the class Conv1D of transformers that a class is or is made of, None if it is neither."""
     return next((base for base in kind.__mro__ if _is_conv1d(base)), None)
