@@ -26,6 +26,7 @@ class ActivationCompression(Technique):
         config: The options.
 
     Example:
+        >>> from torch import nn
         >>> from shared_core.engine.recipe import Recipe
         >>> from shared_core.engine.session import Session
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))

@@ -103,10 +103,12 @@ def changes(run: RunFolder) -> list[Change]:
 
 
 def _pairs(values: Values, pairs: Iterable[tuple[str, ...]], source: str) -> Iterator[Change]:
-    """Yield the figures that the values hold: those whose later place has a number."""
+    """Yield the figures that the values hold: those whose later place has a number, or a quality that is unknown."""
     for what, before, after in pairs:
         figures = _at(values, before), _at(values, after)
-        if figures[bool(after)] is not None:
+        judged, _, name = after.partition(".")
+        is_unknown = judged == "quality" and name in (values.get("quality") or {})
+        if figures[bool(after)] is not None or is_unknown:
             yield Change(what, *figures, source)
 
 

@@ -87,7 +87,7 @@ def test_steps_that_reach_no_block_are_no_error_as_long_as_others_do():
     route(again, second, resumed, None)
     assert again.state_dict()["techniques"]["checkpointing"]["recomputed"] is True
     assert again.techniques["checkpointing"].report()["recomputations"] == 1
-    again.techniques["checkpointing"].finish(resumed, again.context)  # the saved run's recomputations count
+    again.techniques["checkpointing"].finish(again.context)  # the saved run's recomputations count
     resumed = Experts().eval()
     again = Session(Recipe.from_dict({"checkpointing": options}))
     again.attach(resumed)
