@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._run_environment import callback_kinds
 from shared_core.distributed.collectives import (
-    everyones,
+    all_gather_object,
     local_part,
     other_processes,
     own_buffers,
@@ -212,7 +212,7 @@ class ExactResume:
         """
         # A run that was loaded but has not reached its place (a crash in setup): its state is passed on unchanged.
         if self._saved is not None:  # not yet back there
-            return {"ranks": [self._saved] if world_size() == 1 else everyones(dict(self._saved))}
+            return {"ranks": [self._saved] if world_size() == 1 else all_gather_object(dict(self._saved))}
         gradients, trainer = None, self._trainer
         is_validating = trainer.validating and self._before_validation is not None
         # Only inside an accumulation window: else gradients are zeroed before the next batch.
@@ -243,7 +243,7 @@ class ExactResume:
         mine |= own_state(session)
         module, wrapped = trainer.lightning_module, trainer.strategy.model
         mine["buffers"] = own_buffers(module, wrapped, is_inside_window=gradients is not None)
-        return {"ranks": everyones(mine)}
+        return {"ranks": all_gather_object(mine)}
 
     def _put_buffers(self, saved: Mapping[str, Any]) -> None:
         put_buffers_(self._trainer.lightning_module, saved.get("buffers", {}))

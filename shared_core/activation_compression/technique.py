@@ -120,7 +120,7 @@ class ActivationCompression(Technique):
                 "inputs alone",
             )
         # Once is enough, and `report` counts on.
-        context.done_with(self.before_step)
+        context.drop(self.before_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far into its step the run is, and what was counted."""

@@ -97,7 +97,7 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())
 
 
-def everyones(mine: Any) -> list[Any]:
+def all_gather_object(mine: Any) -> list[Any]:
     """Return what each process holds, by rank; each must call it."""
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, mine)
@@ -108,7 +108,7 @@ def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not the same on every process; each must call it."""
     # Digests cross the network, not values.
     digests = {name: digest(value) for name, value in mine.items()}
-    others = everyones(digests)
+    others = all_gather_object(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
 
 

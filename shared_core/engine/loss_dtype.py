@@ -70,7 +70,7 @@ class LossDtype:
         """Note the dtypes behind the first loss, warn of 16 bits, and have `hook` called no more."""
         if self.see(loss):
             context.services.say(self.warning())
-        context.done_with(hook)
+        context.drop(hook)
 
     @property
     def is_narrow(self) -> bool:

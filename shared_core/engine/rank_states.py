@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from shared_core.distributed.collectives import (
-    everyones,
+    all_gather_object,
     other_processes,
     own_buffers,
     own_state,
@@ -27,7 +27,7 @@ def gathered(session: Session, wrapped: nn.Module, **more: Any) -> dict[str, Any
     if world_size() == 1:
         return state
     mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, wrapped)}
-    return {**state, "ranks": everyones(mine)}
+    return {**state, "ranks": all_gather_object(mine)}
 
 
 def load(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:

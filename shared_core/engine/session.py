@@ -208,7 +208,7 @@ class Session:
         context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
-        context.done_with = self._hooks.leave_out
+        context.drop = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
         reduced = model_guards.trained_in_ddp(model)

@@ -213,8 +213,8 @@ class Context:
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
     note: Callable[[str], None] = lambda text: None
     """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
-    done_with: Callable[[Callable[..., Any]], None] = lambda method: None
-    """``done_with(self.forward)``: the session calls this method of a technique no more in this run."""
+    drop: Callable[[Callable[..., Any]], None] = lambda method: None
+    """``drop(self.forward)``: the session calls this method of a technique no more in this run."""
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     projections: list[Callable[[Mapping[Tensor, Tensor] | None], None]] = field(default_factory=list)

@@ -106,7 +106,7 @@ def relative_error(weight: Tensor, product: Tensor, moment: Tensor | None = None
     return float((squared[0].clamp_min(0) / squared[1]).sqrt()) if squared[1] > 0 else 0.0
 
 
-class InputMoments:
+class InputStatistics:
     """Sums ``x xᵀ`` over the inputs of layers, or its diagonal, in float64."""
 
     def __init__(self, layers: Mapping[str, tuple[Any, tuple[str, ...]]], *, diagonal: bool) -> None:

@@ -18,7 +18,7 @@ from shared_core.engine import coverage
 from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig, read_report
-from shared_core.low_rank.decomposition import InputMoments, relative_error
+from shared_core.low_rank.decomposition import InputStatistics, relative_error
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, schemes
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
 from shared_core.modules.calls import call_on_batch, evaluated
@@ -217,7 +217,7 @@ def _moments(
     model: nn.Module, config: LowRankConfig, layers: Mapping[str, Any], data: list[Any], loss: Loss | None,
     progress: Callable[[int, int], None] | None,
 ) -> dict[tuple[str, str], Tensor]:  # fmt: skip
-    moments = InputMoments(
+    moments = InputStatistics(
         {name: (layer, schemes(layer)) for name, layer in layers.items()}, diagonal=config.decomposition == "scaled"
     )
     handles = moments.hooks()

@@ -16,7 +16,7 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import InputMoments, decompose
+from shared_core.low_rank.decomposition import InputStatistics, decompose
 from shared_core.low_rank.factorize import apply, errors, plan_ranks
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
 from shared_core.low_rank.rank_selection import select
@@ -196,7 +196,7 @@ class LowRank(Technique):
         names = {layer: name for name, layer in self.layers.items()}
         for layer in self.layers.values():
             layer.dense.to(layer.first.weight)  # the trainer has moved the model since
-        moments = InputMoments(
+        moments = InputStatistics(
             {name: (layer.dense, (layer.scheme,)) for name, layer in self.layers.items()},
             diagonal=self.config.decomposition == "scaled",
         )

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from shared_core.distributed.collectives import everyones, rank, world_size
+from shared_core.distributed.collectives import all_gather_object, rank, world_size
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
@@ -637,7 +637,7 @@ class PerSample:
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 wrong = wrong or f"{name}, got a difference of {apart / sizes[name]:.2g} of their size"
         if wrong := next(
-            filter(None, everyones(wrong) if world_size() > 1 else [wrong]), ""
+            filter(None, all_gather_object(wrong) if world_size() > 1 else [wrong]), ""
         ):  # all raise it, or the others would wait for this one
             raise TrainingError(
                 "dp",

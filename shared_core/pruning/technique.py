@@ -179,7 +179,7 @@ class Pruning(Technique):
                 self._costs.watch()
             policy.listen(context.model)
         if self.config.criterion != "shapley":
-            context.done_with(self.forward)
+            context.drop(self.forward)
         # What needs no step prunes at once, so that the very first forward is sparse.
         if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
             self._update(context)

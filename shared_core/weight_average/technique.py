@@ -25,7 +25,7 @@ from shared_core.weight_average.running_mean import RunningAverage
 _STATISTICS = ("running_mean", "running_var")
 
 
-class StandIn:
+class SwappedWeights:
     """Puts an average in the place of a model's trained parameters and batch norm statistics, and takes it out again.
 
     Tensors are exchanged one by one, so that beside the average one more tensor is held; parameters of another dtype
@@ -206,7 +206,7 @@ class WeightAverage(Technique):
         super().__init__(config)
         self._running = self._new()
         self._model: nn.Module | None = None
-        self._stand_in = StandIn(nn.Module())
+        self._swapped = SwappedWeights(nn.Module())
         self._trained: list[Tensor] = []
         """Parameters that trained when the run began: half of them may be frozen while the other half has its turn."""
         self._estimated: dict[str, Tensor] = {}
@@ -260,7 +260,7 @@ class WeightAverage(Technique):
         return Plan(
             [(self._first, first), (None, "the model holds the average, if it was updated")],
             "" if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}",
-            guards=self._stand_in.parameters if self._running.kept else {},
+            guards=self._swapped.parameters if self._running.kept else {},
             looks_at_batches=bool(config.bn_batches),  # statistics of batch norms are estimated for the average
         )
 
@@ -279,10 +279,10 @@ class WeightAverage(Technique):
         """Take the new weights into the average if that is due, and prune it when they are."""
         if not applied:
             return
-        if self._running.kept and self._stand_in.is_short():
+        if self._running.kept and self._swapped.is_short():
             # Unfrozen since: the value of now, one step after the frozen one, stands for those of earlier updates.
-            self._stand_in = StandIn(context.model, self._stand_in.parameters.values(), context.modes)
-            self._running.add(context.in_full_precision(self._stand_in.live()))
+            self._swapped = SwappedWeights(context.model, self._swapped.parameters.values(), context.modes)
+            self._running.add(context.in_full_precision(self._swapped.live()))
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
         if is_due:
             self._update(context)
@@ -290,14 +290,14 @@ class WeightAverage(Technique):
         # newest projection is applied to it, at each update and at each change of the projection.
         if context.projections and (is_due or context.projection_changes != self._projection_changes):
             for kept in self._running.kept:
-                context.project({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
+                context.project({parameter: kept[name] for name, parameter in self._swapped.parameters.items()})
         self._projection_changes = context.projection_changes
 
     def _update(self, context: Context) -> None:
         if not self._running.kept:
             # At the first update and not before: layers may be replaced or frozen until then.
-            self._stand_in = StandIn(context.model, self._trained, context.modes)
-        self._running.update(context.in_full_precision(self._stand_in.live()))
+            self._swapped = SwappedWeights(context.model, self._trained, context.modes)
+        self._running.update(context.in_full_precision(self._swapped.live()))
 
     # -- in the weights' place
 
@@ -314,7 +314,7 @@ class WeightAverage(Technique):
                 self._validate_average(context)
             yield
         finally:
-            self._stand_in.put_out()
+            self._swapped.put_out()
 
     def _validate_average(self, context: Context) -> None:
         found = "validations_of_average" if self._running.kept else "validations_of_weights"
@@ -337,13 +337,13 @@ class WeightAverage(Technique):
         finally:
             self._gathered, self._merged = None, {}
             if self._is_lent:
-                self._stand_in.put_out()
+                self._swapped.put_out()
                 self._is_lent = False
-            elif self._stand_in.has_average:
-                self._stand_in.exchange(average=True)
+            elif self._swapped.has_average:
+                self._swapped.exchange(average=True)
 
     def _prepare_saving(self, baked: bool) -> None:
-        stand_in = self._stand_in
+        stand_in = self._swapped
         # A checkpoint to go on from holds the weights in training; what a user saves holds the average.
         if stand_in.is_in and not baked:
             stand_in.exchange(average=False)
@@ -361,7 +361,7 @@ class WeightAverage(Technique):
 
     def _merge(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return weights that the model has not as parameters, but adapters of the average are merged into."""
-        stand_in, model = self._stand_in, cast(nn.Module, self._model)
+        stand_in, model = self._swapped, cast(nn.Module, self._model)
         keys = model.state_dict().keys() - stand_in.own_names().keys() if keys is None else set(keys)
         if not keys:
             return {}
@@ -371,7 +371,7 @@ class WeightAverage(Technique):
             return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
 
     def _put_in(self) -> None:
-        self._stand_in.put_in(self._running, self._estimates())
+        self._swapped.put_in(self._running, self._estimates())
 
     def _estimates(self) -> dict[str, Tensor]:
         # Estimates belong to one average: after the next update they are stale.
@@ -379,7 +379,7 @@ class WeightAverage(Technique):
 
     def _settle_norms(self, context: Context) -> None:
         """Let every process have the same statistics of batch norms for the average that is in the model."""
-        norms = self._stand_in.norms
+        norms = self._swapped.norms
         # Once an average, not once a validation: batches cost a forward each.
         if self.config.bn_batches and not self._estimates():
             estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
@@ -398,7 +398,7 @@ class WeightAverage(Technique):
         if not running.kept:
             context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
             return
-        stand_in = self._stand_in
+        stand_in = self._swapped
         context.unvalidated |= not self.config.evaluate
         self._told |= self._size()
         with writing():
@@ -421,16 +421,16 @@ class WeightAverage(Technique):
 
     def _detach(self) -> None:
         """Leave the weights in training in the model, if the run was cut short."""
-        self._stand_in.put_out()
-        self._model, self._stand_in, self._trained = None, StandIn(nn.Module()), []
+        self._swapped.put_out()
+        self._model, self._swapped, self._trained = None, SwappedWeights(nn.Module()), []
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the average in place of the weights, if there is one and it is not in the model already."""
-        if self._model is None or not self._running.kept or self._stand_in.is_in:
+        if self._model is None or not self._running.kept or self._swapped.is_in:
             return state_dict
         if any(hasattr(value, "device_mesh") for value in state_dict.values()):
             return state_dict  # each process saves its parts: a checkpoint to go on from
-        averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
+        averages, own, baked = self._gathered or self._running, self._swapped.own_names(), dict(state_dict)
         for key, value in state_dict.items():
             name = own.get(key, "")
             # A tied weight has a name of its own for each key; `own_names` leads all of them to the average's.
@@ -451,7 +451,7 @@ class WeightAverage(Technique):
         return {
             "kind": self.config.kind,
             "updates": self._running.num_updates,
-            "kept": [self._stand_in.kept(values) for values in kept],
+            "kept": [self._swapped.kept(values) for values in kept],
             "norms": self._estimates(),
             "validations": dict(self._validations),
         }
@@ -476,7 +476,7 @@ class WeightAverage(Technique):
             )
         # With the layers that were frozen since: the best checkpoint may be of an earlier step.
         known = [value for name, value in context.model.named_parameters() if name in shapes]
-        stand_in = StandIn(context.model, known, context.modes)
+        stand_in = SwappedWeights(context.model, known, context.modes)
         like = {**stand_in.parameters, **stand_in.norms}
         odd = sorted(set(shapes) - set(stand_in.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
@@ -486,7 +486,7 @@ class WeightAverage(Technique):
                 f"saved average must be of this model's parameters, got a difference at {odd[0]}",
                 "resume with the model and recipe that wrote the checkpoint",
             )
-        self._stand_in = stand_in
+        self._swapped = stand_in
         # An empty state: the count begins anew, as warm-up and the mean go by it.
         self._running.num_updates = updates if kept else 0
         self._running.kept = [
@@ -515,11 +515,11 @@ class WeightAverage(Technique):
         }
 
     def _size(self) -> dict[str, int]:
-        parameters = self._stand_in.parameters
+        parameters = self._swapped.parameters
         return {
             "parameters": len(parameters),
             "elements": sum(parameter.numel() for parameter in parameters.values()),
-            "norms": sum(name.endswith("running_mean") for name in self._stand_in.norms),
+            "norms": sum(name.endswith("running_mean") for name in self._swapped.norms),
             "bytes": self._running.nbytes,
         }
 

@@ -127,7 +127,7 @@ def test_recipe_order_is_the_order_of_composition():
 
 class Steps(Technique):
     def before_step(self, context):
-        context.done_with(self.before_step)
+        context.drop(self.before_step)
 
 
 class PrivateSteps(Steps):
@@ -146,7 +146,7 @@ def test_hooks_are_bound_methods_of_what_has_its_own_private_gradients_first():
 
 def test_a_round_of_hooks_ends_as_it_began_and_is_shorter_the_next_time():
     hooks = Hooks({key: Steps(TechniqueConfig()) for key in "ab"})
-    context, called = Context(nn.Linear(1, 1), done_with=hooks.leave_out), []
+    context, called = Context(nn.Linear(1, 1), drop=hooks.leave_out), []
     for key, hook in hooks.before_step:
         hook(context)
         called.append(key)
