@@ -224,7 +224,7 @@ class SessionCallback(TrainerCallback):
 
     def _verify_saved(self, folder: Path, where: Where) -> None:
         session, trainer = self.session, self._trainer
-        if session.context is None or not session.claims_of(where) or not trainer.args.should_save:
+        if session.context is None or not session.has_claims(where) or not trainer.args.should_save:
             return
         if is_peft(trainer.model):
             return  # a folder of PEFT holds adapters alone

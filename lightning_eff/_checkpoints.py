@@ -382,7 +382,7 @@ class Recount:
             raise ReceiptError(found)
 
     def _verify_file(self, path: Path, where: Where) -> None:
-        if not self._session.claims_of(where):
+        if not self._session.has_claims(where):
             return
         try:
             weights = _weights_in(path)

@@ -9,6 +9,7 @@ import torch
 from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of
+from shared_core.engine.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +32,21 @@ class GradientNoise(Technique):
     config: GradientNoiseConfig
     deviation, num_noised = 0.0, 0
 
+    def plan(self, context: Context) -> Plan:
+        """Say that gradients are changed: then no optimizer may step on them inside backward."""
+        return Plan(acts_on_gradients=True)
+
     def before_step(self, context: Context) -> None:
         """Add noise to complete gradients, before they are clipped."""
         self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
         for parameter in context.model.parameters():
             if parameter.grad is not None:
-                noise = torch.randn(parameter.shape, generator=context.generator) * self.deviation
+                noise = torch.randn(parameter.shape, generator=context.generator, device="cpu") * self.deviation
                 # the whole noise is drawn on every rank; FSDP2 holds a part of the gradient
                 local_part(parameter.grad).add_(part_of(noise.to(parameter.device), parameter.grad))
 
     def after_step(self, context: Context, applied: bool) -> None:
-        """Count the step; one that a scaler skipped does not come here."""
+        """Count the step, unless it was skipped."""
         self.num_noised += applied
 
     def metrics(self) -> dict[str, float]:

@@ -118,9 +118,10 @@ class Reach:
         chosen: tuple[str, ...] = getattr(config, "include", ())
         if chosen or self.within >= ENOUGH * (self.within + self.unasked):
             return None
+        include = f", or name the layers that are meant with include (--{key}_include)"
         remedy = remedy or (
-            f"to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside the techniques of a recipe), or "
-            f"name the layers that are meant with include (--{key}_include)"
+            f"to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside the techniques of a recipe)"
+            + (include if hasattr(config, "include") else "")
         )
         return MatchError(
             key,

@@ -89,7 +89,7 @@ class Hooks:
         return loss
 
     def entered(self, context: Context, purpose: Purpose) -> contextlib.ExitStack:
-        """Return what leaves the `swapped` of all techniques, entered; those before one that raises are left."""
+        """Enter `swapped` of all techniques; return the stack that leaves them, as it does at once where one raises."""
         # pop_all only if all were entered: with an error, those that were are left.
         with contextlib.ExitStack() as stack:
             for key, hook in self.swapped:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.errors import MissingExtraError
 
 Event = tuple[int | None, str]
-"""An event at an optimizer step (0: before the first; None: after training)."""
+"""An event once that many optimizer steps are applied (0: before the first; None: after training)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,9 @@ class Touched:
     """The part of a model that a technique acts on: tensors or modules by name with their number of elements.
 
     `left_out` tells why others that it could handle stay as they are; those of them in `reached` it works on in another
-    way, and those in `asked` the user's options name. Without tensors it acts on the run as a whole.
+    way, and those in `asked` the user's options name. Without tensors it acts on the run as a whole. If `what` is
+    "weights", "layers" or "factorised layers", less than half of the model's multiplying weights is refused
+    (`coverage`); any other word is not measured so.
     """
 
     tensors: Mapping[str, int] = field(default_factory=dict)
@@ -61,7 +63,8 @@ class Plan:
     usable_from: int = 0
     """Checkpoints from before this step are no ingredients of a soup: their weights are not yet as asked for."""
     guards: Mapping[str, nn.Module | Tensor] = field(default_factory=dict)
-    """By name what of the model this technique goes on to work on: if it is replaced, the run ends."""
+    """By name the very objects of the model that this technique found and goes on to work on: if one is replaced, the
+    run ends. Looked up again they would always match."""
     keeps_frozen: bool = False
     """Whether tensors among `guards` must not train: if somebody unfreezes one, the run ends."""
     acts_on_gradients: bool = False

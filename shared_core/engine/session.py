@@ -203,26 +203,7 @@ class Session:
             raise TrainingError("session", "must be attached to one model only", "make a session for each")
         # Before anything is changed: two sessions on one model would undo each other's work.
         model_guards.refuse_second_session(self, model)
-        # Keys as the user's model has them, to compare saved ones with.
-        self._plain = PlainKeys(model)
-        context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed or {})
-        context.restructured = functools.partial(self._plain.read, model)
-        context.note = self.note
-        context.drop = self._hooks.leave_out
-        context.generator.manual_seed(self._seed)
-        context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
-        reduced = model_guards.trained_in_ddp(model)
-        # Counted before: techniques replace layers and move weights.
-        if self.techniques:
-            self._counted = coverage.count(model)
-            context.shapes = {module: shapes_of(module) for module in model.modules()}
-            self._trained = {(owner, name) for owner, name, value in own_parameters(model) if value.requires_grad}
-        # All of these before the first attach: a teacher that is a copy of the student must be one of the plain
-        # model.
-        # Whatever default device the script has set, or Lightning sets around configure_model.
-        with torch.device("cpu"):
-            for _, looking in offering(self.techniques, LooksFirst):
-                looking.before_attach(context)
+        context, reduced = self._look_at(model, resumed or {}), model_guards.trained_in_ddp(model)
         try:
             for key, technique in self.techniques.items():
                 with self._hooks.timed(key), torch.device("cpu"):
@@ -236,6 +217,28 @@ class Session:
         if self.coverage:
             self._experts.watch(model)
         self.context = context
+
+    def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
+        """Return the context of a run, with all that must be known of the model before techniques touch it."""
+        # Keys as the user's model has them, to compare saved ones with.
+        self._plain = PlainKeys(model)
+        context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed)
+        context.restructured = functools.partial(self._plain.read, model)
+        context.note = self.note
+        context.drop = self._hooks.leave_out
+        context.generator.manual_seed(self._seed)
+        context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
+        # Techniques replace layers and move weights.
+        if self.techniques:
+            self._counted = coverage.count(model)
+            context.shapes = {module: shapes_of(module) for module in model.modules()}
+            self._trained = {(owner, name) for owner, name, value in own_parameters(model) if value.requires_grad}
+        # A teacher that is a copy of the student must be one of the plain model. On the CPU, whatever default device
+        # the script has set, or Lightning sets around configure_model.
+        with torch.device("cpu"):
+            for _, looking in offering(self.techniques, LooksFirst):
+                looking.before_attach(context)
+        return context
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
@@ -283,9 +286,10 @@ class Session:
         context.modes.watch(context.optimizers, wrappers)
         # Marked once they are what training begins with.
         context.left_out.mark()
+        plans = context.ask_plans()
         self._refuse_without_batches(context)
         self._leave_unheld(context)
-        acting = next((key for key, plan in context.ask_plans().items() if plan.acts_on_gradients), "")
+        acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
         if self._parameters is not None and self._parameters.adds:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
@@ -336,7 +340,7 @@ class Session:
         """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
         remedy = getattr(context.services, "lacks_batches", "")
         replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, plan in context.ask_plans().items() if plan.looks_at_batches]
+        wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
         if remedy and replacing and wanting:
             raise CompatibilityError(
                 wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
@@ -410,7 +414,7 @@ class Session:
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
         hooks, context = self._hooks.forward, self.context
-        if context is None or not self._begun or self._finished:
+        if context is None or not self._is_live:
             return contextlib.nullcontext()
         if self._steps.is_comparing:
             return self._compared_forward(hooks, context)
@@ -444,7 +448,7 @@ class Session:
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
                 over the micro-batch, so that each of a step's micro-batches weighs the same.
         """
-        if not self._hooks.loss or not self._begun:
+        if not self._hooks.loss or not self._is_live:
             self._steps.mark()
             return task_loss
         context = self._attached("loss")
@@ -568,7 +572,7 @@ class Session:
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
-        if self.context is not None and self._begun and not self._finished:
+        if self.context is not None and self._is_live:
             self._validation.saw(self.context, metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
                 with self._hooks.timed(key):
@@ -628,7 +632,7 @@ class Session:
                     self.techniques[key].finish(self.context)
             # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
             # final tensors.
-            reports = self._reports()
+            reports = self._final_reports = self._reports()
             claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
             self._claims = claims.settled(claimed, self.context.model)
@@ -652,7 +656,7 @@ class Session:
             self._joined = place
             join_buffers_(context.model)
 
-    def claims_of(self, where: Where) -> bool:
+    def has_claims(self, where: Where) -> bool:
         """Return whether the receipt says anything that weights of such a moment can be compared with."""
         return claims.any_holds(self._claims, where)
 
@@ -677,7 +681,7 @@ class Session:
         Raises:
             ReceiptError: If they are not what the receipt says.
         """
-        if self.context is None or not self.claims_of(where):
+        if self.context is None or not self.has_claims(where):
             return
         try:
             claims.verify(self._claims, self.context.model, weights, what, changed_by, where, gather=gather)
@@ -693,7 +697,7 @@ class Session:
         self._experts.close()
         self.context.modes.leave()
         try:
-            self._final_reports = self._reports()  # stock layers have nothing left to tell
+            self._final_reports = self._final_reports or self._reports()  # stock layers have nothing left to tell
         finally:
             self.context.undo.close()
             if self._parameters is not None:
@@ -810,7 +814,7 @@ class Session:
 
     def _refuse_changed(self) -> None:
         # not in every step: to go through a model takes long
-        if self._begun and not self._finished:
+        if self._is_live:
             context = self._attached("begin")
             model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):

@@ -210,7 +210,7 @@ class Context:
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
-    """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
+    """The techniques' states in a checkpoint whose weights are loaded next, for those that attach as it needs."""
     note: Callable[[str], None] = lambda text: None
     """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
     drop: Callable[[Callable[..., Any]], None] = lambda method: None
@@ -352,7 +352,7 @@ class Context:
 
 
 class Technique:
-    """The only state of a technique: a subclass overrides the verbs it needs; the rest do nothing.
+    """Base of techniques: override the hooks you need; the others do nothing.
 
     Args:
         config: The options of this technique, already checked.
