@@ -14,8 +14,8 @@ from transformers import Trainer
 
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
+from shared_core.engine.services import SavedCheckpoint
 from shared_core.engine.state_file import rng_state, set_rng_state
-from shared_core.engine.technique import SavedCheckpoint
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.front_ends.looking import looking
 from shared_core.front_ends.wrapped_method import Wrapped

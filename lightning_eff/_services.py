@@ -19,8 +19,8 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
+from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.engine.state_file import rng_state, set_rng_state
-from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.front_ends.looking import looking
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core import Recipe, Session
-from shared_core.engine.technique import BareServices
+from shared_core.engine.services import BareServices
 from shared_core.privacy import DifferentialPrivacy, classic_epsilon, epsilon
 
 SEEDS, EPSILONS, DELTA = 8, (8.0, 2.0, 0.5), 1e-5

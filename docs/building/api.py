@@ -16,7 +16,8 @@ PACKAGES = (
     "shared_core.tools.sparse_inference", "shared_core.tools.compression", "shared_core.tools.export",
     "shared_core.runs", "shared_core.contrib.planning", "shared_core.tools.planning.explain",
     "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options",
-    "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.errors", "eff_kernels",
+    "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.engine.services",
+    "shared_core.errors", "eff_kernels",
 )  # fmt: skip
 
 

@@ -8,7 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared_core.engine.technique import mean_over_micro_batch
+
+def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
+    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches.
+
+    Args:
+        total: A sum over what counts.
+        count: How many that were; a number, or an integer tensor of one element.
+    """
+    if not isinstance(count, Tensor):
+        # max(…, 1): the total is 0 where nothing counts.
+        return total / max(count, 1)
+    # the count stays on its device; 16 bits would round it
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    return (wide / count.reshape(()).to(total.device).clamp(min=1)).to(total.dtype)
 
 
 class MicroBatchMeans:

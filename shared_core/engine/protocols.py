@@ -148,3 +148,15 @@ class Deploys(Protocol):
     def deployment(self) -> dict[str, Any]:
         """Return it, such as activation ranges, as plain values."""
         ...
+
+
+class Window(Protocol):
+    """State that a process gathers in an accumulation window."""
+
+    def window_state(self) -> dict[str, Any]:
+        """Return what this process has gathered in the window that is not over; empty: nothing."""
+        ...
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `window_state`, by the same process of as many."""
+        ...

@@ -55,8 +55,9 @@ from shared_core.engine.protocols import (
 from shared_core.engine.receipt import Receipt, environment
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.services import BareServices, Services
 from shared_core.engine.session_state import reading, restore, state_of, unstepped
-from shared_core.engine.technique import BareServices, Context, Purpose, Services, Technique
+from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
 

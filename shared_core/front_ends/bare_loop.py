@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.technique import Services
+from shared_core.engine.services import Services
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
 

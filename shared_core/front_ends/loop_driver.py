@@ -16,9 +16,10 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine import rank_states
+from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.engine.session_state import fits
-from shared_core.engine.technique import Purpose, Services
+from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.loop_services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped

@@ -10,7 +10,7 @@ from torch import nn
 
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.technique import BareServices
+from shared_core.engine.services import BareServices
 from shared_core.errors import CompatibilityError
 from shared_core.front_ends.looking import looking
 

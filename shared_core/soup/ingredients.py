@@ -27,7 +27,8 @@ from shared_core.checkpoint_formats.adapter import check_adapters, rank_dimensio
 from shared_core.checkpoint_formats.names import under_same_names
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_
-from shared_core.engine.technique import Context, SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint
+from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError
 from shared_core.soup.adapters import PeftAdapter
 

@@ -33,7 +33,7 @@ from shared_core import Recipe, Session
 from shared_core.distillation.chunked.loss import chunked_kd_loss
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.technique import BareServices, SavedCheckpoint
+from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.errors import ConfigError
 from shared_core.fp8 import native
 from shared_core.numerics.deferred_checks import checked_together

@@ -9,7 +9,7 @@ from torch import nn
 
 from shared_core.cli.loading import function
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.technique import BareServices
+from shared_core.engine.services import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MissingExtraError
 from shared_core.runs import RunError
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from shared_core.config.training_time import Position
 from shared_core.engine.registry import REGISTRY, flags
+from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices
 from shared_core.errors import EffError
 
 SECONDS = 30

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
 from shared_core.engine.receipt import VARIABLE
+from shared_core.engine.services import BareServices
 from shared_core.engine.state_file import rng_state, set_rng_state
-from shared_core.engine.technique import BareServices
 
 LEARNING_RATE = 0.01
 CLIP = 1.0

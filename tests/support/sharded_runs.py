@@ -21,8 +21,8 @@ from two_ranks import be_a_rank
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CompatibilityError
 
 LAYOUTS = {"fsdp2": (2, 1), "tp": (1, 2), "fsdp2+tp": (2, 2)}

@@ -18,7 +18,7 @@ from shared_core.cli.init import GOALS, commented_recipe
 from shared_core.contrib.planning import PlannedRun
 from shared_core.contrib.planning.plan import counted_costs, saved_bytes
 from shared_core.engine.registry import REGISTRY
-from shared_core.engine.technique import BareServices
+from shared_core.engine.services import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries

@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from shared_core.distillation.mutual import redrawn
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 
 STEPS = 5

@@ -9,7 +9,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
 from shared_core.distillation.teacher_cache.keys import tokenizer_vocabulary
-from shared_core.engine.technique import BareServices, Context
+from shared_core.engine.services import BareServices
+from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.low_rank import LowRankConfig, LowRankLayer, factorize, load, merge
 from shared_core.low_rank.config import parse_rank

@@ -11,7 +11,8 @@ from quantization_runs import Run, batches, conv_net, small_net
 from torch import nn
 
 from shared_core.distributed.collectives import world_size
-from shared_core.engine.technique import BareServices, Context
+from shared_core.engine.services import BareServices
+from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.quantization.functional.quantizers import quantize_weight

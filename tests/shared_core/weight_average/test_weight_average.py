@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import swa_utils
 
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.weight_average import AverageConfig, RunningAverage
 

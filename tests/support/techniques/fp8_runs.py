@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.engine.technique import BareServices
+from shared_core.engine.services import BareServices
 
 ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
 

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank
 
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
-from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 
 STEPS, RATE = 6, 0.1

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from shared_core.engine.technique import BareServices, Context
+from shared_core.engine.services import BareServices
+from shared_core.engine.technique import Context
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 
 

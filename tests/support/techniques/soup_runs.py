@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shared_core.engine.technique import Context, SavedCheckpoint
+from shared_core.engine.services import SavedCheckpoint
+from shared_core.engine.technique import Context
 from shared_core.soup import ModelSoup, SoupConfig
 
 
