@@ -17,10 +17,14 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = re.sub(r":math:(?=`)", "", text)
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Read ``sparsity: float = option(0.5, help="Share of weights")`` as an attribute with default and text."""
+        """Read ``sparsity: float = option(0.5, help="Share of weights")`` as an attribute with default and text.
+
+        The text may be the second argument.
+        """
         if str(attr.value).startswith("option("):
             call: Any = ast.parse(str(attr.value), mode="eval").body
-            text = next(keyword.value for keyword in call.keywords if keyword.arg == "help")
+            named = [keyword.value for keyword in call.keywords if keyword.arg == "help"]
+            text = (named or call.args[1:])[0]
             attr.docstring = griffe.Docstring(ast.literal_eval(text), parent=attr)
             attr.value = ast.unparse(call.args[0]) if call.args else None
 

@@ -173,7 +173,7 @@ def _decompress(folder, version):
     source = folder.parent / "source.eff"
     if not source.exists():
         compress(tensors(1), source)
-    decompress(source, folder / "out", None, True)
+    decompress(file=source, out=folder / "out", as_json=True)
 
 
 def _plot(folder, version):
