@@ -8,7 +8,7 @@ TORCH ?= torch
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make quickstart-seeds  the same for five seeds, write docs/quickstart.md (15 minutes)"
-	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, five minutes)"
+	@echo "make test         install what tests need, run them: one case of each family (no network, no GPU, six to seven minutes)"
 	@echo "make test-all     all that make test leaves out: the other cases, and what is slow"
 	@echo "make test-processors  the tests of integer and reduced arithmetic as on processors with fewer instructions"
 	@echo "make gpu-check    what of GPUs is proven without one: every launch, machine code, training steps (under 5 minutes)"
