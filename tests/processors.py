@@ -26,7 +26,6 @@ TESTS = (
     "shared_core/quantization/integer/test_backends.py",
     "shared_core/quantization/integer/test_convolution.py",
     "shared_core/quantization/integer/test_linear.py",
-    "shared_core/quantization/post_training/test_torchao_calibration.py",
 )
 
 
