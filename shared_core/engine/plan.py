@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
@@ -57,9 +57,10 @@ class Plan:
 
     events: Sequence[Event] = ((0, "on, in every step"),)
     """What happens when, positions resolved and checked."""
-    missing: str = ""
+    missing: str | Callable[[], str] = ""
     """What the model lacks of that which was asked for, and when it will have it; empty if nothing. Such a model is no
-    candidate for the best of a run, and a run that ends with it says so."""
+    candidate for the best of a run, and a run that ends with it says so. A function where to count takes time: plans
+    are asked for other things more often."""
     usable_from: int = 0
     """Checkpoints from before this step are no ingredients of a soup: their weights are not yet as asked for."""
     guards: Mapping[str, nn.Module | Tensor] = field(default_factory=dict)

@@ -137,7 +137,7 @@ class Pruning(Technique):
         self._schedule = Schedule.resolve(self.config, context)
         return Plan(
             self._schedule.events(self._targets.own),
-            self._missing(),
+            self._missing,
             self._schedule.end,  # a checkpoint from before is less sparse than what the run promises
             guards=self._policy.weights,
             acts_on_gradients=self.config.acts_on_gradients,

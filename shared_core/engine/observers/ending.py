@@ -20,7 +20,9 @@ class Ending:
         """Return by technique what the model, or at the end the final one, lacks of that which was asked for."""
         if self._final is not None:
             return dict(self._final)
-        return {key: plan.missing for key, plan in context.ask_plans().items() if plan.missing}
+        missing = {key: plan.missing for key, plan in context.ask_plans().items()}
+        found = {key: text if isinstance(text, str) else text() for key, text in missing.items()}
+        return {key: text for key, text in found.items() if text}
 
     def may_be_best(self, context: Context) -> bool:
         """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
