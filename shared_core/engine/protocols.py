@@ -1,4 +1,4 @@
-"""What few techniques offer beside their hooks: `offering` finds those that have the methods of a protocol."""
+"""Optional methods that few techniques need: `offering` returns those that have the methods of a protocol."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class DrawsBatches(Protocol):
 
 @runtime_checkable
 class TrainsPeers(Protocol):
-    """Trains other models beside the user's, by the script's optimizer."""
+    """Trains further models with the script's optimizer."""
 
     @property
     def peers(self) -> Sequence[nn.Module]:
@@ -119,13 +119,13 @@ class KeepsStructure(Protocol):
     """Leaves layers in the model that saved weights must fit."""
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Return True if the model has the structure that the weights beside a saved state have."""
+        """Return True if the model has the structure of the weights that were saved with a state."""
         ...
 
 
 @runtime_checkable
 class LoadsByName(Protocol):
-    """Adds parameters beside which plain weights are to be loaded."""
+    """Adds parameters that a file of plain weights does not have."""
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
@@ -143,7 +143,7 @@ class Bakes(Protocol):
 
 @runtime_checkable
 class Deploys(Protocol):
-    """Has something that a deployment needs beside the plain weights."""
+    """Has values that a deployment needs in addition to the plain weights."""
 
     def deployment(self) -> dict[str, Any]:
         """Return it, such as activation ranges, as plain values."""

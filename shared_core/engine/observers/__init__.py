@@ -1,1 +1,1 @@
-"""What a session watches beside its techniques, each with state of its own."""
+"""What a session observes in addition to its techniques, each with its own state."""

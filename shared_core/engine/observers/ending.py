@@ -25,7 +25,7 @@ class Ending:
         return {key: text for key, text in found.items() if text}
 
     def may_be_best(self, context: Context) -> bool:
-        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
+        """Return whether the weights of now hold what was asked for: others are not compared. Warns the first time."""
         unreached = self.unreached(context)
         if unreached and self._tells_of_best:
             self._tells_of_best = False
@@ -34,7 +34,7 @@ class Ending:
         return not unreached
 
     def tell(self, context: Context) -> None:
-        """Keep what is missing, before techniques finish, and say so: afterwards nothing tells."""
+        """Note what is missing before techniques finish, and keep it for the receipt."""
         self._final = unreached = self.unreached(context)
         planned, (applied, skipped) = context.total_steps, context.furthest
         is_short = planned is not None and applied + skipped < planned
@@ -49,7 +49,7 @@ class Ending:
 
 
 def not_finite_note(model: nn.Module) -> str:
-    """Return the line that tells that the trained weights, or this process's part, hold NaN or infinity; else empty."""
+    """Return a warning if the trained weights, or this process's part, hold NaN or infinity; else an empty text."""
     parts = {name: local_part(value.detach()) for name, value in model.named_parameters() if not value.is_meta}
     held = {
         name: part
