@@ -130,6 +130,14 @@ class LossOptions(ModelOptions):
         return list(itertools.islice(user_batches(self.calibration, f"{self.key}: --calibration"), max(count, 0)))
 
 
+def training_command(help: str) -> Any:
+    """Return the field of a training's command, which stands after ``--``; its type is a tuple of anything.
+
+    An argument of a script may be empty, which an option of text may not.
+    """
+    return option((), f"After --: {help}", argument=True, flag_type=tuple[str, ...])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunnerOptions(CommandOptions):
     """Options of a command that runs a training several times."""

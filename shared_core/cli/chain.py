@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
-from shared_core.cli.arguments import BESIDE, RunnerOptions, takes
+from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 from shared_core.printing import echo
@@ -51,11 +51,8 @@ class ChainOptions(RunnerOptions):
 
     key: ClassVar[str] = "eff chain"
 
-    command: tuple[Any, ...] = option(  # an argument of a script may be empty
-        (),
-        "After --: the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it.",
-        argument=True,
-        flag_type=tuple[str, ...],
+    command: tuple[Any, ...] = training_command(
+        "the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it."
     )
     out: Path | None = option(None, "Folder of the chain; one that was stopped goes on from it.")
     teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")

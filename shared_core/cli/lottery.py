@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import RunnerOptions, takes
+from shared_core.cli.arguments import RunnerOptions, takes, training_command
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 from shared_core.printing import echo
@@ -22,11 +22,8 @@ class LotteryOptions(RunnerOptions):
 
     key: ClassVar[str] = "eff lottery"
 
-    command: tuple[Any, ...] = option(  # an argument of a script may be empty
-        (),
-        "After --: the training, `python my_train.py ARGS`; {round} stands for the run's name.",
-        argument=True,
-        flag_type=tuple[str, ...],
+    command: tuple[Any, ...] = training_command(
+        "the training, `python my_train.py ARGS`; {round} stands for the run's name."
     )
     out: Path | None = option(None, "Folder of the search; one that was stopped goes on from it.")
     rounds: int = option(10, "Runs after the dense one.")

@@ -73,11 +73,13 @@ class Hooks:
             # Bound methods compare by object and function.
             setattr(self, name, [call for call in getattr(self, name) if call[1] != method])
 
-    def call(self, calls: Calls[Concatenate[Context, P], None], context: Context, *args: P.args, **_: P.kwargs) -> None:
+    def call(
+        self, calls: Calls[Concatenate[Context, P], None], context: Context, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Call one of the lists above, and count each technique's time."""
         for key, hook in calls:
             start = time.perf_counter()
-            hook(context, *args, **_)
+            hook(context, *args, **kwargs)
             self.seconds[key] += time.perf_counter() - start
 
     def mixed(self, loss: Tensor, context: Context) -> Tensor:

@@ -617,32 +617,32 @@ class Session:
         """
         if self._finished or self.context is None:
             return
-        if self._begun:
-            # A validation that an exception cut short left its weights in.
-            self._evaluation.close()
-            self.settle_optimizers()
-            self._refuse_changed()
-            self.join_buffers()
-            self._experts.join()
-            self._tell_counts(self._means.differing())
-            self._ending.tell(self.context)
-            self.note(self._experts.told())
-            # In the order of the end, which is not that of attaching: see `finishes_after`.
-            for key in in_order(self.techniques, "finish"):
-                with self._hooks.timed(key):
-                    self.techniques[key].finish(self.context)
-            # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the
-            # final tensors.
-            reports = self._final_reports = self._reports()
-            claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
+        if not self._begun:
+            if self.recipe:
+                asked = ", ".join(self.recipe)
+                self.note(f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {asked}")
             self.detach()
-            self._claims = claims.settled(claimed, self.context.model)
-            self.note(not_finite_note(self.context.model))
-        elif self.recipe:
-            self.note(
-                f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
-            )
+            return
+        # A validation that an exception cut short left its weights in.
+        self._evaluation.close()
+        self.settle_optimizers()
+        self._refuse_changed()
+        self.join_buffers()
+        self._experts.join()
+        self._tell_counts(self._means.differing())
+        self._ending.tell(self.context)
+        self.note(self._experts.told())
+        # In the order of the end, which is not that of attaching: see `finishes_after`.
+        for key in in_order(self.techniques, "finish"):
+            with self._hooks.timed(key):
+                self.techniques[key].finish(self.context)
+        # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the final
+        # tensors.
+        reports = self._final_reports = self._reports()
+        claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
         self.detach()
+        self._claims = claims.settled(claimed, self.context.model)
+        self.note(not_finite_note(self.context.model))
 
     def settle_optimizers(self) -> None:
         """Have optimizers with modes leave the weights of evaluation in the model, for good: final ones come next."""
