@@ -343,30 +343,30 @@ class WeightAverage(Technique):
                 self._swapped.exchange(average=True)
 
     def _prepare_saving(self, baked: bool) -> None:
-        stand_in = self._swapped
+        swapped = self._swapped
         # A checkpoint to go on from holds the weights in training; what a user saves holds the average.
-        if stand_in.is_in and not baked:
-            stand_in.exchange(average=False)
-        elif baked and not stand_in.is_in:
+        if swapped.is_in and not baked:
+            swapped.exchange(average=False)
+        elif baked and not swapped.is_in:
             self._put_in()
             self._is_lent = True
         # Sharded: gathered now, as a state dict is asked of the main process alone.
-        if not baked and any(hasattr(parameter, "device_mesh") for parameter in stand_in.parameters.values()):
+        if not baked and any(hasattr(parameter, "device_mesh") for parameter in swapped.parameters.values()):
             self._gathered = self._new()
             self._gathered.kept = [
-                {name: whole_of(value, stand_in.parameters.get(name)).cpu() for name, value in kept.items()}
+                {name: whole_of(value, swapped.parameters.get(name)).cpu() for name, value in kept.items()}
                 for kept in self._running.kept
             ]
             self._merged = {key: whole(value).detach().cpu() for key, value in self._merge().items()}
 
     def _merge(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return weights that the model has not as parameters, but adapters of the average are merged into."""
-        stand_in, model = self._swapped, cast(nn.Module, self._model)
-        keys = model.state_dict().keys() - stand_in.own_names().keys() if keys is None else set(keys)
+        swapped, model = self._swapped, cast(nn.Module, self._model)
+        keys = model.state_dict().keys() - swapped.own_names().keys() if keys is None else set(keys)
         if not keys:
             return {}
         # The merge is that of the average's adapters: they have to be in the model while its state dict is made.
-        with stand_in.lent(self._put_in):
+        with swapped.lent(self._put_in):
             found = {key: value for key, value in model.state_dict().items() if key in keys}
             return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
 
@@ -398,20 +398,20 @@ class WeightAverage(Technique):
         if not running.kept:
             context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
             return
-        stand_in = self._swapped
+        swapped = self._swapped
         context.unvalidated |= not self.config.evaluate
         self._told |= self._size()
         with writing():
-            live = stand_in.live()
-            self._told["distance"] = _distance(live, {name: running.average(name) for name in stand_in.parameters})
+            live = swapped.live()
+            self._told["distance"] = _distance(live, {name: running.average(name) for name in swapped.parameters})
             # Before `weights_replaced`: this lets others (qat) estimate ranges of the new weights.
             self._put_in()
-            norms = {name: buffer.clone() for name, buffer in stand_in.norms.items()}
+            norms = {name: buffer.clone() for name, buffer in swapped.norms.items()}
             context.weights_replaced()
             for name, buffer in norms.items():  # ranges are estimated in train mode
-                stand_in.norms[name].copy_(buffer)
+                swapped.norms[name].copy_(buffer)
             self._settle_norms(context)
-        stand_in.stay_in()
+        swapped.stay_in()
         running.kept = []
 
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
@@ -476,9 +476,9 @@ class WeightAverage(Technique):
             )
         # With the layers that were frozen since: the best checkpoint may be of an earlier step.
         known = [value for name, value in context.model.named_parameters() if name in shapes]
-        stand_in = SwappedWeights(context.model, known, context.modes)
-        like = {**stand_in.parameters, **stand_in.norms}
-        odd = sorted(set(shapes) - set(stand_in.live()))
+        swapped = SwappedWeights(context.model, known, context.modes)
+        like = {**swapped.parameters, **swapped.norms}
+        odd = sorted(set(shapes) - set(swapped.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
         if odd:
             raise CheckpointError(
@@ -486,14 +486,14 @@ class WeightAverage(Technique):
                 f"saved average must be of this model's parameters, got a difference at {odd[0]}",
                 "resume with the model and recipe that wrote the checkpoint",
             )
-        self._swapped = stand_in
+        self._swapped = swapped
         # An empty state: the count begins anew, as warm-up and the mean go by it.
         self._running.num_updates = updates if kept else 0
         self._running.kept = [
             {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
             for values in kept
         ]
-        self._running.add(context.in_full_precision(stand_in.live()))  # what trains since the checkpoint
+        self._running.add(context.in_full_precision(swapped.live()))  # what trains since the checkpoint
         self._estimated = {name: tensor.to(like[name].device, copy=True) for name, tensor in norms.items()}
         self._estimated_at = updates
 
