@@ -636,11 +636,9 @@ class Session:
         for key in in_order(self.techniques, "finish"):
             with self._hooks.timed(key):
                 self.techniques[key].finish(self.context)
-        # Reports before `detach`, claims of what all have finished, and digests after it: stock layers hold the final
-        # tensors.
-        reports = self._final_reports = self._reports()
-        claimed = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
+        claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
         self.detach()
+        # digests of what stock layers hold
         self._claims = claims.settled(claimed, self.context.model)
         self.note(not_finite_note(self.context.model))
 

@@ -278,8 +278,11 @@ class Technique:
     def finish(self, context: Context) -> None:
         """End of training: bake into plain weights in place and leave stock modules behind."""
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
-        """Return by name in the model's state dict what the final report says of weights; every technique finished."""
+    def claims(self, context: Context) -> Mapping[str, Claim]:
+        """Return by name in the model's state dict what the final report, asked for next, says of weights.
+
+        Every technique has finished, and every process calls it: the place to count in weights that must be gathered.
+        """
         return {}
 
     # -- state

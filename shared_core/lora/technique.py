@@ -311,11 +311,10 @@ class Lora(Technique):
                 "training to keep them as they are"
             )
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that merged weights stay what they are, and that no adapter is left."""
         claims: dict[str, Claim] = {}
-        for entry in report["per_layer"]:
-            name = entry["name"]
+        for name in self._told:
             if name in self._stacks:
                 module, _, stack = name.rpartition(".")
                 claims[name] = Same()

@@ -30,7 +30,7 @@ from shared_core.lottery_ticket.ticket import (
     whole_tensors,
 )
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.masks import MaskStore, clear_moments_, naming_nan
+from shared_core.pruning.masks import MaskStore, clear_moments_, naming_nan, zeros_of_sharded
 from shared_core.pruning.selection import at_limit, count_kept, limit_notes
 from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
@@ -349,9 +349,13 @@ class LotteryTicket(Technique):
             return str(error)
         return None
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that what the ticket prunes is 0."""
-        counted = {entry["name"]: entry["numel"] - entry["nonzero"] for entry in report["tensors"]}
+        zeros = zeros_of_sharded(self._weights)
+        for entry in self._result["tensors"]:
+            if entry["name"] in zeros:
+                entry["nonzero"] = entry["numel"] - zeros[entry["name"]]
+        counted = {entry["name"]: entry["numel"] - entry["nonzero"] for entry in self.report()["tensors"]}
         packed = self._masks.packed().items()
         return {name: Zeros(mask, counted[name], holds=Where.TRAINED) for name, mask in packed}
 

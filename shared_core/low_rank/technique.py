@@ -232,7 +232,7 @@ class LowRank(Technique):
         """Multiply the factors if asked to; otherwise they stay."""
         self._stays = not self.config.merge
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that factors keep their shapes, or that products have their rank and no factor is left."""
         said: dict[str, Claim] = {}
         for name, layer in self._of_name.items():

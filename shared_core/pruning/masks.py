@@ -550,6 +550,12 @@ def _lost_of(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     return {name: (mask.numel(), mask.numel() - kept) for (name, mask), kept in counts}
 
 
+def zeros_of_sharded(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return by name how many elements of sharded weights are 0, of all processes; each must call it."""
+    sharded = {name: whole(weight.detach()) for name, weight in weights.items() if is_sharded(weight)}
+    return {name: weight.numel() - int(weight.count_nonzero()) for name, weight in sharded.items()}
+
+
 def weights_report(targets: Targets, counted: Mapping[str, int]) -> dict[str, Any]:
     """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights.
 

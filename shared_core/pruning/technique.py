@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
+from shared_core.distributed.sharded_tensors import is_sharded, reshard_
 from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
@@ -27,6 +27,7 @@ from shared_core.pruning.masks import (
     naming_nan,
     refuse_sparse,
     weights_report,
+    zeros_of_sharded,
 )
 from shared_core.pruning.regularizers import Penalty
 from shared_core.pruning.schedules import Schedule
@@ -265,15 +266,10 @@ class Pruning(Technique):
             context.note(note)
         self._policy.store.apply()
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that what the masks prune is 0, of biases and norms of pruned units too."""
-        # Counted once all techniques have finished, for the receipt too: rounding to a grid makes further zeros.
-        self._counted = {
-            name: weight.numel() - int(whole(weight.detach()).count_nonzero())
-            for name, weight in self._policy.weights.items()
-            if is_sharded(weight)
-        }
-        counted = {entry["name"]: entry["pruned"] for entry in report["tensors"]} | self._counted
+        self._counted = zeros_of_sharded(self._policy.weights)
+        counted = {entry["name"]: entry["pruned"] for entry in self.report()["tensors"]}
         packed = self._policy.store.packed().items()
         return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 

@@ -330,7 +330,7 @@ class QuantizationAwareTraining(Technique):
                     baked[key] = cut(layer.quantizer.baked_weight(layer, whole(value.detach())), value)
         return baked
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return of each baked weight that it lies on the grid of its codes."""
         if not self.bank.quantizing or self.config.keep:
             return {}

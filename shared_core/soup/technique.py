@@ -206,7 +206,7 @@ class ModelSoup(Technique):
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that parameters stay those of the soup, masks and quantisers of the recipe included."""
         return {plain_name(name): Same() for name, _ in context.model.named_parameters()}
 

@@ -414,10 +414,10 @@ class WeightAverage(Technique):
         swapped.stay_in()
         running.kept = []
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that parameters stay what the average has become, masks and quantisers of the recipe included."""
         names = [plain_name(name) for name, _ in context.model.named_parameters()]
-        return dict.fromkeys(names if report["updates"] else [], Same())
+        return dict.fromkeys(names if self._running.num_updates else [], Same())
 
     def _detach(self) -> None:
         """Leave the weights in training in the model, if the run was cut short."""

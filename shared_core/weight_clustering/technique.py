@@ -234,9 +234,9 @@ class WeightClustering(Technique):
         if any(map(is_sharded, self._weights.values())):
             self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
 
-    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+    def claims(self, context: Context) -> Mapping[str, Claim]:
         """Return that each weight has no more values than its bits can tell apart."""
-        shared = [entry for entry in report["tensors"] if entry["name"] in self._codes]
+        shared = [entry for entry in self.report()["tensors"] if entry["name"] in self._codes]
         return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
     @contextlib.contextmanager

@@ -56,6 +56,14 @@ def assert_close(found, expected, recipe):
             torch.testing.assert_close(ours["learned"], theirs["learned"], **tolerance)
 
 
+def assert_counted(run):
+    told, zeros = run["report"], {name: int((weight == 0).sum()) for name, weight in run["weights"].items()}
+    for entry in told.get("prune", {}).get("tensors", ()):
+        assert entry["pruned"] == zeros[entry["name"]], entry["name"]
+    for entry in told.get("lottery", {}).get("tensors", ()):
+        assert entry["numel"] - entry["nonzero"] == zeros[entry["name"]], entry["name"]
+
+
 def assert_one_ticket(folder, options, report):
     found = [folder / number / options["out"] / "ticket.safetensors" for number in ("one", "two")]
     assert [path.is_file() for path in found] == [options.get("control") is None] * 2
@@ -77,8 +85,7 @@ def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, r
     monkeypatch.chdir(folder / "one")
     alone, saved = train(RECIPES[recipe])
     assert_close(first["ended"], alone, recipe)
-    for entry in first["ended"]["report"].get("prune", {}).get("tensors", ()):
-        assert entry["pruned"] == int((first["ended"]["weights"][entry["name"]] == 0).sum()), entry["name"]
+    assert_counted(first["ended"])
     assert first["saved"]["session"].keys() == saved["session"].keys()
     if "lottery" in RECIPES[recipe]:
         assert_one_ticket(folder, RECIPES[recipe]["lottery"], first["ended"]["report"]["lottery"])
@@ -127,8 +134,7 @@ def test_processes_that_hold_parts_of_layers_train_what_one_does(runs_in_layers,
         alone, saved = train(RECIPES[recipe])
         assert_close(first["ended"], alone, recipe)
         assert first["saved"]["session"].keys() == saved["session"].keys()
-        for entry in first["ended"]["report"].get("prune", {}).get("tensors", ()):
-            assert entry["pruned"] == int((first["ended"]["weights"][entry["name"]] == 0).sum()), entry["name"]
+        assert_counted(first["ended"])
         if recipe == "ticket-second":
             assert first["ended"]["report"]["lottery"]["replay"] == "bit-equal"
 

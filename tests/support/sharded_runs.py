@@ -77,6 +77,10 @@ RECIPES = {
         "prune": {"criterion": "taylor", **GROWING},
     },
     "lottery": {"lottery": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
+    "lottery-qat": {
+        "lottery": {"out": "ticket-qat", "rewind_to": 2, "rate": 0.4},
+        "qat": {"scheme": "int4_weight", "group_size": 8, "begin": 2},
+    },
     "ticket-second": {"lottery": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
     "ticket-rate": {"lottery": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
     "ticket-redrawn": {
