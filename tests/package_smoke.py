@@ -13,12 +13,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_OURS = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "runs", "*.egg-info", ".*_cache")
+MADE = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+MADE_IN_ROOT = {".git", ".venv", "build", "dist", "runs", "site"}
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "EFF_RECIPE")}
 
 MODEL = """
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +28,11 @@ from torch import nn
 
 def build():
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2)), torch.randn(4, 16)
+
+def decoder():
+    net, inputs = build()
+    net.config = SimpleNamespace(model_type="llama")
+    return net, inputs
 
 def attach(recipe):
     from shared_core import Recipe, Session
@@ -103,7 +110,7 @@ EXTRAS = [  # a command that must fail, and the extra that it must name
     ("eff export model:build --out model.pte --format executorch", "executorch"),
     ("eff export model:build --out served --format compressed-tensors", "compressed-tensors"),
     ("eff export model:build --out served --format torchao", "torchao"),
-    ("eff export model:build --out served.gguf --format gguf", "gguf"),
+    ("eff export model:decoder --out served.gguf --format gguf", "gguf"),
     ("eff privacy --noise-multiplier 1.0 --sample-rate 0.01 --steps 100", "privacy"),
     ("eff quantize model:build --out quantized --report page.html", "plots"),
     ("eff compress large.safetensors --out small.eff", "compress"),
@@ -149,11 +156,16 @@ def environment(folder: Path) -> Path:
     return folder / "bin"
 
 
+def not_ours(folder: str, names: list[str]) -> set[str]:
+    """Return what is made here; deeper than the root, a folder `runs` is a package."""
+    return MADE(folder, names) | (MADE_IN_ROOT & {*names} if Path(folder) == ROOT else set())
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="eff-package-") as temporary:
         work = Path(temporary).resolve()
         tree, built, far = work / "tree", work / "built", work / "far"
-        shutil.copytree(ROOT, tree, ignore=NOT_OURS)
+        shutil.copytree(ROOT, tree, ignore=not_ours)
         builder, user = environment(work / "builder"), environment(work / "user")
         must(builder / "python", *PIP, "install", "build", cwd=work)
         must(builder / "python", "-m", "build", "--outdir", built, tree, cwd=work)  # the wheel from the archive
