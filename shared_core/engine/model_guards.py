@@ -175,11 +175,11 @@ def refuse_other_optimizers(optimizers: Iterable[Any], where: str) -> None:
         TrainingError: Names the first one's class.
     """
     for optimizer in optimizers:
-        if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
+        if not all(hasattr(optimizer, name) for name in ("param_groups", "state")):
             inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "opt", None)
             raise TrainingError(
                 where,
-                "optimizer must be a torch.optim.Optimizer, or have its param_groups, state and step, got "
+                "optimizer must be a torch.optim.Optimizer, or have its param_groups and state, got "
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
                 f"pass the {type(inner).__name__} that it wraps"
                 if isinstance(inner, torch.optim.Optimizer)
