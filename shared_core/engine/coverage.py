@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,8 +28,6 @@ _OF_LAYERS = ("layers", "factorised layers", "weights")
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NORM = re.compile(r"Norm(\dd|s)?$")
 _NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)quer(y|ies)$", re.IGNORECASE)
-_MATRIX = re.compile(r"weight|kernel|proj", re.IGNORECASE)
-_PRODUCT = re.compile(r"\b(?:linear|matmul|mm|bmm|addmm|baddbmm|einsum)\(")
 _TOLD = 6
 _FROZEN = "frozen weights"
 
@@ -135,8 +131,8 @@ def count(model: nn.Module) -> Counted:
     """Return the weights of a model: those that multiply activations, and how many there are beside them.
 
     The former are the weights of linear, convolutional and recurrent layers, attention's packed ones, and matrices or
-    stacks of them in modules of other libraries and the user's own, such as experts: told by the parameter's name or by
-    a product in the module's code. A tensor that an embedding holds is the embedding's, tied or not.
+    stacks of them in modules of other libraries and the user's own, such as experts, unless the parameter's name says
+    that it is a table, a position or a token. A tensor that an embedding holds is the embedding's, tied or not.
 
     Args:
         model: Before techniques attach.
@@ -326,30 +322,4 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
         return "others"
     if _NO_MATRIX.search(type(module).__name__):
         return "embeddings"
-    # Users' modules: by the parameter's name, or by products in their source.
-    if value.ndim > 2 or _MATRIX.search(name) or any(name in _multiplied_by(kind) for kind in kinds):
-        return None
-    return "others"
-
-
-@functools.cache
-def _multiplied_by(kind: type) -> frozenset[str]:
-    """Return the attributes that a class's own code puts into a matrix product."""
-    try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):  # without source
-        return frozenset()
-    after = re.findall(r"@\s*self\.(\w+)", text)
-    before = re.findall(r"self\.(\w+)(?:\.(?:t\(\)|T|mT))?\s*@", text)
-    calls = (_arguments(text, found.end()) for found in _PRODUCT.finditer(text))
-    return frozenset({*after, *before, *(name for call in calls for name in re.findall(r"self\.(\w+)", call))})
-
-
-def _arguments(text: str, start: int) -> str:
-    """Return a call's arguments, from after its opening bracket to its closing one."""
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if not depth:
-            return text[start:place]
-    return text[start:]
+    return None  # of a user's module: what is no table, position or token
