@@ -118,7 +118,7 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
 
     ingredient = Ingredient(str(folder), HF_FOLDER, folder, load, config)
     for each in files:
-        each.tell(ingredient)
+        each.add_shards(ingredient)
     return ingredient
 
 
@@ -145,7 +145,7 @@ class _PartFiles:
             return MappedSafetensors(self._where, self._prefix)
         return {self._prefix + key: value for file in self._files for key, value in _state_dict_in(file).items()}
 
-    def tell(self, ingredient: Ingredient) -> None:
+    def add_shards(self, ingredient: Ingredient) -> None:
         """Let the whole model's ingredient know in which file each tensor lies."""
         names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
         # Without an index all tensors lie in the one file.

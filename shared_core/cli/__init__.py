@@ -140,15 +140,15 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if hasattr(error, "format_message"):
-            _tell_usage(error)
-        told = None if wants_traceback() else _told(error)
+            _exit_with_usage(error)
+        told = None if wants_traceback() else _one_line(error)
         if told is None:
             raise
         echo(f"error: {EffError(told)}", err=True)
         sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
 
 
-def _tell_usage(error: Any) -> NoReturn:
+def _exit_with_usage(error: Any) -> NoReturn:
     """End with an error of click in a line; it is of a class of click's or of typer's copy of it."""
     context = error.ctx
     if context is None or type(error).__name__ == "NoArgsIsHelpError":
@@ -167,7 +167,7 @@ def _tell_usage(error: Any) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _told(error: Exception) -> str | None:
+def _one_line(error: Exception) -> str | None:
     """Return an error in a line, or None where its traceback is needed to understand it."""
     if isinstance(error, EffError):
         return str(error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
-from shared_core.cli.output import tell
+from shared_core.cli.output import print_report
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 
@@ -104,7 +104,7 @@ def cache_teacher(asked: CacheOptions) -> None:
         return
     size = sum(file.stat().st_size for file in out.iterdir())
     values = {"out": str(out), "bytes": size, **made.to_dict()}
-    tell(values, _told(values), as_json=asked.as_json)
+    print_report(values, _summary(values), as_json=asked.as_json)
 
 
 def _lines(file: Path) -> list[Any]:
@@ -144,7 +144,7 @@ def _tokenizer(name: str) -> Any:
     return found
 
 
-def _told(values: dict[str, Any]) -> Iterator[str]:
+def _summary(values: dict[str, Any]) -> Iterator[str]:
     kind = "examples" if values["per_example"] else "positions"
     yield (
         f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "

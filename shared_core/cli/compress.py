@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import CommandOptions, bar, takes
 from shared_core.cli.loading import check_new, keep_report
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.printing import echo
@@ -88,7 +88,7 @@ def compress(asked: CompressOptions) -> None:
         echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
     told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
     keep_report(out, told)
-    tell(told, _lines(done, seconds), as_json=asked.as_json)
+    print_report(told, _lines(done, seconds), as_json=asked.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def decompress(asked: DecompressOptions) -> None:
     num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
     told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
     shown = f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s"
-    tell(told, [shown, f"wrote {asked.out}"], as_json=asked.as_json)
+    print_report(told, [shown, f"wrote {asked.out}"], as_json=asked.as_json)
 
 
 def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.front_ends.finding import front_ends
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def doctor(
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in _UNUSABLE for library in found),
     }
-    tell(told, _lines(told), as_json=as_json, width=100)
+    print_report(told, _lines(told), as_json=as_json, width=100)
     if not told["usable"]:
         raise typer.Exit(1)
 

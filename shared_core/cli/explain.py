@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import typer
 
 from shared_core.cli.arguments import takes
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.cli.plan import RunOptions
 from shared_core.config.options import option
 from shared_core.errors import ConfigError, EffError
@@ -94,13 +94,13 @@ def explain(asked: ExplainOptions) -> None:
         "steps_per_epoch": per_epoch,
     }  # fmt: skip
     shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
-    shown |= _told(read, asked.model, run, options)
-    tell(shown, _lines(shown), as_json=asked.as_json, width=110)
+    shown |= _explained(read, asked.model, run, options)
+    print_report(shown, _lines(shown), as_json=asked.as_json, width=110)
     if shown["conflicts"]:
         raise typer.Exit(1)
 
 
-def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
     from shared_core.contrib.planning.plan import counted_costs
     from shared_core.tools.planning import explain as explanation
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.printing import echo
 
 
@@ -55,4 +55,4 @@ def flags(
     headings = ("flag", "type", "default", "meaning")
     made = table("", headings, headings, [[*row.values()] for row in rows])
     made.box, made.pad_edge, made.columns[0].no_wrap = box.SIMPLE, False, True
-    tell(rows, [made], as_json=as_json)
+    print_report(rows, [made], as_json=as_json)

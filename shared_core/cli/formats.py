@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.printing import echo
 
 Cell = str | int | float | None
@@ -47,4 +47,4 @@ def formats(
         return
     found = rows()
     shown = [[_text(column, cell) for column, cell in row.items()] for row in found]
-    tell(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)
+    print_report(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)

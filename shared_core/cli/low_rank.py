@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import JudgedOptions, LossOptions, bar, command_with_options, takes
 from shared_core.cli.loading import check_new, copy_beside
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
@@ -77,7 +77,7 @@ def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
     if judge is not None:
         values["quality"] = {**quality, "low_rank": judge(network)}
     _write(asked.out, network, values, folder, merged=asked.merged)
-    tell(values, _lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _lines(asked.out, values), as_json=asked.as_json)
 
 
 def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, *, merged: bool) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def tell(values: Any, shown: Iterable[str | Table], *, as_json: bool, width: int = 0) -> None:
+def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, width: int = 0) -> None:
     """Print a report as JSON, or what is shown of it, which is not made otherwise, at least so wide."""
     if as_json:
         from shared_core.files.json_yaml import json_text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from shared_core.cli.arguments import CommandOptions, takes
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 
@@ -113,7 +113,7 @@ def plan(asked: PlanOptions) -> None:
     if memory is not None:
         shown.append(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
     costs = [dataclasses.asdict(cost) for cost in needs.costs]
-    tell({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, width=120)
+    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, width=120)
     if not fits:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shared_core.cli.arguments import CommandOptions, takes
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 
@@ -72,4 +72,4 @@ def privacy(asked: PrivacyOptions) -> None:
     title = f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
     figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
     shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
-    tell({**told, "accountants": found}, [shown], as_json=asked.as_json)
+    print_report({**told, "accountants": found}, [shown], as_json=asked.as_json)

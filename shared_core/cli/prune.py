@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import JudgedOptions, LossOptions, alone, bar, command_with_options, takes
 from shared_core.cli.loading import check_new, save_folder
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
@@ -100,7 +100,7 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     saved = result.model if result else network
     # a shrunk folder must load with the same outputs
     save_folder(asked.out, saved, folder, {REPORT_FILE: values}, asked.key, example if result else None)
-    tell(values, _lines(asked.out, values), as_json=asked.as_json)
+    print_report(values, _lines(asked.out, values), as_json=asked.as_json)
 
 
 def _judge(

@@ -20,7 +20,7 @@ from shared_core.files.json_yaml import json_text
 from shared_core.libraries import optional
 from shared_core.printing import echo
 from shared_core.reports.page import check_place, write_page
-from shared_core.reports.quantization_page import sections, tell
+from shared_core.reports.quantization_page import print_study, sections
 from shared_core.tools.quantize.options import StudyOptions
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     if asked.as_json:
         echo(json_text(values))
         return
-    tell(asked.out, values)
+    print_study(asked.out, values)
     if asked.report is not None:
         echo(f"wrote {asked.report} and {asked.report.with_suffix('.md')}")
 

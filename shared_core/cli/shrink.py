@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import LossOptions, alone, bar, takes
 from shared_core.cli.loading import check_new, function, save_folder
-from shared_core.cli.output import table, tell
+from shared_core.cli.output import print_report, table
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 
@@ -94,7 +94,7 @@ def shrink(asked: ShrinkOptions) -> None:
             )  # fmt: skip
     report = _report(result)
     save_folder(asked.out, result.model, folder, {REPORT_FILE: report}, asked.key, example)
-    tell(report, _lines(asked.out, result), as_json=asked.as_json)
+    print_report(report, _lines(asked.out, result), as_json=asked.as_json)
 
 
 def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:

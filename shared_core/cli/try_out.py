@@ -43,7 +43,7 @@ def try_out(
     from shared_core.files.json_yaml import json_text
     from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
     from shared_core.reports.page import write_page
-    from shared_core.reports.try_page import tell, try_page
+    from shared_core.reports.try_page import print_findings, try_page
     from shared_core.runs import TryOut, chosen_metric, findings
 
     if script.startswith("-"):
@@ -71,5 +71,5 @@ def try_out(
     if as_json:
         echo(text)
         return
-    tell(found)
+    print_findings(found)
     echo(f"how it was judged, and all figures: {out / PAGE}, and .md and .json beside it")

@@ -78,17 +78,17 @@ class Job:
         while (number := self.ticket(what)) < count:
             yield number
 
-    def tell(self, name: str, value: bytes) -> None:
+    def set(self, name: str, value: bytes) -> None:
         """Give the others a value under a name that was not used before."""
         if self._store is not None:
             self._ask(lambda: self._store.set(name, value))
 
     def has(self, name: str) -> bool:
-        """Return whether a value was told under this name."""
+        """Return whether there is a value under this name."""
         self.check()
         return bool(self._ask(lambda: self._store.check([name])))
 
-    def told(self, name: str) -> bytes:
+    def get(self, name: str) -> bytes:
         """Wait for the value under a name and return it."""
         while not self.has(name):
             time.sleep(_POLL_SECONDS)
@@ -98,8 +98,8 @@ class Job:
         """Return what every process gave under this name, by rank; each must call it, once."""
         if self._store is None:
             return [mine]
-        self.tell(f"{name} {self.rank}", mine)
-        return [self.told(f"{name} {rank}") for rank in range(self.size)]
+        self.set(f"{name} {self.rank}", mine)
+        return [self.get(f"{name} {rank}") for rank in range(self.size)]
 
     def meet(self, name: str) -> None:
         """Wait until every process has come here."""

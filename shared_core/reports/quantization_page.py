@@ -235,7 +235,7 @@ def _notes(values: Values) -> list[Block]:
     ]  # fmt: skip
 
 
-def tell(out: Path, values: Values) -> None:
+def print_study(out: Path, values: Values) -> None:
     """Print what was found: a table of layers, and lines for the rest."""
     columns: Columns = {
         "layer": "name", "weights": "weights", "bits": "weight_bits", "input": "input",

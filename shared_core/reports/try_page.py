@@ -44,7 +44,7 @@ def try_page(found: Findings, script: str, steps: int, block: int) -> tuple[str,
     return f"efftrain: {script} tried", sections
 
 
-def tell(found: Findings) -> None:
+def print_findings(found: Findings) -> None:
     """Print the table without its last column, and the advice in lines."""
     table = _table(found)
     blocks: list[Block] = [
@@ -71,12 +71,12 @@ def _table(found: Findings) -> Table:
 def _cells(row: Row) -> list[str | None]:
     """Return a variant's row: ratios to the plain runs, the metric itself; noise is called so."""
     time, memory, metric, *sizes = (
-        _told(row.figures.get(name), name) for name in ("time", "memory", "metric", "bytes", "packed")
+        _cell(row.figures.get(name), name) for name in ("time", "memory", "metric", "bytes", "packed")
     )
     return [row.name, time, memory, metric, *sizes, row.advice]
 
 
-def _told(figure: Figure | None, name: str) -> str | None:
+def _cell(figure: Figure | None, name: str) -> str | None:
     if figure is None or (name != "metric" and not figure.plain):
         return None
     noise = " (noise)" if figure.verdict == "noise" else ""

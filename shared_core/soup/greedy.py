@@ -49,7 +49,7 @@ class _Row:
     score: float | None = None
     accepted: bool = False
 
-    def told(self, order: int) -> dict[str, Any]:
+    def to_dict(self, order: int) -> dict[str, Any]:
         """Return the row of the history at this place."""
         return {
             "order": order, "name": self.item.name, "single": self.single, "score": self.score,
@@ -155,7 +155,7 @@ def greedy_soup(
     # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
-    history = [row.told(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
+    history = [row.to_dict(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
     return SoupResult(
         candidate.state_dict,
         [row.item.name for row in members],

@@ -319,7 +319,7 @@ class Scoring:
         if job.size == 1:
             return
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
-        job.tell("left", json.dumps([position for position, _ in left]).encode())
+        job.set("left", json.dumps([position for position, _ in left]).encode())
         waiting = dict(enumerate(left))
         for ticket in job.tickets("scores", len(left)):
             position, item = waiting.pop(ticket)
@@ -334,7 +334,7 @@ class Scoring:
         """Keep the scores that have come, on disk at once."""
         for ticket in [ticket for ticket in waiting if job.has(f"score {ticket}")]:
             position, _ = waiting.pop(ticket)
-            if told := job.told(f"score {ticket}"):
+            if told := job.get(f"score {ticket}"):
                 self._keep(str(position), float(told))
 
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
@@ -359,11 +359,11 @@ def score_share(
     """Evaluate ingredients alone for the main process of a job, which calls `greedy_soup` or `diagnose` with it."""
     opened = open_ingredients(ingredients)
     candidate = candidate_for(opened, None, after_average, None)
-    left = json.loads(job.told("left"))
+    left = json.loads(job.get("left"))
     for ticket in job.tickets("scores", len(left)):
         # one with a NaN or an infinity has no score: the main process says which
         bad = candidate.write_single(opened[left[ticket]])
-        job.tell(f"score {ticket}", b"" if bad else repr(number(evaluate(candidate.state_dict))).encode())
+        job.set(f"score {ticket}", b"" if bad else repr(number(evaluate(candidate.state_dict))).encode())
 
 
 def not_finite(tensor: str) -> str:

@@ -278,11 +278,11 @@ def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
                 module._buffers[name] = changed[first].clone()
                 touched = True
         if touched:
-            _tell_sizes(module, old)
+            _set_sizes(module, old)
     return new
 
 
-def _tell_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
+def _set_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
     if isinstance(module, nn.RNNBase):
         module.input_size = int(module._parameters["weight_ih_l0"].shape[1])  # type: ignore[union-attr]
         module.hidden_size = int(module._parameters["weight_hh_l0"].shape[1])  # type: ignore[union-attr]
@@ -322,7 +322,7 @@ def _tell_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
         target.nx, target.nf = shape
 
 
-def tell_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) -> None:
+def set_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) -> None:
     """Correct, in place, the numbers of heads and their widths that attention modules hold as attributes.
 
     Args:

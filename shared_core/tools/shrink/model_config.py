@@ -453,12 +453,12 @@ def epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[t
             yield from epsilons(value, norms, (*prefix, name))
 
 
-def told(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_numbers(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Return by dotted name the numbers in which two configurations differ: (before, after).
 
     Example:
         >>> from types import SimpleNamespace as Config
-        >>> told(Config(width=4, sizes=[8, 8]), Config(width=3, sizes=[8, 6]))
+        >>> changed_numbers(Config(width=4, sizes=[8, 8]), Config(width=3, sizes=[8, 6]))
         {'width': (4, 3), 'sizes.1': (8, 6)}
     """
     found: dict[str, tuple[Any, Any]] = {}
@@ -473,7 +473,7 @@ def told(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
                 if pair[0] != pair[1]:
                     found[f"{path}.{index}"] = pair
         elif hasattr(value, "to_dict"):
-            found |= told(before, value, f"{path}.")
+            found |= changed_numbers(before, value, f"{path}.")
     return found
 
 

@@ -204,7 +204,7 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
         kept=dict(work.selection.reasons),
         units={group.name: group.units for group in work.traced.groups},
         tensors=changed_shapes(work.model, smaller),
-        config=configured.told(getattr(work.model, "config", None), getattr(smaller, "config", None)),
+        config=configured.changed_numbers(getattr(work.model, "config", None), getattr(smaller, "config", None)),
         bytes=(measuring.state_bytes(work.model), measuring.state_bytes(smaller)),
         flops=tuple(measuring.forward_flops(m, work.example_inputs) for m in (work.model, smaller)),  # type: ignore[arg-type]
         milliseconds=timed,

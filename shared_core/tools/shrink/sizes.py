@@ -348,7 +348,7 @@ class _Cut:
             kept={},
             units=self.units,
             tensors=changed_shapes(old, new),
-            config=configured.told(getattr(old, "config", None), getattr(new, "config", None)),
+            config=configured.changed_numbers(getattr(old, "config", None), getattr(new, "config", None)),
             bytes=(measuring.state_bytes(old), measuring.state_bytes(new)),
             flops=(measuring.forward_flops(old, self.example), measuring.forward_flops(new, self.example)),
             milliseconds=timed,

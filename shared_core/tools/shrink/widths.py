@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import Traced
 from shared_core.errors import CompatibilityError
-from shared_core.tools.shrink.cutting import Plan, Selection, cut_state, replaced, tell_heads, tied_names
+from shared_core.tools.shrink.cutting import Plan, Selection, cut_state, replaced, set_heads, tied_names
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 
@@ -121,7 +121,7 @@ def apply_rescales(changed: dict[str, Tensor], found: list[Rescale], ties: Mappi
             changed[name] = item.scaled(changed[name])
 
 
-def tell_eps(model: nn.Module, found: list[Rescale]) -> None:
+def set_eps(model: nn.Module, found: list[Rescale]) -> None:
     """Set ε of the narrowed norms, in place."""
     for item in found:
         setattr(model.get_submodule(item.module), item.eps_name, item.new_eps)
@@ -254,6 +254,6 @@ class Work:
         plan = joined(changes)
         changed, norms = self.cut(plan)
         smaller = replaced(self.model, changed)
-        tell_heads(smaller, self.selection.groups, plan)
-        tell_eps(smaller, norms)
+        set_heads(smaller, self.selection.groups, plan)
+        set_eps(smaller, norms)
         return smaller

@@ -25,7 +25,7 @@ def test_an_error_of_one_is_raised_by_all_that_wait():
     def work(job):
         if job.rank == 1:
             raise ConfigError("soup", "jobs must be 1, got 2")
-        return job.told("what nobody tells")
+        return job.get("what nobody tells")
 
     waited, failed, other = together(work, 3)
     assert isinstance(failed, ConfigError)

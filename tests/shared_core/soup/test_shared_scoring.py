@@ -70,7 +70,7 @@ def test_scores_that_a_journal_has_are_shared_with_nobody(tmp_path):
 def test_an_evaluation_that_fails_in_one_process_ends_all():
     def be(job):
         if job.is_main:
-            return greedy_soup(RUNS, lambda weights: job.told("never") and 0.0, job=job)
+            return greedy_soup(RUNS, lambda weights: job.get("never") and 0.0, job=job)
         return score_share(RUNS, lambda weights: "good", job)
 
     main, other = together(be)
