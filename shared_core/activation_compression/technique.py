@@ -63,8 +63,12 @@ class ActivationCompression(Technique):
             raise _nothing_to_offload("a machine without one")
         return Touched()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Open the lane to the host."""
+        if state is not None:
+            self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
+            if "counts" in state:
+                self.counts.load_state_dict(state["counts"])
         self._held = HeldMemory(context.model)
         if self.config.offload:
             # One lane a device: models on several devices would need one each.
@@ -125,12 +129,6 @@ class ActivationCompression(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return how far into its step the run is, and what was counted."""
         return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
-        if "counts" in state:
-            self.counts.load_state_dict(state["counts"])
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the activations' bytes that was saved so far."""

@@ -127,8 +127,7 @@ class Distillation(Technique):
         """Take the hook off the student and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
-        # A run attaches again on resume and after evaluation: what pairs and averages learned is kept for that
-        # `begin`.
+        # the state stays readable
         self._saved_pairs = self._pair_states()
         for pairs in self._pairs.values():
             pairs.detach()
@@ -144,8 +143,12 @@ class Distillation(Technique):
         self._hook.active = False
         self._forget_batch()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve the range and bring the teacher to the student's device."""
+        saved = state or {}
+        if state is not None:
+            self._batches, self._positions = int(state["batches"]), int(state["positions"])
+            self._examples.load_state_dict(state)
         self._schedule = Schedule.resolved(self.config, context)
         self._schedule.options(context)  # raises where options move and nothing tells until when
         self._switch(context)
@@ -155,12 +158,12 @@ class Distillation(Technique):
             self._comparison.teachers.begin(self._student)
             self._comparison.begin(context)
             # Only now: the average is where the student is, and sharded as it is.
-            if self._saved_teachers:
-                self._comparison.teachers.load_state_dict(self._saved_teachers, self._student)
+            if teachers := saved.get("teachers"):
+                self._comparison.teachers.load_state_dict(teachers, self._student)
+        learned = dict(saved.get("pairs", {}))
         for name, pairs in self._pairs.items():
-            if self._saved_pairs.get(name):
-                pairs.load_state_dict(self._saved_pairs[name])
-        self._saved_teachers, self._saved_pairs = {}, {}
+            if learned.get(name):
+                pairs.load_state_dict(learned[name])
 
     def finish(self, context: Context) -> None:
         """Detach: the student is a plain model already."""
@@ -403,12 +406,6 @@ class Distillation(Technique):
     def _pair_states(self) -> dict[str, Any]:
         states = {name: pairs.state_dict() for name, pairs in self._pairs.items()}
         return self._saved_pairs | {name: state for name, state in states.items() if state}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters."""
-        self._batches, self._positions = int(state["batches"]), int(state["positions"])
-        self._examples.load_state_dict(state)
-        self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))
 
     # -- figures
 

@@ -118,7 +118,7 @@ class Session:
         self._trained: set[tuple[nn.Module, str]] = set()
         self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
         self._evaluation = contextlib.ExitStack()
-        self._restored: set[str] = set()
+        self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
         self._steps, self._experts, self._history = StepWatch(), ExpertUse(), History()
@@ -308,11 +308,12 @@ class Session:
         """
         context = self._attached("begin_again")
         for key, technique in self.techniques.items():
-            # some keep what was saved until they know the run
-            guard = reading(key) if key in self._restored else contextlib.nullcontext()
+            state = self._restored.get(key)
+            guard = contextlib.nullcontext() if state is None else reading(key)
             with self._hooks.timed(key), guard, torch.device("cpu"):
                 context.plans[key] = technique.plan(context)  # first: a later technique goes by it
-                technique.begin(context)
+                technique.begin(context, state)
+        self._restored = {}
         if self.techniques:
             forget_compiled()
 
@@ -731,7 +732,9 @@ class Session:
         return state_of(context, self.recipe, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
+        """Restore a saved state, after `attach`. A changed recipe is told, not hidden.
+
+        `begin` or `begin_again` follows, and gives the techniques theirs: one that is damaged is refused there.
 
         Raises:
             CheckpointError: If the state is not a session's.
@@ -739,7 +742,7 @@ class Session:
         context = self._attached("load_state_dict")
         context.reached = context.furthest
         recipe = restore(state, context, self._history, self._experts)
-        self._restored = {*state["techniques"]}
+        self._restored = state["techniques"]
         if self._begun:
             self._validation.restored(context)
         with reading("session"):

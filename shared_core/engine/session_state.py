@@ -11,7 +11,7 @@ import torch
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History
-from shared_core.engine.protocols import KeepsStructure, LoadsByName, offering
+from shared_core.engine.protocols import DrawsBatches, KeepsStructure, LoadsByName, offering
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import Context, Technique
@@ -52,7 +52,7 @@ def reading(key: str) -> Iterator[None]:
 
 
 def restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
-    """Put a saved state back; return the recipe that it was saved with.
+    """Put back all but what techniques get in `begin`; return the recipe that a state was saved with.
 
     Raises:
         CheckpointError: If the state is not a session's.
@@ -68,10 +68,14 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
         experts.load_state_dict(state.get("experts", {}))
     context.step, context.skipped = step, skipped
     refuse_foreign(saved, context.techniques)
-    for key, technique in context.techniques.items():
+    for key in context.techniques.keys() & saved.keys():
+        with reading(key):
+            if not isinstance(saved[key], Mapping):
+                raise TypeError(f"{saved[key]!r} is no mapping")
+    for key, drawing in offering(context.techniques, DrawsBatches):
         if key in saved:
             with reading(key):
-                technique.load_state_dict(saved[key])
+                drawing.restore(saved[key])
     return recipe
 
 

@@ -241,11 +241,15 @@ class Technique:
 
     # -- train
 
-    def begin(self, context: Context) -> None:
-        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
+        """Resolve positions; restore what `state_dict` returned, or make the first masks. The optimizer exists.
 
         Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
         first call put in.
+
+        Args:
+            context: The run; weights and its step are those of the checkpoint already.
+            state: This technique's in the checkpoint that the run goes on from; None if there is none.
         """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
@@ -290,9 +294,6 @@ class Technique:
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
 
     # -- report
 

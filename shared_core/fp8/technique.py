@@ -158,8 +158,10 @@ class Fp8(Technique):
         experts = (name for name, one in self.layers.items() if isinstance(one, ExpertMatrix))
         return {name: name.rpartition("[")[0] for name in experts}
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Start to remember, and say aloud if FP8 is emulated."""
+        if state is not None:
+            self._restore(state)
         for name, one in self.layers.items():
             if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
                 raise CompatibilityError(
@@ -174,8 +176,8 @@ class Fp8(Technique):
         self._watch.move_(device)
         if self._bank is not None:
             self._bank.move_(device)
-        for name, state in self.states.items():
-            state.keep_codes_of(weight_of(self.layers[name]))
+        for name, layer in self.states.items():
+            layer.keep_codes_of(weight_of(self.layers[name]))
         self._observe(True)
         if self.config.recipe == "hfp8":
             round_weights_([local_part(weight_of(module).detach()) for module in self.layers.values()])
@@ -288,8 +290,8 @@ class Fp8(Technique):
             **({} if self._bank is None else {"bank": self._bank.state_dict()}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, histories each for the layer of its name."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state, histories each for the layer of its name."""
         self._forget_codes()
         try:
             self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])

@@ -211,9 +211,11 @@ class Lora(Technique):
                 self._parameters[count] -= in_adapters
         return self._touched()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all."""
-        reshard_(context.model)
+        reshard_(context.model)  # an evaluation may have come before
+        if state is not None:
+            self._restore(state)
         self._check_wrapping()
         held = {
             id(parameter)
@@ -355,10 +357,8 @@ class Lora(Technique):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        if self._model is not None:
-            reshard_(self._model)  # an evaluation may have come before
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what each layer's weight is made of."""
         try:
             saved = state["layers"]
             if set(saved) != set(self.layers):

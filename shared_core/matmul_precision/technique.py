@@ -82,8 +82,10 @@ class MatmulPrecision(Technique):
         elif later[0]._before == self._set:  # else somebody set another one in between, which stays theirs
             later[0]._before = self._before
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
+        if state is not None:
+            self.loss_dtype.load_state_dict(state.get("loss", {}))
         parameter = next(context.model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._format = float32_matmul_format(self._device)
@@ -129,10 +131,6 @@ class MatmulPrecision(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return what the loss was computed in; all else is measured anew."""
         return {"loss": self.loss_dtype.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        self.loss_dtype.load_state_dict(state.get("loss", {}))
 
     def report(self) -> dict[str, Any]:
         """Return what was asked for, what was before, what products were really computed in, and the loss's dtypes."""

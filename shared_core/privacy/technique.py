@@ -175,7 +175,7 @@ class DifferentialPrivacy(Technique):
             acts_on_gradients=True,
         )
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Settle the noise and say what the run will have spent."""
         config, batches = self.config, self._known(self._batches)
         if config.delta >= 1 / batches.num_examples:
@@ -370,7 +370,7 @@ class DifferentialPrivacy(Technique):
             "processes": world_size(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what this run has spent since is never taken back."""
         try:
             draws, micro_batch = int(state["draws"]), int(state["micro_batch"])

@@ -201,8 +201,10 @@ class QuantizationAwareTraining(Technique):
     def _keeps_modules(self) -> bool:
         return self._final is not None and self.config.keep
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve positions and start to observe."""
+        if state is not None:
+            self._restore(state)
         folded = {name: module for name, module in self.layers.items() if "fold" in vars(module)}
         for name, module in folded.items():
             _refuse_shards(name, module)
@@ -353,7 +355,7 @@ class QuantizationAwareTraining(Technique):
         """Return ranges, the open window, counts and switches."""
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         """Take the saved ranges, each for the layer of its name."""
         try:
             self.policy.load_state_dict(state)

@@ -62,7 +62,7 @@ def attached(model, teacher, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, total_steps=total_steps)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 

@@ -42,7 +42,7 @@ def attached(model, teacher, services=None, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, services=services or Lines(), total_steps=total_steps)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -303,7 +303,7 @@ def test_counters_resume():
     technique.loss(context.model(torch.randn(4, 4)).sum(), context)
     resumed, context = attached(mlp(), mlp(16))
     for _ in range(2):
-        resumed.load_state_dict(technique.state_dict())
+        resumed.begin(context, technique.state_dict())
     resumed.loss(context.model(torch.randn(4, 4)).sum(), context)
     assert resumed.state_dict() == {"batches": 2, "positions": 8}
     assert resumed.metrics().keys() == {"distill/soft_loss", "distill/task_loss"}

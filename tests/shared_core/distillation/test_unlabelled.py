@@ -101,7 +101,7 @@ def test_counts_are_part_of_the_state():
     technique = session.techniques["distill"]
     session.loss(model(**technique.prepare_batch(batch([0, 1, 1])))["loss"])
     resumed, other = started(unlabelled_field=FIELD)
-    resumed.techniques["distill"].load_state_dict(technique.state_dict())
+    resumed.techniques["distill"].begin(resumed.context, technique.state_dict())
     resumed.loss(other(**resumed.techniques["distill"].prepare_batch(batch([1, 0])))["loss"])
     told = resumed.techniques["distill"].report()
     assert (told["labelled_examples"], told["unlabelled_examples"]) == (2, 3)

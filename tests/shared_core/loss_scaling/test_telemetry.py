@@ -173,7 +173,7 @@ def test_it_survives_a_resume(tmp_path):
     assert torch.equal(resumed.technique.telemetry.histograms, histograms)
     resumed.step(6)
     assert resumed.technique.telemetry.step == 4
-    resumed.technique.load_state_dict({"scaler": LossScaler().state_dict()})  # saved without telemetry
+    resumed.technique.begin(resumed.session.context, {"scaler": LossScaler().state_dict()})  # saved without telemetry
     assert resumed.technique.telemetry.step == 4
 
 

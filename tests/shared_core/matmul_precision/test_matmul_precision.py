@@ -37,7 +37,7 @@ def run(precision, model=None):
     technique = MatmulPrecision(MatmulPrecisionConfig(precision=precision))
     context = Context(model=model, services=Said())
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -223,7 +223,7 @@ def test_a_16_bit_loss_is_said_once_and_is_in_the_report():
     assert "computed in bfloat16" in line
     assert technique.report()["softmax_dtype"] == "bfloat16"
     resumed = MatmulPrecision(technique.config)
-    resumed.load_state_dict(technique.state_dict())
+    resumed.begin(context, technique.state_dict())
     assert resumed.loss_dtype.report() == technique.loss_dtype.report()
     assert not resumed.loss_dtype.see(loss)
     assert LossDtype().report() == {}

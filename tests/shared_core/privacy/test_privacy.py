@@ -550,9 +550,9 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     assert whole.technique.report()["steps"] == 4
     saved = {**state["techniques"]["dp"], "processes": 2}
     with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
-        again.technique.load_state_dict(saved)
+        again.technique.restore(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
-        again.technique.load_state_dict({"draws": 1})
+        again.technique.restore({"draws": 1})
     with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
         run().session.load_state_dict({**state, "techniques": {}})
 

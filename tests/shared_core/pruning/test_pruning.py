@@ -495,12 +495,14 @@ def test_a_state_of_another_model_is_refused():
     state = {"optimizer": opt.state_dict(), "session": session.state_dict()}
     other = Session(session.recipe)
     other.attach(make_net(width=16))
+    other.load_state_dict(state["session"])
     with pytest.raises(CheckpointError, match=r"0.weight must be 12 bytes, got 9"):
-        other.load_state_dict(state["session"])
+        other.begin([], total_steps=1)
     other = Session(session.recipe)
     other.attach(nn.Sequential(nn.Linear(6, 12)))
+    other.load_state_dict(state["session"])
     with pytest.raises(CheckpointError, match=r"difference at 3.weight"):
-        other.load_state_dict(state["session"])
+        other.begin([], total_steps=1)
 
 
 def test_plain_magnitude_enters_no_file_of_other_policies():
