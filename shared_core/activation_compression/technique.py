@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from shared_core.activation_compression.config import ActivationsConfig
+from shared_core.activation_compression.config import NO_USE, ActivationsConfig
 from shared_core.activation_compression.host_offload import CudaLane, HostMover
 from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.plan import Ability, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -51,11 +51,6 @@ class ActivationCompression(Technique):
         self._mover: HostMover | None = None
         self._held: HeldMemory | None = None
         self._step, self._micro_batch = -1, 0
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells where offload has no use."""
-        return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
 
     def attach(self, context: Context) -> Touched:
         """Refuse to offload where there is no GPU."""
@@ -139,12 +134,9 @@ class ActivationCompression(Technique):
         return self.counts.report()
 
 
-_NO_USE = "they lie in host memory already, and there is nothing to offload"
-
-
 def _nothing_to_offload(found: str) -> CompatibilityError:
     return CompatibilityError(
         "activations",
-        f"offload must have activations on a CUDA device, got {found}: {_NO_USE}",
+        f"offload must have activations on a CUDA device, got {found}: {NO_USE}",
         "leave it out, and pack them (--activations_pack exact)",
     )

@@ -17,7 +17,7 @@ from shared_core.engine.micro_batches import mean_over_micro_batch
 from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering
 from shared_core.engine.services import BareServices, Services
 from shared_core.errors import ConfigError
@@ -214,11 +214,6 @@ class Technique:
         self.config = config
 
     # -- describe
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return how this technique runs on a device, whatever its options."""
-        return Ability("native")
 
     def plan(self, context: Context) -> Plan:
         """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
@@ -31,7 +31,6 @@ from shared_core.fp8.layers import (
     select_layers,
     weight_of,
 )
-from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.recipes import round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
@@ -71,18 +70,6 @@ class Fp8(Technique):
         self._bank: Bank | None = None
         self._pending: Tensor | None = None
         self._undo: Undo = []
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native where a scaled matmul computes what the emulation does; tells the recipes."""
-        reasons = {
-            recipe: probe.why_not_native(recipe, Fp8Config(recipe=recipe).gradient_dtype, device)  # type: ignore[arg-type]
-            for recipe in BLOCKS
-        }
-        native = [recipe for recipe, reason in reasons.items() if reason is None]
-        if native:
-            return Ability("native", f"recipes {', '.join(native)}; the others are emulated")
-        return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
 
     def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to multiply in FP8; remember nothing yet."""

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
-from shared_core.engine.plan import Ability, Plan, Touched, trained
+from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
@@ -59,13 +59,6 @@ class GradientCompression(Technique):
         self._step = {"gradients": 0, "sent": 0}
         self._last = self._total = dict(self._step)
         self._discarded = self._in_a_row = 0
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused where torch has no processes."""
-        if not torch.distributed.is_available():
-            return Ability("refused", "torch was built without torch.distributed")
-        return Ability("native", "in two processes and more, under DDP or FSDP2")
 
     def attach(self, context: Context) -> Touched:
         """Refuse a run of one process, which sends nothing."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Gone, Same
 from shared_core.engine.optimizer_parameters import layers_of_copies
-from shared_core.engine.plan import Ability, Plan, Touched, needs
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
@@ -88,12 +88,6 @@ class Lora(Technique):
         self._model: nn.Module | None = None
 
     # -- start
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused without peft; tells what is left without bitsandbytes."""
-        codes = needs("bitsandbytes", "lora", "lora")
-        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
 
     def attach(self, context: Context) -> Touched:
         """Freeze the model, quantise the layers and put adapters on them."""

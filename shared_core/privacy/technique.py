@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
-from shared_core.engine.plan import Ability, Plan, Touched, needs, trained
+from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
@@ -88,11 +88,6 @@ class DifferentialPrivacy(Technique):
         where the loss is the mean over rows."""
 
     # -- start
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused without Opacus."""
-        return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def attach(self, context: Context) -> Touched:
         """Put the hooks on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
@@ -73,12 +72,6 @@ class QuantizationAwareTraining(Technique):
     def bank(self) -> RangeBank:
         """The ranges of all layers, and the switches."""
         return self.policy.bank
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells what multiplies converted layers."""
-        kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
-        return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
 
     def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to quantise; observe nothing yet."""
