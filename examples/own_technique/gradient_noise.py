@@ -55,7 +55,7 @@ class GradientNoise(Technique):
         """Count the step, unless it was skipped."""
         self.num_noised += applied
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return what the progress bar and the logger show."""
         return {"noise/deviation": self.deviation}
 

@@ -125,7 +125,7 @@ class ActivationCompression(Technique):
         """Return how far into its step the run is, and what was counted."""
         return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the share of the activations' bytes that was saved so far."""
         return {"activations/saved": self.counts.share_saved}
 

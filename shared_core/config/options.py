@@ -231,7 +231,7 @@ class TechniqueConfig(Options):
     """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
-    """The figures that `metrics` logs, by name, without ``<key>/``."""
+    """The figures that the technique's `figures` returns, by name, without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
     saved_structure: ClassVar[tuple[str, str] | None] = None

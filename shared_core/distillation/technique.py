@@ -409,7 +409,7 @@ class Distillation(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the latest step's mean task loss, its mean soft term with T², and options that move."""
         figures = self._means.read()
         return figures | self._moving if figures else {}

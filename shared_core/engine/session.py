@@ -765,11 +765,11 @@ class Session:
                 with reading(name):
                     window.load_window_state(found[name])
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
         self._tell_counts(self._means.differing())
-        metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
-        return self._history.logged(self.step, metrics)
+        found = {name: value for one in self.techniques.values() for name, value in one.figures().items()}
+        return self._history.logged(self.step, found)
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""

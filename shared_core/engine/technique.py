@@ -292,7 +292,7 @@ class Technique:
 
     # -- report
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return figures for progress bar and logger, named ``<technique>/<figure>``."""
         return {}
 

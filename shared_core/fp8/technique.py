@@ -311,7 +311,7 @@ class Fp8(Technique):
                 raise
             raise CheckpointError("fp8", f"state must be one that fp8 saved, got {error!r}") from error
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""
         return {"fp8/layers": float(len(self.layers)), "fp8/discarded_steps": float(self.discarded)}
 

@@ -318,7 +318,7 @@ class LoopDriver:
 
     def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log the techniques' figures beside the script's."""
-        return method({**values, **self.session.metrics()} if self.is_live else values, *args, **kwargs)
+        return method({**values, **self.session.figures()} if self.is_live else values, *args, **kwargs)
 
     # --- files
 

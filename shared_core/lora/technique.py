@@ -373,7 +373,7 @@ class Lora(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers are adapted and how many parameters are trained."""
         return {"lora/layers": float(len(self._told)), "lora/trained": float(self._parameters["trained_parameters"])}
 

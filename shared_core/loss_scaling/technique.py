@@ -139,14 +139,14 @@ class LossScaling(Technique):
             "loss": self.loss_dtype.state_dict(),
         }
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""
         return {
             "loss_scale/scale": self.scaler.get_scale(),
             "loss_scale/skipped": float(self.scaler.skipped_steps),
-            **self.telemetry.metrics(),
-            **self.flush.metrics(),
-            **self.histograms.metrics(),
+            **self.telemetry.figures(),
+            **self.flush.figures(),
+            **self.histograms.figures(),
         }
 
     def report(self) -> dict[str, Any]:

@@ -296,7 +296,7 @@ class LowRank(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers are factorised, and which share of the model's parameters is left."""
         before, after = self._parameters
         return {"low_rank/layers": float(len(self._structure)), "low_rank/parameters": after / before}

@@ -528,7 +528,7 @@ class PrimaryWeights(Technique):
                 "primary_weights", f"state must be one that primary_weights saved, got {error!r}"
             ) from error
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``primary_weights/small_updates``, the share of updates that 16 bit alone would have lost."""
         share = _share(self._small_updates)
         return {} if share is None else {"primary_weights/small_updates": share}

@@ -54,7 +54,7 @@ class DifferentialPrivacy(Technique):
         ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
-        >>> round(session.metrics()["dp/epsilon"], 2)
+        >>> round(session.figures()["dp/epsilon"], 2)
         4.87
         >>> session.finish()
     """
@@ -394,7 +394,7 @@ class DifferentialPrivacy(Technique):
         """Return the epsilon of all steps so far."""
         return epsilon(self._spent, self.config.delta, self.config.accountant)
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``dp/epsilon``, spent so far."""
         return {} if self._noise == 0 else {"dp/epsilon": self._shown_epsilon()}
 

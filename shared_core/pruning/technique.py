@@ -311,7 +311,7 @@ class Pruning(Technique):
         if self._costs:
             self._costs.costs.update(state.get("costs", {}))
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
         return {"prune/sparsity": self._pruned_share}
 

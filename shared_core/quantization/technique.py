@@ -358,7 +358,7 @@ class QuantizationAwareTraining(Technique):
                 raise
             raise CheckpointError("qat", f"state must be one that qat saved, got {error!r}") from error
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
         return {
             "qat/active": float(self.bank.quantizing),

@@ -493,7 +493,7 @@ class WeightAverage(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``average/updates``, the number of weights that the average has seen."""
         return {"average/updates": float(self._running.num_updates)}
 

@@ -285,7 +285,7 @@ class WeightClustering(Technique):
         self._clustered_at = int(state["clustered_at"])
         self._errors = {name: float(error) for name, error in state["errors"].items()}
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``cluster/values``, the number of distinct values that all shared weights together have."""
         return {"cluster/values": float(self._num_values)}
 

@@ -63,7 +63,7 @@ class TestMixedLoss:
             targets = teacher.eval()(x)
         expected = alpha * task + (1 - alpha) * kd_loss(logits, targets, temperature=3.0)
         torch.testing.assert_close(loss, expected)
-        metrics = technique.metrics()
+        metrics = technique.figures()
         assert metrics["distill/task_loss"] == pytest.approx(task.item())
         assert metrics["distill/soft_loss"] == pytest.approx(kd_loss(logits, targets, temperature=3.0).item(), rel=1e-5)
 
@@ -82,7 +82,7 @@ class TestMixedLoss:
             technique.loss(student(torch.randn(16, 4)).sum() * 0, context).backward()
             optimizer.step()
             technique.after_step(context, True)
-        assert technique.metrics()["distill/soft_loss"] < 1e-3
+        assert technique.figures()["distill/soft_loss"] < 1e-3
 
     def test_range(self):
         technique, context = attached(mlp(), mlp(16), begin=2, end=0.5)
@@ -110,9 +110,9 @@ class TestMixedLoss:
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
         context.step = 1
         technique.after_step(context, True)
-        assert technique.metrics()
+        assert technique.figures()
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
-        assert technique.metrics() == {}
+        assert technique.figures() == {}
 
     @pytest.mark.parametrize(("begin", "end"), [(4, 4), (6, 0.5), (1.0, 10)])
     def test_an_empty_range_is_refused(self, begin, end):
@@ -306,8 +306,8 @@ def test_counters_resume():
         resumed.begin(context, technique.state_dict())
     resumed.loss(context.model(torch.randn(4, 4)).sum(), context)
     assert resumed.state_dict() == {"batches": 2, "positions": 8}
-    assert resumed.metrics().keys() == {"distill/soft_loss", "distill/task_loss"}
-    assert Distillation(DistillConfig(teacher="t")).metrics() == {}
+    assert resumed.figures().keys() == {"distill/soft_loss", "distill/task_loss"}
+    assert Distillation(DistillConfig(teacher="t")).figures() == {}
 
 
 class Parts(nn.Module):
@@ -409,7 +409,7 @@ def test_looking_ahead_changes_no_loss_and_happens_once():
         task = calls(model, x, y)
         assert (session.loss(task) is task) == (step < 2)
         assert len(asked) == (1 if step < 2 else step)
-        assert bool(session.metrics()) == (step >= 2)
+        assert bool(session.figures()) == (step >= 2)
         session.after_step()
     assert session.receipt().values["techniques"]["distill"]["batches"] == 2
     session.detach()

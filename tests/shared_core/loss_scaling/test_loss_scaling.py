@@ -261,7 +261,7 @@ class TestTechnique:
             technique.begin(context, None)
             self.run(technique, (0, INF, 0, 0, 0, NAN), model, optimizer, context)
             assert context.step == 4
-            assert technique.metrics() == {"loss_scale/scale": 512.0, "loss_scale/skipped": 2.0}
+            assert technique.figures() == {"loss_scale/scale": 512.0, "loss_scale/skipped": 2.0}
             report = technique.report()
             assert report == {
                 "kind": "dynamic", "steps": 6, "skipped_steps": 2, "scale": 512.0,
@@ -299,7 +299,7 @@ class TestTechnique:
                     technique.begin(context, state)
                     technique.begin(context, state)
                 self.run(technique, [bad], model, optimizer, context)
-                trace.append((technique.metrics(), technique.report(), model.weight.tolist()))
+                trace.append((technique.figures(), technique.report(), model.weight.tolist()))
             traces.append(trace)
         assert traces[0] == traces[1]
 

@@ -544,7 +544,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     again.session.before_step()
     for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(first.grad, second.grad)
-    assert again.session.metrics() == whole.session.metrics()
+    assert again.session.figures() == whole.session.figures()
     # what was spent later is not forgotten when an earlier checkpoint is the best one
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
@@ -570,7 +570,7 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     assert (told["expected_batch"], told["steps"]) == (8, 3)
     by_example = ["0.bias", "2.bias", "2.weight", "3.bias"]
     assert (told["norms_by_ghost"], told["norms_by_example"]) == (["0.weight", "3.weight"], by_example)
-    assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
+    assert run.session.figures()["dp/epsilon"] == told["epsilon"]
     assert run.session.unreached() == {}
     # a step after the planned ones is counted, and more than the target is told
     run.step(3)
@@ -604,7 +604,7 @@ def test_no_noise_is_told_as_no_privacy():
     run = Run(nn.Linear(3, 2), noise_multiplier=0.0)
     run.step(0)
     assert run.technique.report()["epsilon"] == "infinite"
-    assert run.session.metrics() == {}
+    assert run.session.figures() == {}
 
 
 def test_a_loss_that_is_no_mean_over_examples_is_refused():

@@ -86,7 +86,7 @@ def test_a_thousand_steps_keep_exact_counts_and_positive_zeros(optimizer, clip):
         pruned_before.update(now)
 
     train(session, opt, model, range(1000), check, clip)
-    assert session.metrics()["prune/sparsity"] == pytest.approx(90 / 120)
+    assert session.figures()["prune/sparsity"] == pytest.approx(90 / 120)
     session.finish()
     assert session.techniques["prune"].report()["pruned"] == 90
 
