@@ -32,7 +32,6 @@ from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import (
-    OptimizerParameters,
     joined_note,
     own_parameters,
     shapes_of,
@@ -43,10 +42,8 @@ from shared_core.engine.optimizer_parameters import (
 from shared_core.engine.protocols import (
     Bakes,
     Deploys,
-    DrawsBatches,
     LeavesUnheld,
     LooksFirst,
-    MakesScaler,
     PreparesOptimizer,
     SeesMetrics,
     TrainsPeers,
@@ -113,7 +110,6 @@ class Session:
         self.is_changed = False
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
-        self._parameters: OptimizerParameters | None = None
         self._counted = coverage.Counted()
         self._trained: set[tuple[nn.Module, str]] = set()
         self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
@@ -291,7 +287,7 @@ class Session:
         self._refuse_without_batches(context)
         self._leave_unheld(context)
         acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
-        if self._parameters is not None and self._parameters.adds:
+        if context.adds_parameters:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
         self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
         self._started = self._started if self._begun else time.perf_counter()
@@ -347,56 +343,6 @@ class Session:
             raise CompatibilityError(
                 wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
             )
-
-    def attach_with(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], run_environment: Iterable[str] = ()
-    ) -> None:
-        """Prepare a model whose optimizers exist: they hold what techniques add, and at the end the user's again.
-
-        Args:
-            model: As in `attach`.
-            optimizers: Torch's own, unwrapped, which have not stepped yet.
-            run_environment: As in `attach`.
-
-        Raises:
-            TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `attach`.
-        """
-        optimizers = tuple(optimizers)
-        model_guards.refuse_other_optimizers(optimizers, self._front_end)
-        parameters = OptimizerParameters(model, optimizers)
-        if parameters.is_empty:
-            raise TrainingError(
-                self._front_end,
-                f"optimizer must hold parameters of the {type(model).__name__} that trains, got none",
-                "make it from model.parameters()",
-            )
-        self.attach(model, run_environment)
-        self._parameters = parameters
-        try:
-            parameters.follow()
-        except BaseException:
-            self.detach()
-            raise
-
-    def sharding(self) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds sharding the model behind `attach_with`: the optimizers hold its parts from then on."""
-        return contextlib.nullcontext() if self._parameters is None else self._parameters.sharding()
-
-    @property
-    def draws_batches(self) -> bool:
-        """True if a technique draws the training batches; then call `draw` before `begin`."""
-        return bool(offering(self.techniques, DrawsBatches))
-
-    def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
-        for _, drawing in offering(self.techniques, DrawsBatches):
-            loader = drawing.loader(loader, accumulate, batch_size, **more)
-        return loader
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
-        made = [one.make_scaler(device) for _, one in offering(self.techniques, MakesScaler)]
-        return next((scaler for scaler in made if scaler is not None), None)
 
     @property
     def peers(self) -> list[nn.Module]:
@@ -700,8 +646,6 @@ class Session:
             self._final_reports = self._final_reports or self._reports()  # stock layers have nothing left to tell
         finally:
             self.context.undo.close()
-            if self._parameters is not None:
-                self._parameters.restore()
             self._finished = True
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -80,6 +80,8 @@ class Context:
     discard_step: bool = False
     """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
+    adds_parameters: bool = False
+    """Whether optimizers were made first and given what techniques added to the model; see `attach_with`."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
     techniques: Mapping[str, Technique] = field(default_factory=dict)

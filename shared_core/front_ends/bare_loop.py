@@ -33,12 +33,12 @@ class BareLoop(LoopDriver):
 
     def prepare(self, resumed: Mapping[str, Any] | None, loader: DataLoader[Any] | None) -> None:
         """Begin, or go on from a saved state."""
-        self._scaler: Any = self.session.make_scaler(next(self.inner.parameters()).device.type)
+        self._scaler: Any = self.make_scaler(next(self.inner.parameters()).device.type)
         self.watch_steps()
         if resumed is not None:
             self.session.prepare_optimizers([self.optimizer])
             self.session.load_state_dict(resumed)
-        self.loader = loader if loader is None else self.session.draw(loader, self.accumulate)
+        self.loader = loader if loader is None else self.draw(loader)
         self.begin()
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:

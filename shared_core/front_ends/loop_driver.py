@@ -16,6 +16,8 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine import rank_states
+from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
 from shared_core.engine.session_state import fits
@@ -132,13 +134,29 @@ class LoopDriver:
 
     def attach(self, environment: Iterable[str]) -> None:
         """Put the techniques on the model, and what they add into the optimizer."""
-        self.session.attach_with(self.inner, [self.optimizer], environment)
+        self._parameters = attach_with(self.session, self.inner, [self.optimizer], environment)
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        made = [one.make_scaler(device) for _, one in offering(self.session.techniques, MakesScaler)]
+        return next((scaler for scaler in made if scaler is not None), None)
+
+    @property
+    def draws_batches(self) -> bool:
+        """True if a technique draws the training batches; then call `draw` before `begin`."""
+        return bool(offering(self.session.techniques, DrawsBatches))
+
+    def draw(self, loader: Any, batch_size: int | None = None, **more: Any) -> Any:
+        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
+        for _, drawing in offering(self.session.techniques, DrawsBatches):
+            loader = drawing.loader(loader, self.accumulate, batch_size, **more)
+        return loader
 
     def set_up(self, prepare: Callable[[], T]) -> T:
         """Return what the library prepares, watched; an error leaves the user's own model behind."""
         try:
             self._check_positions()
-            with self.session.sharding():
+            with self._parameters.sharding():
                 prepared = prepare()
             watched: T = self.watch(prepared)
         except BaseException:
@@ -253,7 +271,7 @@ class LoopDriver:
         return bool(weighing)
 
     def _refuse_undrawn(self) -> None:
-        if self.session.draws_batches and self.micro_batches >= self.accumulate:
+        if self.draws_batches and self.micro_batches >= self.accumulate:
             raise TrainingError(
                 self.name,
                 f"a step must be of one drawn batch in {self.accumulate} parts, got a forward behind "

@@ -43,7 +43,7 @@ class DifferentialPrivacy(Technique):
         >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
         >>> session.attach(model)
         >>> data = torch.utils.data.TensorDataset(torch.randn(40, 4))
-        >>> loader = session.draw(DataLoader(data, batch_size=10))
+        >>> loader = session.techniques["dp"].loader(DataLoader(data, batch_size=10))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=4)  # doctest: +ELLIPSIS
         efftrain: dp: ...

@@ -597,7 +597,6 @@ def test_a_plain_loop_trains_on_the_loader_that_it_gets():
                 optimizer.zero_grad()
     report = loop.session.receipt().values["techniques"]["dp"]
     assert (report["steps"], report["expected_batch"], report["examples"]) == (5, 8, 40)
-    assert Session({}).draw("a loader") == "a loader"
 
 
 def test_no_noise_is_told_as_no_privacy():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
@@ -171,7 +172,7 @@ def test_a_run_that_is_refused_before_it_begins_says_why():
     net = build()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     session = Session(Recipe.from_dict({"prune": {"begin": "1ep", **OWN}}))
-    session.attach_with(net, [optimizer])
+    attach_with(session, net, [optimizer])
     with pytest.raises(ConfigError, match="the length of an epoch is unknown"):
         session.begin([optimizer], total_steps=12)
     session.detach()

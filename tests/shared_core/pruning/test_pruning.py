@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shared_core.pruning
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
@@ -545,7 +546,7 @@ def test_a_sparse_model_whose_zeros_a_schedule_fills_again_is_told_at_the_start(
             model[2].weight.zero_()  # drawn as zeros, as the last layer of a residual branch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Session({"prune": options})
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=20)
     told = [note for note in session.notes if "zero already" in note]
     assert bool(told) == (is_told and is_sparse)
