@@ -55,7 +55,7 @@ from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.services import BareServices, Services
 from shared_core.engine.session_state import reading, restore, state_of, unstepped
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CompatibilityError, ReceiptError, TrainingError
+from shared_core.errors import ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
 
 
@@ -270,7 +270,7 @@ class Session:
         # Marked once they are what training begins with.
         context.left_out.mark()
         plans = context.ask_plans()
-        self._refuse_without_batches(context)
+        compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
         acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
         if context.adds_parameters:
@@ -319,16 +319,6 @@ class Session:
 
     def _measure_coverage(self, context: Context, *, allow_partial: bool) -> None:
         self.coverage = coverage.of_run(self._counted, context, allow_partial=allow_partial)
-
-    def _refuse_without_batches(self, context: Context) -> None:
-        """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
-        remedy = getattr(context.services, "lacks_batches", "")
-        replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
-        if remedy and replacing and wanting:
-            raise CompatibilityError(
-                wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
-            )
 
     @property
     def peers(self) -> list[nn.Module]:
@@ -516,10 +506,6 @@ class Session:
         if self.context is not None:
             self._validation.of_final(self.context, evaluate, after_steps=anew)
 
-    def unreached(self) -> dict[str, str]:
-        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`."""
-        return self._ending.unreached(self.context) if self.context is not None and self.has_begun else {}
-
     def may_be_best(self) -> bool:
         """Return whether the weights of now hold what was asked for: others do not compete for the best."""
         return self.context is None or not self.has_begun or self._ending.may_be_best(self.context)
@@ -662,20 +648,6 @@ class Session:
         for change in changes:
             self.note(f"resumed {change}")
 
-    def window_state(self) -> dict[str, dict[str, Any]]:
-        """Return what techniques have gathered on this process in an accumulation window that is not over."""
-        windows = self._attached("window_state").windows
-        return {name: state for name, window in windows.items() if (state := window.window_state())}
-
-    def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
-        with reading("session"):
-            found = dict(state)
-        for name, window in self._attached("load_window_state").windows.items():
-            if name in found:
-                with reading(name):
-                    window.load_window_state(found[name])
-
     def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
         self._tell_counts(self._means.differing())
@@ -702,7 +674,7 @@ class Session:
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._hooks.seconds.items()},
                 "techniques": self._final_reports or self._reports(),
-                "unreached": self.unreached(),
+                "unreached": self._ending.unreached(self.context) if self.context and self.has_begun else {},
                 "final_evaluation": self._validation.finals(self.context),
                 "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
                 "experts_without_tokens": self._experts.without_tokens(),

@@ -79,6 +79,22 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
     return recipe
 
 
+def window_state(session: Session) -> dict[str, dict[str, Any]]:
+    """Return what techniques have gathered on this process in an accumulation window that is not over."""
+    windows = session.context.windows if session.context is not None else {}
+    return {name: state for name, window in windows.items() if (state := window.window_state())}
+
+
+def load_window_state(session: Session, state: Mapping[str, Any]) -> None:
+    """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
+    with reading("session"):
+        found = dict(state)
+    for name, window in session.context.windows.items() if session.context is not None else ():
+        if name in found:
+            with reading(name):
+                window.load_window_state(found[name])
+
+
 def refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
     """Refuse a checkpoint of a run without a technique that goes on from its own alone."""
     for key in techniques.keys() - saved.keys():

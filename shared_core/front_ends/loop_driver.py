@@ -20,7 +20,7 @@ from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fits
+from shared_core.engine.session_state import fits, load_window_state, window_state
 from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.loop_services import LoopServices
@@ -399,7 +399,7 @@ class LoopDriver:
         parts = [name for name, one in named.items() if is_sharded(one) and one.requires_grad]
         if parts and held.keys().isdisjoint(parts):  # FSDP2 keeps them to itself until they are reduced
             self.session.note("gradients of an unfinished window that processes have not summed yet are not saved")
-        return {"count": self.micro_batches, "gradients": held, "windows": self.session.window_state()}
+        return {"count": self.micro_batches, "gradients": held, "windows": window_state(self.session)}
 
     def _restore_window(self) -> None:
         window, self._window = self._window, {}
@@ -409,7 +409,7 @@ class LoopDriver:
         parameters = dict(self.inner.named_parameters())
         for name, gradient in window["gradients"].items():
             put_gradient(parameters[name], gradient)
-        self.session.load_window_state(window["windows"])
+        load_window_state(self.session, window["windows"])
 
     # --- the end
 

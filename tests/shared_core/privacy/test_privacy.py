@@ -571,13 +571,13 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     by_example = ["0.bias", "2.bias", "2.weight", "3.bias"]
     assert (told["norms_by_ghost"], told["norms_by_example"]) == (["0.weight", "3.weight"], by_example)
     assert run.session.figures()["dp/epsilon"] == told["epsilon"]
-    assert run.session.unreached() == {}
+    assert run.session.receipt()["unreached"] == {}
     # a step after the planned ones is counted, and more than the target is told
     run.step(3)
     run.session.after_step()
     spent = epsilon([(told["noise_multiplier"], 0.2, 4)], 1e-3, "rdp")
     assert run.technique.report()["epsilon"] == spent > 9.0
-    assert run.session.unreached() == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
+    assert run.session.receipt()["unreached"] == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
 
 
 def test_without_a_seed_no_two_runs_draw_alike():

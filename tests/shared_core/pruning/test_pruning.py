@@ -323,7 +323,7 @@ def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
     train(session, opt, model, range(15))
     reached = sum(int(zero.sum()) for zero in zeros(model).values())
     assert 0 < reached < 60
-    unreached = session.unreached()
+    unreached = session.receipt()["unreached"]
     assert unreached == {"prune": "sparsity 0.2032 of 0.75, complete at step 100"}
     assert not session.may_be_best()
     session.finish()
