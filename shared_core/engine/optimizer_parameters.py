@@ -346,11 +346,7 @@ def attach_with(
         )
     session.attach(model, run_environment)
     context = cast("Context", session.context)
-    # First in, so last out: the techniques' own undo comes before.
-    undo = contextlib.ExitStack()
-    undo.callback(parameters.restore)
-    undo.enter_context(context.undo)
-    context.undo = undo
+    context.undo.close_with(parameters.restore)
     try:
         parameters.follow()
     except BaseException:

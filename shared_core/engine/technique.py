@@ -20,6 +20,7 @@ from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering
 from shared_core.engine.services import BareServices, Services
+from shared_core.engine.undo import Undo
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import buffers_restored
 
@@ -88,7 +89,7 @@ class Context:
     """All of the recipe, by key, in the order of composition."""
     touched: dict[str, Touched] = field(default_factory=dict)
     """By recipe key what each technique chose in the model."""
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    undo: Undo = field(default_factory=Undo)
     """What techniques put here in `attach` gives the model back as the user made it."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
