@@ -101,8 +101,9 @@ class Distillation(Technique):
         model = context.model
         context.undo.callback(self._detach)
         config, student = self.config, self._find_student(model)
+        touched = Touched.modules({config.student or type(model).__name__: student}, what="student")
         if context.is_preview:
-            return Touched()
+            return touched
         comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
         self._told, teachers = comparison.told, comparison.teachers.modules
@@ -121,7 +122,7 @@ class Distillation(Technique):
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
         self._fused = FusedHead(student) if self.fuses_head else None  # its hook makes what the next one keeps
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
-        return Touched.modules({self.config.student or type(context.model).__name__: student}, what="student")
+        return touched
 
     def _detach(self) -> None:
         """Take the hook off the student and release the teacher."""

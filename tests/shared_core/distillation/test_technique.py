@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_core import Session
+from shared_core import Recipe, Session
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
 from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
+from shared_core.tools.planning.explain import explain
 
 
 def mlp(width=8, classes=3, seed=0):
@@ -413,3 +414,8 @@ def test_looking_ahead_changes_no_loss_and_happens_once():
         session.after_step()
     assert session.receipt().values["techniques"]["distill"]["batches"] == 2
     session.detach()
+
+
+def test_a_preview_names_the_student():
+    found = explain(Recipe.from_dict({"distill": {"teacher": "not/loaded"}}), model=nn.Linear(4, 2)).touched["distill"]
+    assert (found.what, dict(found.tensors)) == ("student", {"Linear": 10})
