@@ -51,6 +51,7 @@ class LoopDriver:
         optimizer: That of its parameters, of torch.
         plan: How long the loop is.
         services: What can be done for techniques; by default what every loop can.
+        seed: Of what techniques draw.
     """
 
     name: ClassVar[str]
@@ -70,11 +71,11 @@ class LoopDriver:
 
     def __init__(
         self, recipe: Mapping[str, Any], inner: nn.Module, optimizer: torch.optim.Optimizer, plan: LoopPlan,
-        services: Services | None = None,
+        services: Services | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.inner, self.optimizer, self.plan = inner, optimizer, plan
         self.services = services or LoopServices(self)
-        self.session = Session(recipe, front_end=self.name, services=self.services)
+        self.session = Session(recipe, seed=seed, front_end=self.name, services=self.services)
         self.wrapped: Any = None  # what the library makes of the model
         self.wrappers: list[Any] = []  # around the optimizer
         self.batches: Iterable[Any] | None = None
@@ -82,7 +83,7 @@ class LoopDriver:
         self.start = Path.cwd()  # that of the receipt if nothing is saved
         self.micro_batches = 0  # since the last step
         self.is_complete = False  # whether the techniques have seen a step's gradients
-        self.is_filing = self.evaluates = self._has_stepped = False
+        self.is_filing = self.evaluates = self._has_stepped = self._is_stepping = False
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of a forward
         self.to_device: Callable[[Any], Any] = lambda batch: batch
         self.loaded_state: Mapping[str, Any] | None = None
@@ -243,6 +244,8 @@ class LoopDriver:
     def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the script's ``backward`` with the loss that the techniques train on."""
         self.begin()
+        if self._is_stepping:  # the optimizer's own evaluations, as of LBFGS
+            return method(self.session.loss(loss), *args, **kwargs)
         if self.is_complete:
             raise TrainingError(
                 self.name,
@@ -304,13 +307,18 @@ class LoopDriver:
                 f"call {self.owner}.backward in place of loss.backward",
             )
         self.complete()
-        result = method()
+        self._has_stepped = False  # torch steps an optimizer too, to save one that has no state yet
+        self._is_stepping = True
+        try:
+            result = method()
+        finally:
+            self._is_stepping = False
         self._count(self.applied())
         return result
 
     def on_zero_grad(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Drop gradients; those of a step that was prepared for and not made count as skipped."""
-        if self.micro_batches and self.is_last_micro_batch and not self.is_filing:
+        if self.micro_batches and self.is_last_micro_batch and not (self.is_filing or self._is_stepping):
             if self.is_complete:
                 self.applied()
                 self._count(False)
@@ -452,8 +460,7 @@ class LoopDriver:
         """Say what the script has not done, and leave a receipt."""
         if not self.session.has_begun:
             self.session.finish()  # says that training never began
-            return
-        if not self.session.is_finished:
+        elif not self.session.is_finished:
             self.session.note(
                 f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.plan.total_steps} "
                 f"steps{self.ends_by}; what it saved itself holds the weights of training"
