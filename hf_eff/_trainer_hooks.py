@@ -613,6 +613,6 @@ class SessionCallback(TrainerCallback):
             return
         if logs is None or logs.keys().isdisjoint({"loss", "learning_rate"}):  # a subclass may rename its loss
             return
-        figures = {name: float(value) for name, value in self.session.metrics().items()}
+        figures = {name: float(value) for name, value in self.session.figures().items()}
         logs.update(figures)
         state.log_history[-1].update(figures)  # the trainer put a copy there before this event

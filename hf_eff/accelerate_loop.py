@@ -152,7 +152,7 @@ class AcceleratedLoop(LoopDriver):
         environment = accelerator_environment(accelerator, inner, type(optimizer))
         _check_places(accelerator, environment)
         self.attach({"own_loop", *environment})
-        if self.session.draws_batches and self.batches is None:
+        if self.draws_batches and self.batches is None:
             raise ConfigError(
                 "accelerate",
                 "prepare must get the training DataLoader too with a technique that draws batches, got none",
@@ -160,7 +160,7 @@ class AcceleratedLoop(LoopDriver):
             )
         self._scale = GradientScale(self)
         # before the optimizer is prepared
-        if (scaler := self.session.make_scaler(accelerator.device.type)) is not None:
+        if (scaler := self.make_scaler(accelerator.device.type)) is not None:
             native = self.accelerator.native_amp or accelerator.mixed_precision == "fp16"
             self.restore_at_end(accelerator, scaler=scaler, native_amp=native)
         self._baked: Any = None
@@ -231,7 +231,7 @@ class AcceleratedLoop(LoopDriver):
 
     def _with_batches(self, prepared: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what Accelerate prepared, the first loader with batches of a technique that draws them."""
-        if not self.session.draws_batches:
+        if not self.draws_batches:
             return prepared
         accelerator = self.accelerator
         place: int
@@ -245,7 +245,7 @@ class AcceleratedLoop(LoopDriver):
             )
         together = accelerator.num_processes if accelerator.split_batches else 1
         size = self.batches.batch_size
-        made = self.session.draw(stock, self.accumulate, size and size // together, device=stock.device)
+        made = self.draw(stock, size and size // together, device=stock.device)
         accelerator._dataloaders[accelerator._dataloaders.index(stock)] = self.batches = made
         return (*prepared[:place], made, *prepared[place + 1 :])
 
@@ -271,7 +271,7 @@ class AcceleratedLoop(LoopDriver):
 
     def _skip_batches(self, method: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
         """Have drawn batches begin with those of the epoch that a resumed script skips."""
-        if self.session.draws_batches and dataloader is self.batches:
+        if self.draws_batches and dataloader is self.batches:
             dataloader.batch_sampler.replayed = num_batches
         return method(dataloader, num_batches)
 

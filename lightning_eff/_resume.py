@@ -34,6 +34,7 @@ from shared_core.distributed.collectives import (
 )
 from shared_core.distributed.sharded_tensors import place_gradients_, put_gradient
 from shared_core.engine.session import Session
+from shared_core.engine.session_state import load_window_state, window_state
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
 from shared_core.front_ends.wrapped_method import Wrapped
@@ -227,7 +228,7 @@ class ExactResume:
             "fetch_rng": self._fetch_rng,
             "cycled": self._cycled,
             "gradients": gradients,
-            "windows": {} if gradients is None else self._session.window_state(),
+            "windows": {} if gradients is None else window_state(self._session),
             "cut_short": self._where_cut_short(),
             "place": place_of(trainer, is_validating),
             "before_validation": self._before_validation if is_validating else None,
@@ -480,7 +481,7 @@ class ExactResume:
         # After the generators: zeros_like and copies draw nothing, and a window's gradients must be there before its
         # next batch.
         self._put_gradients(saved["gradients"])
-        self._session.load_window_state(saved.get("windows", {}))
+        load_window_state(self._session, saved.get("windows", {}))
         finish_batch(self._trainer, place, fetcher)
         self._know(saved["metrics"][1])
 

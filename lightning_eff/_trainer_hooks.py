@@ -322,7 +322,7 @@ class EffCallback(Callback):
             session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         # After the window: figures are of applied steps, and Lightning logs at its own interval.
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
-            for name, value in session.metrics().items():
+            for name, value in session.figures().items():
                 pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
 
     # -- evaluation

@@ -105,7 +105,7 @@ class FabricLoop(LoopDriver):
         environment = _environment(fabric, inner, optimizer)
         self._shards = "fsdp2" in environment
         self._precision.convert_module(inner)  # now: techniques must see the type that is trained
-        self._scaler: Any = self.session.make_scaler(fabric.device.type)
+        self._scaler: Any = self.make_scaler(fabric.device.type)
         self.attach(environment)
         self._stock_unscale = self._precision.unscale_gradients
         self._drawn: Any = None  # batches of a technique that draws them
@@ -132,7 +132,7 @@ class FabricLoop(LoopDriver):
         self.wrap(self.fabric, backward=self.on_backward, clip_gradients=self._clip, log_dict=self.on_log)
         self.wrap(self._precision, unscale_gradients=self._unscale)
         self.wrap(wrapper, step=self.on_step, zero_grad=self.on_zero_grad)
-        if self.session.draws_batches:
+        if self.draws_batches:
             self.wrap(self.fabric, setup_dataloaders=self._set_up_loaders)
         if self._scaler is not None:
             self.wrap(self._precision, backward=self._scaled, optimizer_step=self._step_scaled)
@@ -146,7 +146,7 @@ class FabricLoop(LoopDriver):
         """Set up loaders, the first of all with the batches of a technique that draws them."""
         if self._drawn is not None:
             return method(*loaders, **options)
-        made = self.session.draw(loaders[0], self.accumulate)
+        made = self.draw(loaders[0])
         self._drawn = made.batch_sampler
         self._drawn.begin_epoch_again()
         drawn = method(made, **{**options, "use_distributed_sampler": False})

@@ -62,7 +62,7 @@ def run(seed: int, target: float, data: tuple[Batch, Batch], quick: bool) -> dic
     session = Session(Recipe.from_dict(recipe), services=Silent())
     session.attach(model)
     examples = Rows(images @ directions, labels)
-    loader = session.draw(DataLoader(examples, batch_size=LOT, shuffle=True, collate_fn=tuple))
+    loader = session.techniques["dp"].loader(DataLoader(examples, batch_size=LOT, shuffle=True, collate_fn=tuple))
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     falls = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, FALLS_TO, epochs * len(loader))
     session.begin([optimizer], total_steps=epochs * len(loader), clips_gradients=False)

@@ -64,7 +64,7 @@ def rows(name: str, model: nn.Module, x: Tensor, rounds: int) -> list[Row]:
     peer = f"save_on_cpu {ratio(times, 'save_on_cpu', 'plain').text()}, {peaks['save_on_cpu'] / MIB:.0f} MiB"
     return [
         Row(
-            f"activations, {name}, {pack}: {session.metrics()['activations/saved']:.0%} of their bytes saved",
+            f"activations, {name}, {pack}: {session.figures()['activations/saved']:.0%} of their bytes saved",
             f"{milliseconds(times, pack)} (plain {milliseconds(times, 'plain')})",
             peer,
             ratio(times, pack, "plain").text(),

@@ -70,7 +70,7 @@ def steps(make: Callable[[], nn.Module], inputs: Tensor) -> dict[str, Callable[[
     model = make()
     session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0, "seed": 0}}))
     session.attach(model)
-    drawn = iter(session.draw(DataLoader(TensorDataset(inputs), batch_size=len(inputs))))
+    drawn = iter(session.techniques["dp"].loader(DataLoader(TensorDataset(inputs), batch_size=len(inputs))))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         session.begin([optimizer], total_steps=1000)

@@ -1,6 +1,7 @@
 """A technique from outside of efftrain: noise on gradients (Neelakantan et al., 2015, arXiv:1511.06807)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,11 @@ class GradientNoise(Technique):
         """Say that gradients are changed: then no optimizer may step on them inside backward."""
         return Plan(acts_on_gradients=True)
 
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
+        """Go on from the state returned by `state_dict`, if there is one."""
+        if state is not None:
+            self.num_noised = int(state["num_noised"])
+
     def before_step(self, context: Context) -> None:
         """Add noise to complete gradients, before they are clipped."""
         self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
@@ -49,7 +55,7 @@ class GradientNoise(Technique):
         """Count the step, unless it was skipped."""
         self.num_noised += applied
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return what the progress bar and the logger show."""
         return {"noise/deviation": self.deviation}
 
@@ -60,10 +66,6 @@ class GradientNoise(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return the count; the session saves the generator."""
         return {"num_noised": self.num_noised}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        self.num_noised = int(state["num_noised"])
 
 
 register(GradientNoise, GradientNoiseConfig)

@@ -164,8 +164,10 @@ class ActivationCheckpointing(Technique):
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
         return budget | {"recomputed": self._was_recomputed or self._has_recomputed, "tallies": self._counts()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Restore the state returned by `state_dict`; what ran since an earlier checkpoint stays counted."""
+        if state is None:
+            return
         self._was_recomputed = bool(state.get("recomputed"))
         if self._budget is not None:
             self._budget.load_state_dict(state.get("budget", {}))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shared_core.config.ability import Ability
 from shared_core.config.options import Figure, TechniqueConfig, option
+
+if TYPE_CHECKING:
+    import torch
+
+NO_USE = "they lie in host memory already, and there is nothing to offload"
+"""Why activations on a CPU are not offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,11 @@ class ActivationsConfig(TechniqueConfig):
         """Refuse what would do nothing."""
         if self.pack == "none" and not self.offload:
             raise self._error("pack", "must be exact, bf16, fp16 or int8 without offload, as nothing else is done")
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native; tells where offload has no use."""
+        return Ability("native", "" if device.type == "cuda" else f"offload is refused: {NO_USE}")
 
     @property
     def rounds(self) -> bool:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from shared_core.activation_compression.config import ActivationsConfig
+from shared_core.activation_compression.config import NO_USE, ActivationsConfig
 from shared_core.activation_compression.host_offload import CudaLane, HostMover
 from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
 from shared_core.distributed.collectives import rank
-from shared_core.engine.plan import Ability, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -52,19 +52,18 @@ class ActivationCompression(Technique):
         self._held: HeldMemory | None = None
         self._step, self._micro_batch = -1, 0
 
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells where offload has no use."""
-        return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
-
     def attach(self, context: Context) -> Touched:
         """Refuse to offload where there is no GPU."""
         if self.config.offload and not torch.cuda.is_available():
             raise _nothing_to_offload("a machine without one")
         return Touched()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Open the lane to the host."""
+        if state is not None:
+            self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
+            if "counts" in state:
+                self.counts.load_state_dict(state["counts"])
         self._held = HeldMemory(context.model)
         if self.config.offload:
             # One lane a device: models on several devices would need one each.
@@ -126,13 +125,7 @@ class ActivationCompression(Technique):
         """Return how far into its step the run is, and what was counted."""
         return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
-        if "counts" in state:
-            self.counts.load_state_dict(state["counts"])
-
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the share of the activations' bytes that was saved so far."""
         return {"activations/saved": self.counts.share_saved}
 
@@ -141,12 +134,9 @@ class ActivationCompression(Technique):
         return self.counts.report()
 
 
-_NO_USE = "they lie in host memory already, and there is nothing to offload"
-
-
 def _nothing_to_offload(found: str) -> CompatibilityError:
     return CompatibilityError(
         "activations",
-        f"offload must have activations on a CUDA device, got {found}: {_NO_USE}",
+        f"offload must have activations on a CUDA device, got {found}: {NO_USE}",
         "leave it out, and pack them (--activations_pack exact)",
     )

@@ -63,7 +63,7 @@ def init(asked: InitOptions) -> None:
         temporary.write_text(text, encoding="utf-8")
     echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
     for key in recipe:
-        ability = REGISTRY[key].technique_class.ability(default_device())
+        ability = REGISTRY[key].config_class.ability(default_device())
         if ability.level == "refused":
             echo(f"not on this machine: {ability.why}")
 

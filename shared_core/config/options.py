@@ -13,10 +13,14 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
+from shared_core.config.ability import Ability
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", **extra: Any) -> Any:
@@ -227,7 +231,7 @@ class TechniqueConfig(Options):
     """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
-    """The figures that `metrics` logs, by name, without ``<key>/``."""
+    """The figures that the technique's `figures` returns, by name, without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
     saved_structure: ClassVar[tuple[str, str] | None] = None
@@ -237,6 +241,11 @@ class TechniqueConfig(Options):
     """Why a run with the technique cannot go on from a checkpoint of a run without it, and what else can be done."""
     needs_values: ClassVar[bool] = False
     """Whether `attach` reads weights, so that a preview needs a model that has them."""
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return how the technique runs on a device, whatever its options."""
+        return Ability("native")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""

@@ -101,8 +101,9 @@ class Distillation(Technique):
         model = context.model
         context.undo.callback(self._detach)
         config, student = self.config, self._find_student(model)
+        touched = Touched.modules({config.student or type(model).__name__: student}, what="student")
         if context.is_preview:
-            return Touched()
+            return touched
         comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
         self._told, teachers = comparison.told, comparison.teachers.modules
@@ -121,14 +122,13 @@ class Distillation(Technique):
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
         self._fused = FusedHead(student) if self.fuses_head else None  # its hook makes what the next one keeps
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
-        return Touched.modules({self.config.student or type(context.model).__name__: student}, what="student")
+        return touched
 
     def _detach(self) -> None:
         """Take the hook off the student and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
-        # A run attaches again on resume and after evaluation: what pairs and averages learned is kept for that
-        # `begin`.
+        # the state stays readable
         self._saved_pairs = self._pair_states()
         for pairs in self._pairs.values():
             pairs.detach()
@@ -144,8 +144,12 @@ class Distillation(Technique):
         self._hook.active = False
         self._forget_batch()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve the range and bring the teacher to the student's device."""
+        saved = state or {}
+        if state is not None:
+            self._batches, self._positions = int(state["batches"]), int(state["positions"])
+            self._examples.load_state_dict(state)
         self._schedule = Schedule.resolved(self.config, context)
         self._schedule.options(context)  # raises where options move and nothing tells until when
         self._switch(context)
@@ -155,12 +159,12 @@ class Distillation(Technique):
             self._comparison.teachers.begin(self._student)
             self._comparison.begin(context)
             # Only now: the average is where the student is, and sharded as it is.
-            if self._saved_teachers:
-                self._comparison.teachers.load_state_dict(self._saved_teachers, self._student)
+            if teachers := saved.get("teachers"):
+                self._comparison.teachers.load_state_dict(teachers, self._student)
+        learned = dict(saved.get("pairs", {}))
         for name, pairs in self._pairs.items():
-            if self._saved_pairs.get(name):
-                pairs.load_state_dict(self._saved_pairs[name])
-        self._saved_teachers, self._saved_pairs = {}, {}
+            if learned.get(name):
+                pairs.load_state_dict(learned[name])
 
     def finish(self, context: Context) -> None:
         """Detach: the student is a plain model already."""
@@ -404,15 +408,9 @@ class Distillation(Technique):
         states = {name: pairs.state_dict() for name, pairs in self._pairs.items()}
         return self._saved_pairs | {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters."""
-        self._batches, self._positions = int(state["batches"]), int(state["positions"])
-        self._examples.load_state_dict(state)
-        self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))
-
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the latest step's mean task loss, its mean soft term with T², and options that move."""
         figures = self._means.read()
         return figures | self._moving if figures else {}

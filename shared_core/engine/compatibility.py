@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from shared_core.engine.technique import Context
 
 
 def refusal(first: str, second: str) -> str | None:
@@ -83,3 +86,18 @@ def matrix() -> list[dict[str, str]]:
         }
         for key in REGISTRY
     ]
+
+
+def refuse_without_batches(context: Context) -> None:
+    """Refuse at the start what would look at training batches at the end, where the loop has none to look at.
+
+    Raises:
+        CompatibilityError: If one technique replaces the weights, and another must see batches then.
+    """
+    remedy = getattr(context.services, "lacks_batches", "")
+    replacing = [key for key, one in context.techniques.items() if one.replaces_weights]
+    wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
+    if remedy and replacing and wanting:
+        raise CompatibilityError(
+            wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
+        )

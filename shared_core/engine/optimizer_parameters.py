@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from shared_core.engine.model_guards import refuse_other_optimizers
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.modules.matching import plain_name
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
+    from shared_core.engine.technique import Context
 
 _TOLD = 6
 
@@ -290,7 +295,7 @@ class OptimizerParameters:
             "session",
             f"an optimizer must take {name} of shape {tuple(parameter.shape)}, which a technique adds, got {names}, "
             "which takes matrices alone",
-            "pass one such as AdamW as well (Session.attach_with and begin take several), or exclude the layer",
+            "pass one such as AdamW as well (attach_with and Session.begin take several), or exclude the layer",
         )
 
     def _takes(self, index: int, parameter: nn.Parameter) -> bool:
@@ -311,3 +316,41 @@ class OptimizerParameters:
             others = [held for held, its in self._held.items() if its == index and held not in self._before]
             # in place: some optimizers keep the list itself
             group["params"][:] = [*others, *(held for held, its in joins.items() if its == index)]
+
+
+def attach_with(
+    session: Session,
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    run_environment: Iterable[str] = (),
+) -> OptimizerParameters:
+    """Attach a session to a model whose optimizers exist; return what fills their groups, until the run is over.
+
+    Args:
+        session: Not attached yet.
+        model: As in `Session.attach`.
+        optimizers: Torch's own, unwrapped, which have not stepped yet.
+        run_environment: As in `Session.attach`.
+
+    Raises:
+        TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `Session.attach`.
+    """
+    optimizers = tuple(optimizers)
+    refuse_other_optimizers(optimizers, session.front_end)
+    parameters = OptimizerParameters(model, optimizers)
+    if parameters.is_empty:
+        raise TrainingError(
+            session.front_end,
+            f"optimizer must hold parameters of the {type(model).__name__} that trains, got none",
+            "make it from model.parameters()",
+        )
+    session.attach(model, run_environment)
+    context = cast("Context", session.context)
+    context.undo.close_with(parameters.restore)
+    try:
+        parameters.follow()
+    except BaseException:
+        session.detach()
+        raise
+    context.adds_parameters = parameters.adds
+    return parameters

@@ -1,15 +1,11 @@
-"""What a technique touches, what it will do in a run and still lacks, and how it runs on a device."""
+"""What a technique touches, what it will do in a run, and what the model still lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from typing import Literal
 
 from torch import Tensor, nn
-
-from shared_core.errors import MissingExtraError
 
 Event = tuple[int | None, str]
 """An event once that many optimizer steps are applied (0: before the first; None: after training)."""
@@ -83,16 +79,3 @@ def trained(model: nn.Module) -> Touched:
 def every(steps: int) -> str:
     """Return "every step", or "every 10 steps"."""
     return "every step" if steps == 1 else f"every {steps} steps"
-
-
-@dataclass(frozen=True)
-class Ability:
-    """The level of a technique on a device: as the hardware can, by other arithmetic, to no effect, or not."""
-
-    level: Literal["native", "emulated", "inactive", "refused"]
-    why: str = ""
-
-
-def needs(library: str, extra: str, where: str) -> Ability | None:
-    """Return that a technique is refused without a library that is not installed; None if it is."""
-    return None if find_spec(library) else Ability("refused", str(MissingExtraError(where, library, extra)))

@@ -81,6 +81,10 @@ class DrawsBatches(Protocol):
         """
         ...
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state at once: batches are drawn before `begin`, which gets it again."""
+        ...
+
 
 @runtime_checkable
 class TrainsPeers(Protocol):

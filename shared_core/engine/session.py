@@ -22,7 +22,7 @@ from shared_core.distributed.sharded_tensors import is_tensor_parallel, place_gr
 from shared_core.distributed.shared_buffers import join_buffers_
 from shared_core.engine import claims, compatibility, coverage, model_guards
 from shared_core.engine.claims import Where
-from shared_core.engine.hooks import Calls, Hooks
+from shared_core.engine.hooks import Hooks
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.ending import Ending, not_finite_note
 from shared_core.engine.observers.expert_use import ExpertUse
@@ -32,7 +32,6 @@ from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
 from shared_core.engine.optimizer_modes import OptimizerModes
 from shared_core.engine.optimizer_parameters import (
-    OptimizerParameters,
     joined_note,
     own_parameters,
     shapes_of,
@@ -43,10 +42,8 @@ from shared_core.engine.optimizer_parameters import (
 from shared_core.engine.protocols import (
     Bakes,
     Deploys,
-    DrawsBatches,
     LeavesUnheld,
     LooksFirst,
-    MakesScaler,
     PreparesOptimizer,
     SeesMetrics,
     TrainsPeers,
@@ -58,7 +55,7 @@ from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.services import BareServices, Services
 from shared_core.engine.session_state import reading, restore, state_of, unstepped
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CompatibilityError, ReceiptError, TrainingError
+from shared_core.errors import ReceiptError, TrainingError
 from shared_core.modules.calls import forget_compiled
 
 
@@ -96,7 +93,7 @@ class Session:
     def __init__(
         self, recipe: Mapping[str, Any], *, front_end: str = "bare", services: Services | None = None, seed: int = 0
     ) -> None:
-        self.recipe, self._front_end, self._seed = Recipe.from_dict(recipe), front_end, seed
+        self.recipe, self.front_end, self._seed = Recipe.from_dict(recipe), front_end, seed
         self._services = services or BareServices()
         self._reset()
 
@@ -113,12 +110,17 @@ class Session:
         self.is_changed = False
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
-        self._parameters: OptimizerParameters | None = None
         self._counted = coverage.Counted()
         self._trained: set[tuple[nn.Module, str]] = set()
-        self._begun = self._finished = self._is_saving = self._is_tensor_parallel = self._knows_held = False
+        self._is_tensor_parallel = self._knows_held = False
+        self.has_begun = False
+        """Whether `begin` was called in this run."""
+        self.is_finished = False
+        """Whether the run ended and the model is plain again."""
+        self.is_saving = False
+        """True during a save: torch may step the optimizer then, to have states for the file."""
         self._evaluation = contextlib.ExitStack()
-        self._restored: set[str] = set()
+        self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
         self._steps, self._experts, self._history = StepWatch(), ExpertUse(), History()
@@ -128,33 +130,13 @@ class Session:
         self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
-    def front_end(self) -> str:
-        """Who drives: ``"bare"``, ``"accelerate"``, ``"fabric"``, ``"hf"`` or ``"lightning"``."""
-        return self._front_end
-
-    @property
     def is_attached(self) -> bool:
         """Whether the techniques sit on a model now."""
-        return self.context is not None and not self._finished
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run ended and the model is plain again."""
-        return self._finished
-
-    @property
-    def is_saving(self) -> bool:
-        """True during a save: torch may step the optimizer then, to have states for the file."""
-        return self._is_saving
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether `begin` was called in this run."""
-        return self._begun
+        return self.context is not None and not self.is_finished
 
     @property
     def _is_live(self) -> bool:
-        return self._begun and not self._finished
+        return self.has_begun and not self.is_finished
 
     @property
     def step(self) -> int:
@@ -193,10 +175,10 @@ class Session:
             TrainingError: If another session is attached to the model, or this one to another model.
         """
         environment = {*run_environment, *_layers_in_parts(model)}
-        if self._front_end == "bare":  # trainers tell it themselves
+        if self.front_end == "bare":  # trainers tell it themselves
             environment |= model_guards.wrapped_by_user(model) - {"sharded_by_user"}
         compatibility.check(self.recipe, environment)
-        if self._finished:
+        if self.is_finished:
             self._reset()
         if self.context is not None:
             if self.context.model is model:
@@ -223,7 +205,7 @@ class Session:
         """Return the context of a run, with all that must be known of the model before techniques touch it."""
         # Keys as the user's model has them, to compare saved ones with.
         self._plain = PlainKeys(model)
-        context = Context(model, self._front_end, self._services, techniques=self.techniques, resumed=resumed)
+        context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
         context.drop = self._hooks.leave_out
@@ -271,14 +253,14 @@ class Session:
             ConfigError: If a position does not fit the run.
         """
         context = self._attached("begin")
-        if self._finished:
+        if self.is_finished:
             raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
         if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
             raise TrainingError(
                 "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
         optimizers = tuple(optimizers)
-        model_guards.refuse_other_optimizers(optimizers, self._front_end)
+        model_guards.refuse_other_optimizers(optimizers, self.front_end)
         environment = _layers_in_parts(context.model)  # since `attach`, perhaps
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
@@ -288,16 +270,16 @@ class Session:
         # Marked once they are what training begins with.
         context.left_out.mark()
         plans = context.ask_plans()
-        self._refuse_without_batches(context)
+        compatibility.refuse_without_batches(context)
         self._leave_unheld(context)
         acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
-        if self._parameters is not None and self._parameters.adds:
+        if context.adds_parameters:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
-        self._steps.watch(context.model, context.optimizers, acting, is_bare=self._front_end == "bare")
-        self._started = self._started if self._begun else time.perf_counter()
+        self._steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")
+        self._started = self._started if self.has_begun else time.perf_counter()
         context.default_device = torch.get_default_device()
         self.begin_again()
-        self._begun = True
+        self.has_begun = True
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
 
@@ -308,11 +290,12 @@ class Session:
         """
         context = self._attached("begin_again")
         for key, technique in self.techniques.items():
-            # some keep what was saved until they know the run
-            guard = reading(key) if key in self._restored else contextlib.nullcontext()
+            state = self._restored.get(key)
+            guard = contextlib.nullcontext() if state is None else reading(key)
             with self._hooks.timed(key), guard, torch.device("cpu"):
                 context.plans[key] = technique.plan(context)  # first: a later technique goes by it
-                technique.begin(context)
+                technique.begin(context, state)
+        self._restored = {}
         if self.techniques:
             forget_compiled()
 
@@ -337,66 +320,6 @@ class Session:
     def _measure_coverage(self, context: Context, *, allow_partial: bool) -> None:
         self.coverage = coverage.of_run(self._counted, context, allow_partial=allow_partial)
 
-    def _refuse_without_batches(self, context: Context) -> None:
-        """Refuse at the start what would look at training batches at the end, where the loop has none to look at."""
-        remedy = getattr(context.services, "lacks_batches", "")
-        replacing = [key for key, one in self.techniques.items() if one.replaces_weights]
-        wanting = [key for key, plan in context.plans.items() if plan.looks_at_batches]
-        if remedy and replacing and wanting:
-            raise CompatibilityError(
-                wanting[0], f"must see training batches once {replacing[0]} has put in its weights, got none", remedy
-            )
-
-    def attach_with(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], run_environment: Iterable[str] = ()
-    ) -> None:
-        """Prepare a model whose optimizers exist: they hold what techniques add, and at the end the user's again.
-
-        Args:
-            model: As in `attach`.
-            optimizers: Torch's own, unwrapped, which have not stepped yet.
-            run_environment: As in `attach`.
-
-        Raises:
-            TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `attach`.
-        """
-        optimizers = tuple(optimizers)
-        model_guards.refuse_other_optimizers(optimizers, self._front_end)
-        parameters = OptimizerParameters(model, optimizers)
-        if parameters.is_empty:
-            raise TrainingError(
-                self._front_end,
-                f"optimizer must hold parameters of the {type(model).__name__} that trains, got none",
-                "make it from model.parameters()",
-            )
-        self.attach(model, run_environment)
-        self._parameters = parameters
-        try:
-            parameters.follow()
-        except BaseException:
-            self.detach()
-            raise
-
-    def sharding(self) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds sharding the model behind `attach_with`: the optimizers hold its parts from then on."""
-        return contextlib.nullcontext() if self._parameters is None else self._parameters.sharding()
-
-    @property
-    def draws_batches(self) -> bool:
-        """True if a technique draws the training batches; then call `draw` before `begin`."""
-        return bool(offering(self.techniques, DrawsBatches))
-
-    def draw(self, loader: Any, accumulate: int = 1, batch_size: int | None = None, **more: Any) -> Any:
-        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
-        for _, drawing in offering(self.techniques, DrawsBatches):
-            loader = drawing.loader(loader, accumulate, batch_size, **more)
-        return loader
-
-    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
-        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
-        made = [one.make_scaler(device) for _, one in offering(self.techniques, MakesScaler)]
-        return next((scaler for scaler in made if scaler is not None), None)
-
     @property
     def peers(self) -> list[nn.Module]:
         """The models that techniques train beside the script's, by its optimizer."""
@@ -417,28 +340,17 @@ class Session:
         hooks, context = self._hooks.forward, self.context
         if context is None or not self._is_live:
             return contextlib.nullcontext()
-        if self._steps.is_comparing:
-            return self._compared_forward(hooks, context)
-        if not hooks:
-            return contextlib.nullcontext()
+        is_compared = self._steps.is_comparing
         # One technique is the usual case: an ExitStack costs more than its hook.
-        if len(hooks) == 1:
-            return hooks[0][1](context)
+        if not is_compared and len(hooks) < 2:
+            return hooks[0][1](context) if hooks else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
+            if is_compared:  # of the first steps, weights are noted after the forward
+                self._steps.forget()
+                stack.callback(self._steps.mark)
             for _, forward in hooks:
                 stack.enter_context(forward(context))
             # pop_all hands the contexts over: entered here, left by the caller.
-            return stack.pop_all()
-
-    def _compared_forward(
-        self, hooks: Calls[[Context], contextlib.AbstractContextManager[None]], context: Context
-    ) -> contextlib.ExitStack:
-        """Return what surrounds a micro-batch of the first steps, after which weights are noted."""
-        self._steps.forget()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._steps.mark)
-            for _, forward in hooks:
-                stack.enter_context(forward(context))
             return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -482,7 +394,7 @@ class Session:
 
     def _tell_counts(self, counts: tuple[int, int] | None) -> None:
         if counts is not None:
-            other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+            other = "; Session.loss(normalise=...) averages otherwise" if self.front_end == "bare" else ""
             self.note(
                 f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
                 f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
@@ -504,18 +416,15 @@ class Session:
         if applied:
             context.step += 1
             if context.is_beyond_plan:
-                self._tell_beyond_plan(context)
+                self.note(
+                    f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, "
+                    "and everything without an end of its own continues"
+                )
         else:
             context.skipped += 1
         if self._is_live:
             self._hooks.call(self._hooks.after_step, context, applied)
         return applied
-
-    def _tell_beyond_plan(self, context: Context) -> None:
-        self.note(
-            f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, and "
-            "everything without an end of its own continues"
-        )
 
     @contextlib.contextmanager
     def swapped(self, purpose: Purpose) -> Iterator[None]:
@@ -533,10 +442,10 @@ class Session:
             finally:
                 self.after_eval()
             return
-        if self._is_saving:
+        if self.is_saving:
             yield
             return
-        self._is_saving = True
+        self.is_saving = True
         try:
             self._refuse_changed()
             self._experts.join()
@@ -544,7 +453,7 @@ class Session:
             with unstepped(optimizers), self._swap(purpose):
                 yield
         finally:
-            self._is_saving = False
+            self.is_saving = False
 
     def _swap(self, purpose: Purpose) -> contextlib.ExitStack:
         live = self.context if self._is_live else None
@@ -572,7 +481,7 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
-        self._history.validated(self.step, metrics if self._begun else {})
+        self._history.validated(self.step, metrics if self.has_begun else {})
         if self.context is not None and self._is_live:
             self._validation.saw(self.context, metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
@@ -592,32 +501,23 @@ class Session:
         wanted = {**self.recipe.needed_metrics(), **(also or {})}
         self._validation.preflight(self._attached("preflight"), wanted, evaluate)
 
-    @property
-    def is_validated(self) -> bool:
-        """Whether the user's last validation saw the model as it is now."""
-        return self.context is not None and self._validation.is_current(self.context)
-
     def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
         """Evaluate the finished model where no validation has seen it; see `Validation.of_final`."""
         if self.context is not None:
             self._validation.of_final(self.context, evaluate, after_steps=anew)
 
-    def unreached(self) -> dict[str, str]:
-        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`."""
-        return self._ending.unreached(self.context) if self.context is not None and self._begun else {}
-
     def may_be_best(self) -> bool:
         """Return whether the weights of now hold what was asked for: others do not compete for the best."""
-        return self.context is None or not self._begun or self._ending.may_be_best(self.context)
+        return self.context is None or not self.has_begun or self._ending.may_be_best(self.context)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing.
 
         What was not reached is told, not made up for: weights are cut where a step follows, or where a user asks.
         """
-        if self._finished or self.context is None:
+        if self.is_finished or self.context is None:
             return
-        if not self._begun:
+        if not self.has_begun:
             if self.recipe:
                 asked = ", ".join(self.recipe)
                 self.note(f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {asked}")
@@ -690,7 +590,7 @@ class Session:
 
     def detach(self) -> None:
         """Leave stock modules behind without baking: the run was cut short."""
-        if self.context is None or self._finished:
+        if self.context is None or self.is_finished:
             return
         self._steps.close()
         self._experts.close()
@@ -699,9 +599,7 @@ class Session:
             self._final_reports = self._final_reports or self._reports()  # stock layers have nothing left to tell
         finally:
             self.context.undo.close()
-            if self._parameters is not None:
-                self._parameters.restore()
-            self._finished = True
+            self.is_finished = True
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's state dict as the user's plain model loads it.
@@ -731,7 +629,9 @@ class Session:
         return state_of(context, self.recipe, self._history, self._experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, after `attach`; `begin` follows. A changed recipe is told, not hidden.
+        """Restore a saved state, after `attach`. A changed recipe is told, not hidden.
+
+        `begin` or `begin_again` follows, and gives the techniques theirs: one that is damaged is refused there.
 
         Raises:
             CheckpointError: If the state is not a session's.
@@ -739,8 +639,8 @@ class Session:
         context = self._attached("load_state_dict")
         context.reached = context.furthest
         recipe = restore(state, context, self._history, self._experts)
-        self._restored = {*state["techniques"]}
-        if self._begun:
+        self._restored = state["techniques"]
+        if self.has_begun:
             self._validation.restored(context)
         with reading("session"):
             changes = self.recipe.changes_since(recipe)
@@ -748,25 +648,11 @@ class Session:
         for change in changes:
             self.note(f"resumed {change}")
 
-    def window_state(self) -> dict[str, dict[str, Any]]:
-        """Return what techniques have gathered on this process in an accumulation window that is not over."""
-        windows = self._attached("window_state").windows
-        return {name: state for name, window in windows.items() if (state := window.window_state())}
-
-    def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
-        with reading("session"):
-            found = dict(state)
-        for name, window in self._attached("load_window_state").windows.items():
-            if name in found:
-                with reading(name):
-                    window.load_window_state(found[name])
-
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
         self._tell_counts(self._means.differing())
-        metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
-        return self._history.logged(self.step, metrics)
+        found = {name: value for one in self.techniques.values() for name, value in one.figures().items()}
+        return self._history.logged(self.step, found)
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""
@@ -781,21 +667,21 @@ class Session:
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
-                "front_end": self._front_end,
-                "finished": self._finished,
+                "front_end": self.front_end,
+                "finished": self.is_finished,
                 "environment": environment(),
                 "steps": {"applied": applied, "skipped": skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._hooks.seconds.items()},
                 "techniques": self._final_reports or self._reports(),
-                "unreached": self.unreached(),
+                "unreached": self._ending.unreached(self.context) if self.context and self.has_begun else {},
                 "final_evaluation": self._validation.finals(self.context),
                 "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
                 "experts_without_tokens": self._experts.without_tokens(),
                 **self._history.told(),
                 "notes": list(self.notes),
             },
-            [one.write for _, one in offering(self.techniques, TrainsPeers)] if self._begun else (),
+            [one.write for _, one in offering(self.techniques, TrainsPeers)] if self.has_begun else (),
             self._run,
         )
 

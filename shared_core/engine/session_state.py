@@ -11,7 +11,7 @@ import torch
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.observers.expert_use import ExpertUse
 from shared_core.engine.observers.history import History
-from shared_core.engine.protocols import KeepsStructure, LoadsByName, offering
+from shared_core.engine.protocols import DrawsBatches, KeepsStructure, LoadsByName, offering
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import Context, Technique
@@ -52,7 +52,7 @@ def reading(key: str) -> Iterator[None]:
 
 
 def restore(state: Mapping[str, Any], context: Context, history: History, experts: ExpertUse) -> Mapping[str, Any]:
-    """Put a saved state back; return the recipe that it was saved with.
+    """Put back all but what techniques get in `begin`; return the recipe that a state was saved with.
 
     Raises:
         CheckpointError: If the state is not a session's.
@@ -68,11 +68,31 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
         experts.load_state_dict(state.get("experts", {}))
     context.step, context.skipped = step, skipped
     refuse_foreign(saved, context.techniques)
-    for key, technique in context.techniques.items():
+    for key in context.techniques.keys() & saved.keys():
+        with reading(key):
+            if not isinstance(saved[key], Mapping):
+                raise TypeError(f"{saved[key]!r} is no mapping")
+    for key, drawing in offering(context.techniques, DrawsBatches):
         if key in saved:
             with reading(key):
-                technique.load_state_dict(saved[key])
+                drawing.restore(saved[key])
     return recipe
+
+
+def window_state(session: Session) -> dict[str, dict[str, Any]]:
+    """Return what techniques have gathered on this process in an accumulation window that is not over."""
+    windows = session.context.windows if session.context is not None else {}
+    return {name: state for name, window in windows.items() if (state := window.window_state())}
+
+
+def load_window_state(session: Session, state: Mapping[str, Any]) -> None:
+    """Restore the state returned by `window_state`, with the gradients of the same window, after `begin`."""
+    with reading("session"):
+        found = dict(state)
+    for name, window in session.context.windows.items() if session.context is not None else ():
+        if name in found:
+            with reading(name):
+                window.load_window_state(found[name])
 
 
 def refuse_foreign(saved: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:

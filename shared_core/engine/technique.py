@@ -17,9 +17,10 @@ from shared_core.engine.micro_batches import mean_over_micro_batch
 from shared_core.engine.model_guards import is_element_wise
 from shared_core.engine.observers.unsaved_buffers import LeftOutBuffers
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.protocols import FollowsWeights, Window, offering
 from shared_core.engine.services import BareServices, Services
+from shared_core.engine.undo import Undo
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import buffers_restored
 
@@ -80,13 +81,15 @@ class Context:
     discard_step: bool = False
     """A technique sets it in `before_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
+    adds_parameters: bool = False
+    """Whether optimizers were made first and given what techniques added to the model; see `attach_with`."""
     takes_gradients_in_backward: bool = False
     """Whether an optimizer steps inside backward, and leaves no gradients for the step that comes."""
     techniques: Mapping[str, Technique] = field(default_factory=dict)
     """All of the recipe, by key, in the order of composition."""
     touched: dict[str, Touched] = field(default_factory=dict)
     """By recipe key what each technique chose in the model."""
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    undo: Undo = field(default_factory=Undo)
     """What techniques put here in `attach` gives the model back as the user made it."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """By recipe key what each technique said last of its plan: those before in the order of composition have begun."""
@@ -215,11 +218,6 @@ class Technique:
 
     # -- describe
 
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return how this technique runs on a device, whatever its options."""
-        return Ability("native")
-
     def plan(self, context: Context) -> Plan:
         """Return what will happen when, what is missing, and what must stay as it is; asked before `begin`, too.
 
@@ -241,11 +239,15 @@ class Technique:
 
     # -- train
 
-    def begin(self, context: Context) -> None:
-        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded.
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
+        """Resolve positions; restore what `state_dict` returned, or make the first masks. The optimizer exists.
 
         Called again when an earlier state is loaded in the middle of a run, or the best one at its end: remove what the
         first call put in.
+
+        Args:
+            context: The run; weights and its step are those of the checkpoint already.
+            state: This technique's in the checkpoint that the run goes on from; None if there is none.
         """
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
@@ -291,12 +293,9 @@ class Technique:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`. Called after `attach`; `begin` follows."""
-
     # -- report
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return figures for progress bar and logger, named ``<technique>/<figure>``."""
         return {}
 

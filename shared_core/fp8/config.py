@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from shared_core.config.ability import Ability
 from shared_core.config.conflicts import LBFGS
 from shared_core.config.options import Figure, TechniqueConfig, option
 
@@ -102,6 +103,20 @@ class Fp8Config(TechniqueConfig):
         if self.backend == "torchao" and self.recipe not in ("tensorwise", "rowwise"):
             own = "auto, emulated or scaled_mm" if self.recipe in _SCALED_MM_EVERYWHERE else "emulated (or auto)"
             raise self._error("backend", f"must be {own} with recipe={self.recipe}, which torchao does not have")
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native where a scaled matmul computes what the emulation does; tells the recipes."""
+        from shared_core.fp8.native import BLOCKS, why_not_native
+
+        reasons = {
+            recipe: why_not_native(recipe, cls(recipe=recipe).gradient_dtype, device)  # type: ignore[arg-type]
+            for recipe in BLOCKS
+        }
+        here = [recipe for recipe, reason in reasons.items() if reason is None]
+        if here:
+            return Ability("native", f"recipes {', '.join(here)}; the others are emulated")
+        return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
 
     @property
     def forward_format(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.fp8 import native as probe
@@ -31,7 +31,6 @@ from shared_core.fp8.layers import (
     select_layers,
     weight_of,
 )
-from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.recipes import round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
@@ -71,18 +70,6 @@ class Fp8(Technique):
         self._bank: Bank | None = None
         self._pending: Tensor | None = None
         self._undo: Undo = []
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native where a scaled matmul computes what the emulation does; tells the recipes."""
-        reasons = {
-            recipe: probe.why_not_native(recipe, Fp8Config(recipe=recipe).gradient_dtype, device)  # type: ignore[arg-type]
-            for recipe in BLOCKS
-        }
-        native = [recipe for recipe, reason in reasons.items() if reason is None]
-        if native:
-            return Ability("native", f"recipes {', '.join(native)}; the others are emulated")
-        return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
 
     def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to multiply in FP8; remember nothing yet."""
@@ -158,8 +145,10 @@ class Fp8(Technique):
         experts = (name for name, one in self.layers.items() if isinstance(one, ExpertMatrix))
         return {name: name.rpartition("[")[0] for name in experts}
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Start to remember, and say aloud if FP8 is emulated."""
+        if state is not None:
+            self._restore(state)
         for name, one in self.layers.items():
             if isinstance(one, ExpertMatrix) and is_sharded(one.module.get_parameter(one.stack)):
                 raise CompatibilityError(
@@ -174,8 +163,8 @@ class Fp8(Technique):
         self._watch.move_(device)
         if self._bank is not None:
             self._bank.move_(device)
-        for name, state in self.states.items():
-            state.keep_codes_of(weight_of(self.layers[name]))
+        for name, layer in self.states.items():
+            layer.keep_codes_of(weight_of(self.layers[name]))
         self._observe(True)
         if self.config.recipe == "hfp8":
             round_weights_([local_part(weight_of(module).detach()) for module in self.layers.values()])
@@ -288,8 +277,8 @@ class Fp8(Technique):
             **({} if self._bank is None else {"bank": self._bank.state_dict()}),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, histories each for the layer of its name."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state, histories each for the layer of its name."""
         self._forget_codes()
         try:
             self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
@@ -322,7 +311,7 @@ class Fp8(Technique):
                 raise
             raise CheckpointError("fp8", f"state must be one that fp8 saved, got {error!r}") from error
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""
         return {"fp8/layers": float(len(self.layers)), "fp8/discarded_steps": float(self.discarded)}
 

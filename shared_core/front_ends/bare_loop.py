@@ -33,12 +33,12 @@ class BareLoop(LoopDriver):
 
     def prepare(self, resumed: Mapping[str, Any] | None, loader: DataLoader[Any] | None) -> None:
         """Begin, or go on from a saved state."""
-        self._scaler: Any = self.session.make_scaler(next(self.inner.parameters()).device.type)
+        self._scaler: Any = self.make_scaler(next(self.inner.parameters()).device.type)
         self.watch_steps()
         if resumed is not None:
             self.session.prepare_optimizers([self.optimizer])
             self.session.load_state_dict(resumed)
-        self.loader = loader if loader is None else self.session.draw(loader, self.accumulate)
+        self.loader = loader if loader is None else self.draw(loader)
         self.begin()
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
@@ -91,6 +91,7 @@ def training(
     calibration: Iterable[Any] | None = None,
     resumed: Mapping[str, Any] | None = None,
     services: Services | None = None,
+    seed: int = 0,
 ) -> Iterator[BareLoop]:
     """Surround a plain loop: the model is finished where it ends, and the user's again where it fails.
 
@@ -108,6 +109,7 @@ def training(
         resumed: What ``loop.session.state_dict()`` returned in the run that goes on; load the optimizer's own state
             inside.
         services: What techniques may ask for, such as the loss of another model; by default what a loop can do.
+        seed: Of what techniques draw; both trainers take theirs.
 
     Raises:
         ConfigError: If an option or a position is wrong.
@@ -130,7 +132,7 @@ def training(
     plan = LoopPlan(
         total_steps=total_steps, steps_per_epoch=steps_per_epoch, accumulate=accumulate, clips_gradients=clips_gradients
     )
-    loop = BareLoop(as_recipe(recipe), model, optimizer, plan, services)
+    loop = BareLoop(as_recipe(recipe), model, optimizer, plan, services, seed)
     loop.batches = calibration
     loop.attach(())
     try:

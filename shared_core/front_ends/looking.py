@@ -16,11 +16,11 @@ from shared_core.engine.state_file import rng_state, set_rng_state
 def looking(model: nn.Module) -> Iterator[None]:
     """Surround forwards in train mode without gradients; random numbers and the model's mode stay as they were."""
     random, was_training = rng_state(), model.training
-    model.train()
+    type(model).train(model)  # not the instance's own, where loops see validations begin and end
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        type(model).train(model, was_training)
         set_rng_state(random)
         reshard_(model)

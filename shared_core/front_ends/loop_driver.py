@@ -16,9 +16,11 @@ from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.collectives import is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_gradients_, put_gradient
 from shared_core.engine import rank_states
+from shared_core.engine.optimizer_parameters import attach_with
+from shared_core.engine.protocols import DrawsBatches, MakesScaler, offering
 from shared_core.engine.services import Services
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fits
+from shared_core.engine.session_state import fits, load_window_state, window_state
 from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
 from shared_core.front_ends.loop_services import LoopServices
@@ -49,6 +51,7 @@ class LoopDriver:
         optimizer: That of its parameters, of torch.
         plan: How long the loop is.
         services: What can be done for techniques; by default what every loop can.
+        seed: Of what techniques draw.
     """
 
     name: ClassVar[str]
@@ -68,11 +71,11 @@ class LoopDriver:
 
     def __init__(
         self, recipe: Mapping[str, Any], inner: nn.Module, optimizer: torch.optim.Optimizer, plan: LoopPlan,
-        services: Services | None = None,
+        services: Services | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         self.inner, self.optimizer, self.plan = inner, optimizer, plan
         self.services = services or LoopServices(self)
-        self.session = Session(recipe, front_end=self.name, services=self.services)
+        self.session = Session(recipe, seed=seed, front_end=self.name, services=self.services)
         self.wrapped: Any = None  # what the library makes of the model
         self.wrappers: list[Any] = []  # around the optimizer
         self.batches: Iterable[Any] | None = None
@@ -80,7 +83,7 @@ class LoopDriver:
         self.start = Path.cwd()  # that of the receipt if nothing is saved
         self.micro_batches = 0  # since the last step
         self.is_complete = False  # whether the techniques have seen a step's gradients
-        self.is_filing = self.evaluates = self._has_stepped = False
+        self.is_filing = self.evaluates = self._has_stepped = self._is_stepping = False
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # of a forward
         self.to_device: Callable[[Any], Any] = lambda batch: batch
         self.loaded_state: Mapping[str, Any] | None = None
@@ -132,13 +135,29 @@ class LoopDriver:
 
     def attach(self, environment: Iterable[str]) -> None:
         """Put the techniques on the model, and what they add into the optimizer."""
-        self.session.attach_with(self.inner, [self.optimizer], environment)
+        self._parameters = attach_with(self.session, self.inner, [self.optimizer], environment)
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler | None:
+        """Return the scaler to train with on a type of device, in place of the script's; None: the script's own."""
+        made = [one.make_scaler(device) for _, one in offering(self.session.techniques, MakesScaler)]
+        return next((scaler for scaler in made if scaler is not None), None)
+
+    @property
+    def draws_batches(self) -> bool:
+        """True if a technique draws the training batches; then call `draw` before `begin`."""
+        return bool(offering(self.session.techniques, DrawsBatches))
+
+    def draw(self, loader: Any, batch_size: int | None = None, **more: Any) -> Any:
+        """Return the DataLoader to train on: the script's, or that of a technique; see `DrawsBatches.loader`."""
+        for _, drawing in offering(self.session.techniques, DrawsBatches):
+            loader = drawing.loader(loader, self.accumulate, batch_size, **more)
+        return loader
 
     def set_up(self, prepare: Callable[[], T]) -> T:
         """Return what the library prepares, watched; an error leaves the user's own model behind."""
         try:
             self._check_positions()
-            with self.session.sharding():
+            with self._parameters.sharding():
                 prepared = prepare()
             watched: T = self.watch(prepared)
         except BaseException:
@@ -225,6 +244,8 @@ class LoopDriver:
     def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the script's ``backward`` with the loss that the techniques train on."""
         self.begin()
+        if self._is_stepping:  # the optimizer's own evaluations, as of LBFGS
+            return method(self.session.loss(loss), *args, **kwargs)
         if self.is_complete:
             raise TrainingError(
                 self.name,
@@ -253,7 +274,7 @@ class LoopDriver:
         return bool(weighing)
 
     def _refuse_undrawn(self) -> None:
-        if self.session.draws_batches and self.micro_batches >= self.accumulate:
+        if self.draws_batches and self.micro_batches >= self.accumulate:
             raise TrainingError(
                 self.name,
                 f"a step must be of one drawn batch in {self.accumulate} parts, got a forward behind "
@@ -286,13 +307,18 @@ class LoopDriver:
                 f"call {self.owner}.backward in place of loss.backward",
             )
         self.complete()
-        result = method()
+        self._has_stepped = False  # torch steps an optimizer too, to save one that has no state yet
+        self._is_stepping = True
+        try:
+            result = method()
+        finally:
+            self._is_stepping = False
         self._count(self.applied())
         return result
 
     def on_zero_grad(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Drop gradients; those of a step that was prepared for and not made count as skipped."""
-        if self.micro_batches and self.is_last_micro_batch and not self.is_filing:
+        if self.micro_batches and self.is_last_micro_batch and not (self.is_filing or self._is_stepping):
             if self.is_complete:
                 self.applied()
                 self._count(False)
@@ -318,7 +344,7 @@ class LoopDriver:
 
     def on_log(self, method: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log the techniques' figures beside the script's."""
-        return method({**values, **self.session.metrics()} if self.is_live else values, *args, **kwargs)
+        return method({**values, **self.session.figures()} if self.is_live else values, *args, **kwargs)
 
     # --- files
 
@@ -381,7 +407,7 @@ class LoopDriver:
         parts = [name for name, one in named.items() if is_sharded(one) and one.requires_grad]
         if parts and held.keys().isdisjoint(parts):  # FSDP2 keeps them to itself until they are reduced
             self.session.note("gradients of an unfinished window that processes have not summed yet are not saved")
-        return {"count": self.micro_batches, "gradients": held, "windows": self.session.window_state()}
+        return {"count": self.micro_batches, "gradients": held, "windows": window_state(self.session)}
 
     def _restore_window(self) -> None:
         window, self._window = self._window, {}
@@ -391,7 +417,7 @@ class LoopDriver:
         parameters = dict(self.inner.named_parameters())
         for name, gradient in window["gradients"].items():
             put_gradient(parameters[name], gradient)
-        self.session.load_window_state(window["windows"])
+        load_window_state(self.session, window["windows"])
 
     # --- the end
 
@@ -434,8 +460,7 @@ class LoopDriver:
         """Say what the script has not done, and leave a receipt."""
         if not self.session.has_begun:
             self.session.finish()  # says that training never began
-            return
-        if not self.session.is_finished:
+        elif not self.session.is_finished:
             self.session.note(
                 f"THE MODEL WAS NOT FINISHED: the script ended after {self.session.step} of {self.plan.total_steps} "
                 f"steps{self.ends_by}; what it saved itself holds the weights of training"

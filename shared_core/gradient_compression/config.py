@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
+
+from shared_core.config.ability import Ability
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.config.training_time import Position
@@ -45,6 +48,13 @@ class CommConfig(TechniqueConfig):
         "step (500) or epochs (2ep).",
         only_with={"hook": ("powersgd",)},
     )
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused where torch has no processes."""
+        if not torch.distributed.is_available():
+            return Ability("refused", "torch was built without torch.distributed")
+        return Ability("native", "in two processes and more, under DDP or FSDP2")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

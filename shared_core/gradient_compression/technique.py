@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
-from shared_core.engine.plan import Ability, Plan, Touched, trained
+from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
@@ -59,14 +59,6 @@ class GradientCompression(Technique):
         self._step = {"gradients": 0, "sent": 0}
         self._last = self._total = dict(self._step)
         self._discarded = self._in_a_row = 0
-        self._saved: Mapping[str, Any] = {}
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused where torch has no processes."""
-        if not torch.distributed.is_available():
-            return Ability("refused", "torch was built without torch.distributed")
-        return Ability("native", "in two processes and more, under DDP or FSDP2")
 
     def attach(self, context: Context) -> Touched:
         """Refuse a run of one process, which sends nothing."""
@@ -87,8 +79,12 @@ class GradientCompression(Technique):
             self._first = context.resolve(self.config.begin, "comm.begin")
         return Plan([(self._first, f"gradients are sent as {self.config.hook}")], acts_on_gradients=True)
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Register with the DDP module, or with those that FSDP2 sharded."""
+        saved = state or {}
+        if state is not None:  # whatever number of processes saved it
+            self._total, self._last = dict(state["total"]), dict(state["last"])
+            self._discarded = int(state["discarded"])
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
@@ -114,8 +110,8 @@ class GradientCompression(Technique):
             # The seed from the run's generator, which is equal on all processes: each must draw the same first Q.
             self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
             # Cloned: errors change in place, and the loaded state may be another holder's.
-            self.power_sgd.errors = {name: value.clone() for name, value in self._saved.get("errors", {}).items()}
-            self.power_sgd.queries = dict(self._saved.get("queries", {}))
+            self.power_sgd.errors = {name: value.clone() for name, value in saved.get("errors", {}).items()}
+            self.power_sgd.queries = dict(saved.get("queries", {}))
         self._is_active = context.step >= self._first
         self._switch = _switch_of(ddp)
         self._switch.compress = self._compress
@@ -206,12 +202,6 @@ class GradientCompression(Technique):
         # copies: the next step changes the errors in place
         errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`, whatever number of processes saved it."""
-        self._saved = state
-        self._total, self._last = dict(state["total"]), dict(state["last"])
-        self._discarded = int(state["discarded"])
 
     def window_state(self) -> dict[str, Any]:
         """Return the bytes of the step that is not over."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shared_core.config.ability import Ability, needs
 from shared_core.config.conflicts import AVERAGED_COPY, EFFICIENT_LOADING, LBFGS, RUN_ENVIRONMENTS, ZERO3
 from shared_core.config.options import Figure, TechniqueConfig, option
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,12 @@ class LoraConfig(TechniqueConfig):
             )
         if "none" in self.train and len(self.train) > 1:
             raise self._error("train", "must be none alone, or patterns")
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused without peft; tells what is left without bitsandbytes."""
+        codes = needs("bitsandbytes", "lora", "lora")
+        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Gone, Same
 from shared_core.engine.optimizer_parameters import layers_of_copies
-from shared_core.engine.plan import Ability, Plan, Touched, needs
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
@@ -88,12 +88,6 @@ class Lora(Technique):
         self._model: nn.Module | None = None
 
     # -- start
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused without peft; tells what is left without bitsandbytes."""
-        codes = needs("bitsandbytes", "lora", "lora")
-        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
 
     def attach(self, context: Context) -> Touched:
         """Freeze the model, quantise the layers and put adapters on them."""
@@ -211,9 +205,11 @@ class Lora(Technique):
                 self._parameters[count] -= in_adapters
         return self._touched()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all."""
-        reshard_(context.model)
+        reshard_(context.model)  # an evaluation may have come before
+        if state is not None:
+            self._restore(state)
         self._check_wrapping()
         held = {
             id(parameter)
@@ -355,10 +351,8 @@ class Lora(Technique):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        if self._model is not None:
-            reshard_(self._model)  # an evaluation may have come before
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what each layer's weight is made of."""
         try:
             saved = state["layers"]
             if set(saved) != set(self.layers):
@@ -379,7 +373,7 @@ class Lora(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers are adapted and how many parameters are trained."""
         return {"lora/layers": float(len(self._told)), "lora/trained": float(self._parameters["trained_parameters"])}
 

@@ -33,7 +33,7 @@ class FlushProbe:
         >>> with torch.autocast("cpu", torch.float16):
         ...     loss = model(torch.ones(2, 4)).float().sum() * 1e-9
         >>> loss.backward()
-        >>> probe.measure(step=0), probe.metrics()
+        >>> probe.measure(step=0), probe.figures()
         (True, {'loss_scale/flushed': 1.0})
     """
 
@@ -211,7 +211,7 @@ class FlushProbe:
                     buffer.copy_(before)
         return {number: grad for number, grad in exact.items() if number in self._grads}
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the share of nonzero activation gradients that were flushed; nothing before the first measurement."""
         lost, seen = (sum(column) for column in zip((0, 0), *self.layers.values(), strict=True))
         return {} if self.step is None else {"loss_scale/flushed": lost / max(seen, 1)}
@@ -221,7 +221,7 @@ class FlushProbe:
         if self.step is None:
             return {}
         by_layer = {name: lost / seen for name, (lost, seen) in self.layers.items()}
-        return {"flushed": self.metrics()["loss_scale/flushed"], "flushed_layers": by_layer}
+        return {"flushed": self.figures()["loss_scale/flushed"], "flushed_layers": by_layer}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the latest counts."""

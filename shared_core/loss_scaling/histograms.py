@@ -368,17 +368,16 @@ class HistogramProbe:
                 total.add(histogram)
         return total
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return what the format would lose of the unscaled gradients, and log2 of median update over median weight."""
         if self.step is None:
             return {}
         gradients = self.total("gradients").summary(self.format)
         update, weight = self.total("updates").median, self.total("weights").median
-        figures = {name: gradients[name] for name in ("below_normal", "below_subnormal")}
-        metrics = {f"loss_scale/grad_{name}": share for name, share in figures.items()}
+        figures = {f"loss_scale/grad_{name}": gradients[name] for name in ("below_normal", "below_subnormal")}
         if update is not None and weight is not None:
-            metrics["loss_scale/update_to_weight"] = float(update - weight)
-        return metrics
+            figures["loss_scale/update_to_weight"] = float(update - weight)
+        return figures
 
     def report(self) -> dict[str, Any]:
         """Return, by kind, the histogram of all layers with its shares, and those shares by layer."""

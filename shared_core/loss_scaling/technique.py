@@ -64,8 +64,14 @@ class LossScaling(Technique):
         context.undo.callback(self._detach)
         return Touched()
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Note how many steps the scaler has seen; let it unscale the gradients of 16-bit parameters."""
+        if state is not None:
+            self.scaler.load_state_dict(state["scaler"])  # harmless where the trainer restored it already
+            self.telemetry.load_state_dict(state.get("telemetry", {}))
+            self.flush.load_state_dict(state.get("flush", {}))
+            self.histograms.load_state_dict(state.get("histograms", {}))
+            self.loss_dtype.load_state_dict(state.get("loss", {}))
         self._steps_at_begin = self.scaler.num_steps
         self.scaler.widen_gradients = context.widen_gradients
         if self.config.flush_every:
@@ -133,22 +139,14 @@ class LossScaling(Technique):
             "loss": self.loss_dtype.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the scaler; harmless where the trainer restored it already."""
-        self.scaler.load_state_dict(state["scaler"])
-        self.telemetry.load_state_dict(state.get("telemetry", {}))
-        self.flush.load_state_dict(state.get("flush", {}))
-        self.histograms.load_state_dict(state.get("histograms", {}))
-        self.loss_dtype.load_state_dict(state.get("loss", {}))
-
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""
         return {
             "loss_scale/scale": self.scaler.get_scale(),
             "loss_scale/skipped": float(self.scaler.skipped_steps),
-            **self.telemetry.metrics(),
-            **self.flush.metrics(),
-            **self.histograms.metrics(),
+            **self.telemetry.figures(),
+            **self.flush.figures(),
+            **self.histograms.figures(),
         }
 
     def report(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class UnderflowTelemetry:
         >>> telemetry = UnderflowTelemetry()
         >>> telemetry.measure([("head.weight", weight)], scale=1.0)
         True
-        >>> {name: round(value, 2) for name, value in telemetry.metrics().items()}
+        >>> {name: round(value, 2) for name, value in telemetry.figures().items()}
         {'loss_scale/underflow': 0.25, 'loss_scale/zero': 0.25, 'loss_scale/headroom': 15.0}
     """
 
@@ -152,7 +152,7 @@ class UnderflowTelemetry:
             total.add(figures)
         return total
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return the figures of all layers together; nothing before the first measurement."""
         if self.step is None:
             return {}

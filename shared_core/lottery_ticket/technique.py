@@ -137,9 +137,11 @@ class LotteryTicket(Technique):
         """Return the weights that tickets are of."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve step k; put masks back in a resumed run, or rewind now if k is 0."""
         config = self.config
+        if state is not None:
+            self._restore(state)
         self.plan(context)
         reshard_(context.model)  # a validation may have come before
         self._weights = self._masks.weights = self._targets.weights()
@@ -374,8 +376,7 @@ class LotteryTicket(Technique):
             "learning_rates": [list(groups) for groups in self._rates_held.last],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
         if self.config.ticket is not None and state["digest"] != self._digest:
             raise CheckpointError(
                 "lottery",
@@ -387,7 +388,7 @@ class LotteryTicket(Technique):
         self._history = [{"step": int(e["step"]), "metrics": dict(e["metrics"])} for e in state["history"]]
         self._rates_held.last = tuple(tuple(groups) for groups in state["learning_rates"])
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``lottery/left``, the share of the weights within reach that is not pruned."""
         numel = sum(weight.numel() for weight in self._weights.values()) if self._masks else 0
         return {"lottery/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}

@@ -179,8 +179,10 @@ class LowRank(Technique):
         """Return the factorised layers, with the sizes of their factors."""
         return Touched.modules(self.layers, self.left_out, "factorised layers")
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Look at inputs if the decomposition does, then release the user's weights."""
+        if state is not None:
+            self._restore(state)
         self._context = context
         if not self._is_checked:
             self.prepare_optimizers(context)
@@ -278,7 +280,7 @@ class LowRank(Technique):
         """Return True if the model has the layers that were saved."""
         return bool(state.get("layers") == self._structure)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         """Check that the model has the structure that was saved."""
         if not self.fits(state):
             raise CheckpointError(
@@ -294,7 +296,7 @@ class LowRank(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return how many layers are factorised, and which share of the model's parameters is left."""
         before, after = self._parameters
         return {"low_rank/layers": float(len(self._structure)), "low_rank/parameters": after / before}

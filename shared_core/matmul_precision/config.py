@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from shared_core.config.ability import Ability
 from shared_core.config.options import TechniqueConfig, option
+from shared_core.matmul_precision.switches import tried
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +37,13 @@ class MatmulPrecisionConfig(TechniqueConfig):
     precision: Literal["highest", "high", "medium"] = option(
         help="highest: float32; high: TF32 (10 bits) where the GPU has it; medium: on a CPU also bfloat16 (7 bits)"
     )
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return inactive where neither TF32 nor bfloat16 takes the place of float32, by measuring it."""
+        reason = ""
+        for precision in ("high", "medium"):
+            found, reason = tried(precision, device)
+            if not reason:
+                return Ability("native", f"{precision} multiplies in {found}")
+        return Ability("inactive", reason)

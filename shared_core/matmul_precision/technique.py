@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.engine.loss_dtype import LossDtype
-from shared_core.engine.plan import Ability, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.hardware import float32_matmul_format, float32_matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
-
-_BACKENDS: Any = torch.backends  # half of it has no annotations
+from shared_core.matmul_precision.switches import restore, switches, why_inactive
 
 
 class MatmulPrecision(Technique):
@@ -36,25 +35,10 @@ class MatmulPrecision(Technique):
         """The dtype of the first training loss."""
         self.previous: str | None = None
         """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
-        self._before, self._set = _switches(), _switches()
+        self._before, self._set = switches(), switches()
         """Torch's settings before `attach` and after it."""
         self._device = torch.device("cpu")
         self._format: str | None = None
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return inactive where neither TF32 nor bfloat16 takes the place of float32, by measuring it."""
-        reason = ""
-        for precision in ("high", "medium"):
-            technique = cls(MatmulPrecisionConfig(precision=precision))  # type: ignore[arg-type]
-            # Measured on an empty model: the setting is torch's own.
-            technique.attach(Context(nn.Module()))
-            technique._device, technique._format = device, float32_matmul_format(device)
-            reason = technique._reason()
-            technique._detach()
-            if technique.is_active:
-                return Ability("native", f"{precision} multiplies in {technique._format}")
-        return Ability("inactive", reason)
 
     def attach(self, context: Context) -> Touched:
         """Set the precision, for evaluation too."""
@@ -62,11 +46,11 @@ class MatmulPrecision(Technique):
         if context.is_preview:
             return Touched(what="all float32 matrix products")
         self.previous = float32_matmul_precision()
-        self._before = _switches()
+        self._before = switches()
         # Numbers rise, so that the order of setting is known.
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
-        self._set = _switches()
+        self._set = switches()
         return Touched(what="all float32 matrix products")
 
     def _detach(self) -> None:
@@ -78,17 +62,19 @@ class MatmulPrecision(Technique):
         # Runs may end in another order than they began in: the setting of before is passed on to the next.
         later = [one for number, one in sorted(self._live.items()) if number > mine]
         if not later:
-            _restore(self._before)
+            restore(self._before)
         elif later[0]._before == self._set:  # else somebody set another one in between, which stays theirs
             later[0]._before = self._before
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
+        if state is not None:
+            self.loss_dtype.load_state_dict(state.get("loss", {}))
         parameter = next(context.model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._format = float32_matmul_format(self._device)
-        if not self.is_active:
-            context.services.say(f"efftrain: matmul: {self.config.precision} is INACTIVE: {self._reason()}")
+        if reason := self._reason():
+            context.services.say(f"efftrain: matmul: {self.config.precision} is INACTIVE: {reason}")
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss as it is; the first one tells what it was computed in."""
@@ -98,29 +84,10 @@ class MatmulPrecision(Technique):
     @property
     def is_active(self) -> bool:
         """Whether products are computed in what was asked for: measured, not looked up. False before `begin`."""
-        if self.config.precision == "highest":
-            return self._format == "float32"
-        return self._format in ("tf32", "bf16")
+        return self._format is not None and not self._reason()
 
     def _reason(self) -> str:
-        device, asked = self._device, self.config.precision
-        if asked == "highest":
-            return f"products on {device.type} are still rounded to {self._format}"
-        still = f"float32 products on {device.type} stay float32, because"
-        if device.type == "cuda":
-            if matmul_hardware(device)["tf32"]:
-                return f"{still} TF32, which this GPU has, is switched off outside torch (NVIDIA_TF32_OVERRIDE=0, say)"
-            major, minor = torch.cuda.get_device_capability(device)
-            return f"{still} compute capability {major}.{minor} has no TF32 (NVIDIA's of 8.0 and later have)"
-        if device.type != "cpu":
-            return f"{still} this device has no such switch"
-        if asked == "high":
-            return f"{still} a CPU has no TF32; medium allows bfloat16 where oneDNN uses it"
-        if not (_BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled):
-            return f"{still} oneDNN is not there or switched off"
-        if not matmul_hardware(device)["bf16"]:
-            return f"{still} this CPU has no bf16 instructions"
-        return f"{still} oneDNN does not use this CPU's bf16 instructions for them"
+        return why_inactive(self.config.precision, self._device, self._format)
 
     def finish(self, context: Context) -> None:
         """Put torch's setting back; weights need no baking."""
@@ -129,10 +96,6 @@ class MatmulPrecision(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return what the loss was computed in; all else is measured anew."""
         return {"loss": self.loss_dtype.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        self.loss_dtype.load_state_dict(state.get("loss", {}))
 
     def report(self) -> dict[str, Any]:
         """Return what was asked for, what was before, what products were really computed in, and the loss's dtypes."""
@@ -145,16 +108,3 @@ class MatmulPrecision(Technique):
             **({} if self.is_active or self._format is None else {"reason": self._reason()}),
             **self.loss_dtype.report(),
         }
-
-
-def _switches() -> tuple[str, str, str]:
-    """Return torch's setting, and the newer switches of each backend behind it."""
-    newer = _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
-    return float32_matmul_precision(), *newer
-
-
-def _restore(switches: tuple[str, str, str]) -> None:
-    precision, *newer = switches
-    # this one overwrites the newer switches, so that they come second
-    torch.set_float32_matmul_precision("highest" if precision == "mixed" else precision)
-    _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision = newer

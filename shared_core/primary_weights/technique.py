@@ -143,8 +143,9 @@ class PrimaryWeights(Technique):
         """Return that the optimizer steps float32 values in place of the weights."""
         return Plan(acts_on_gradients=True)
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Make or restore the copies, and let gradients be accumulated in float32."""
+        saved = None if state is None else self._read(state)
         # A second `begin` (after a resume) must not exchange what is exchanged already.
         self._put_back()
         self._optimizers = context.optimizers
@@ -165,18 +166,17 @@ class PrimaryWeights(Technique):
                 "state_dtype bfloat16 must have weights in bfloat16, got float16",
                 "take state_dtype float32: small gradients and moments underflow in float16",
             )
-        state, self._state = self._state, None
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
-        if state is not None:
+        if saved is not None:
             # Moments before copies: `_follow` makes the exchanges, which carry the optimizer's state over as it is
             # then.
-            self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
+            self._shards.restore_moments_(self._optimizers, names, saved["moments_of_shards"])
         if self._keeps_16_bit:
             for optimizer in self._optimizers:
                 narrow_moments_(optimizer, parameters)
         else:
-            self._widen_moments(parameters, None if state is None else state["moments"])
+            self._widen_moments(parameters, None if saved is None else saved["moments"])
             self._gradients.begin(parameters)
             context.widen_gradients = self._widen_gradients
         # Copies of the weights first; what a checkpoint has of them then replaces their values, in the same tensors.
@@ -184,10 +184,10 @@ class PrimaryWeights(Technique):
             self._follow()
         elif self.config.kind == "kahan":
             self._lost = {parameter: self._nothing_lost(parameter) for parameter in parameters}
-        saved = {} if state is None else state["copies"]
+        copies = {} if saved is None else saved["copies"]
         for parameter, kept in self._kept().items():
-            if names[parameter] in saved:
-                restore_(kept, parameter, saved[names[parameter]], names[parameter])
+            if names[parameter] in copies:
+                restore_(kept, parameter, copies[names[parameter]], names[parameter])
 
     def _detach(self) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
@@ -517,19 +517,18 @@ class PrimaryWeights(Technique):
             "small_updates": dict(self._small_updates),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a saved state until `begin`."""
+    def _read(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the counts of a saved state; return its copies and moments."""
         try:
             self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
-            self._state = {"copies": dict(state["copies"]), "moments": str(state["moments"])}
-            self._state["moments_of_shards"] = dict(state.get("moments_of_shards", {}))
+            of_shards = dict(state.get("moments_of_shards", {}))
+            return {"copies": dict(state["copies"]), "moments": str(state["moments"]), "moments_of_shards": of_shards}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
                 "primary_weights", f"state must be one that primary_weights saved, got {error!r}"
             ) from error
-        self._state["small_updates"] = self._small_updates
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``primary_weights/small_updates``, the share of updates that 16 bit alone would have lost."""
         share = _share(self._small_updates)
         return {} if share is None else {"primary_weights/small_updates": share}

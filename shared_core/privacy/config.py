@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shared_core.config.ability import Ability, needs
 from shared_core.config.conflicts import DEEPSPEED, LBFGS
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,11 @@ class PrivacyConfig(TechniqueConfig):
             )
         if self.secure_mode and self.seed is not None:
             raise ConfigError("dp", f"secure_mode must stand without a seed, got {self.seed}", "drop the seed")
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused without Opacus."""
+        return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

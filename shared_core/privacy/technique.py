@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
-from shared_core.engine.plan import Ability, Plan, Touched, needs, trained
+from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
@@ -43,7 +43,7 @@ class DifferentialPrivacy(Technique):
         >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
         >>> session.attach(model)
         >>> data = torch.utils.data.TensorDataset(torch.randn(40, 4))
-        >>> loader = session.draw(DataLoader(data, batch_size=10))
+        >>> loader = session.techniques["dp"].loader(DataLoader(data, batch_size=10))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> session.begin([optimizer], total_steps=4)  # doctest: +ELLIPSIS
         efftrain: dp: ...
@@ -54,7 +54,7 @@ class DifferentialPrivacy(Technique):
         ...     _ = session.after_step()
         ...     optimizer.zero_grad()
         efftrain: dp: that the loss is a mean over the examples ... was not checked: the model does not return it
-        >>> round(session.metrics()["dp/epsilon"], 2)
+        >>> round(session.figures()["dp/epsilon"], 2)
         4.87
         >>> session.finish()
     """
@@ -88,11 +88,6 @@ class DifferentialPrivacy(Technique):
         where the loss is the mean over rows."""
 
     # -- start
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return refused without Opacus."""
-        return needs("opacus", "privacy", "dp") or super().ability(device)
 
     def attach(self, context: Context) -> Touched:
         """Put the hooks on."""
@@ -175,7 +170,7 @@ class DifferentialPrivacy(Technique):
             acts_on_gradients=True,
         )
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Settle the noise and say what the run will have spent."""
         config, batches = self.config, self._known(self._batches)
         if config.delta >= 1 / batches.num_examples:
@@ -370,7 +365,7 @@ class DifferentialPrivacy(Technique):
             "processes": world_size(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what this run has spent since is never taken back."""
         try:
             draws, micro_batch = int(state["draws"]), int(state["micro_batch"])
@@ -399,7 +394,7 @@ class DifferentialPrivacy(Technique):
         """Return the epsilon of all steps so far."""
         return epsilon(self._spent, self.config.delta, self.config.accountant)
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``dp/epsilon``, spent so far."""
         return {} if self._noise == 0 else {"dp/epsilon": self._shown_epsilon()}
 

@@ -158,8 +158,10 @@ class Pruning(Technique):
         told += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
         return f"{', '.join(told)}, complete at step {self._schedule.end}"
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
+        if state is not None:
+            self._restore(state)
         self.plan(context)
         # LBFGS evaluates many points within one step, between which no mask is applied.
         refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
@@ -168,9 +170,8 @@ class Pruning(Technique):
         sharded = next((name for name, weight in policy.weights.items() if is_sharded(weight)), None)
         if sharded and (reason := self.config.why_not_sharded):
             raise CompatibilityError("prune", f"{sharded} must be a plain tensor, got a sharded one: {reason}")
-        if self._saved:
-            policy.restore(self._saved)
-            self._saved = {}
+        if state is not None:
+            policy.restore(state)
             self._note_share()
         elif self._last_update < 0 and context.step == 0:
             self._tell_refilled(context)
@@ -297,10 +298,9 @@ class Pruning(Technique):
             "waits": self._waits,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; the masks are put on the weights' devices in `begin`."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Restore all but the masks, which are checked."""
         check_saved(dict(state["masks"]), self._targets.weights(), of_units=self.config.granularity in UNITS)
-        self._saved = dict(state)
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
         self._own = {name: float(share) for name, share in state.get("own", {}).items()}
@@ -311,7 +311,7 @@ class Pruning(Technique):
         if self._costs:
             self._costs.costs.update(state.get("costs", {}))
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
         return {"prune/sparsity": self._pruned_share}
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shared_core.config.ability import Ability
 from shared_core.config.conflicts import EFFICIENT_LOADING, NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, OverridableConfig, option
 from shared_core.config.training_time import Position
+
+if TYPE_CHECKING:
+    import torch
 
 Scheme = Literal[
     "int8",
@@ -136,6 +141,12 @@ class QatConfig(OverridableConfig):
             raise self._error("group_size", "must come with scheme=int4_weight or int8_dynamic_int4_weight")
         if self.rounding == "stochastic" and (not self.scheme.startswith("int") or self.range in ("lsq", "lsq_plus")):
             raise self._error("rounding", f"must be nearest with scheme={self.scheme} and range={self.range}")
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native; tells what multiplies converted layers."""
+        kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
+        return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
 
     @property
     def learns_ranges(self) -> bool:

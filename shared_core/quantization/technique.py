@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
-from shared_core.engine.plan import Ability, Plan, Touched
+from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
@@ -73,12 +72,6 @@ class QuantizationAwareTraining(Technique):
     def bank(self) -> RangeBank:
         """The ranges of all layers, and the switches."""
         return self.policy.bank
-
-    @classmethod
-    def ability(cls, device: torch.device) -> Ability:
-        """Return native; tells what multiplies converted layers."""
-        kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
-        return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
 
     def attach(self, context: Context) -> Touched:
         """Swap the classes of the layers to quantise; observe nothing yet."""
@@ -201,8 +194,10 @@ class QuantizationAwareTraining(Technique):
     def _keeps_modules(self) -> bool:
         return self._final is not None and self.config.keep
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve positions and start to observe."""
+        if state is not None:
+            self._restore(state)
         folded = {name: module for name, module in self.layers.items() if "fold" in vars(module)}
         for name, module in folded.items():
             _refuse_shards(name, module)
@@ -353,7 +348,7 @@ class QuantizationAwareTraining(Technique):
         """Return ranges, the open window, counts and switches."""
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any]) -> None:
         """Take the saved ranges, each for the layer of its name."""
         try:
             self.policy.load_state_dict(state)
@@ -363,7 +358,7 @@ class QuantizationAwareTraining(Technique):
                 raise
             raise CheckpointError("qat", f"state must be one that qat saved, got {error!r}") from error
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
         return {
             "qat/active": float(self.bank.quantizing),

@@ -86,7 +86,7 @@ class ShortRun(Technique):
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(self.config.seed)
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Wait for the first turn; memory counts from here."""
         if context.step or context.is_preview:
             return

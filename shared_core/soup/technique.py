@@ -65,7 +65,7 @@ class ModelSoup(Technique):
         """Return the parameters that checkpoints are averaged over."""
         return Touched.parameters(context.model.named_parameters(), what="parameters")
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
         context.services.checkpoints()
         if self._options.bn_batches and not batch_norms(context.model):

@@ -13,7 +13,7 @@ import torch
 from eff_kernels._triton.launch import has_triton
 from eff_kernels.quantization.exact_sums import sums_exactly
 
-from shared_core.engine.plan import Ability
+from shared_core.config.ability import Ability
 from shared_core.engine.registry import REGISTRY
 from shared_core.hardware import cpu_capabilities, matmul_hardware
 from shared_core.tools.sparse_inference.semi_structured import two_four_here
@@ -88,4 +88,4 @@ def tools() -> dict[str, str]:
 
 def abilities(device: torch.device) -> dict[str, Ability]:
     """Return how each technique runs on a device, by recipe key."""
-    return {key: one.technique_class.ability(device) for key, one in REGISTRY.items()}
+    return {key: one.config_class.ability(device) for key, one in REGISTRY.items()}

@@ -215,7 +215,6 @@ class WeightAverage(Technique):
         self._is_lent = self._is_over = False
         self._gathered: RunningAverage | None = None
         self._merged: dict[str, Tensor] = {}
-        self._saved: Mapping[str, Any] | None = None
         self._first = self._projection_changes = 0
         self._told: dict[str, Any] = {}
         self._validations = {"validations_of_average": 0, "validations_of_weights": 0}
@@ -264,14 +263,13 @@ class WeightAverage(Technique):
             looks_at_batches=bool(config.bn_batches),  # statistics of batch norms are estimated for the average
         )
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve `begin` and put a saved average back."""
         self.plan(context)
         # Those that train now, though layers may be frozen later.
         self._trained = [one for one in filter(is_trained, context.model.parameters()) if one not in context.unheld]
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._restore(saved, context)
+        if state is not None:
+            self._restore(state, context)
 
     # -- one step
 
@@ -456,13 +454,9 @@ class WeightAverage(Technique):
             "validations": dict(self._validations),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a saved state until `begin`; what was validated since an earlier checkpoint stays counted."""
-        self._saved = dict(state)
-        for name, count in state.get("validations", {}).items():
-            self._validations[name] = max(self._validations[name], int(count))
-
     def _restore(self, state: Mapping[str, Any], context: Context) -> None:
+        for name, count in state.get("validations", {}).items():  # those since an earlier checkpoint stay counted
+            self._validations[name] = max(self._validations[name], int(count))
         try:
             kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
             # A larger k than now: the newest copies stay.
@@ -499,7 +493,7 @@ class WeightAverage(Technique):
 
     # -- figures
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``average/updates``, the number of weights that the average has seen."""
         return {"average/updates": float(self._running.num_updates)}
 

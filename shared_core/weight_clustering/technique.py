@@ -181,8 +181,10 @@ class WeightClustering(Technique):
         """Return the weights whose values will be shared."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
-    def begin(self, context: Context) -> None:
+    def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve `begin`; put saved clusters back, or make them if they are due."""
+        if state is not None:
+            self._restore(state)
         self.plan(context)
         refuse_lbfgs(context.optimizers, "cluster", "which moves weights apart within a step")
         self._weights = self._targets.weights()
@@ -267,8 +269,8 @@ class WeightClustering(Technique):
         codes = self._whole_codes() if self._gathered is None else self._gathered
         return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; clusters are put on the weights' devices in `begin`."""
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Check a saved state; its clusters are put on the weights' devices next."""
         codes, weights = dict(state["codes"]), self._targets.weights()
         odd = sorted(set(codes) ^ set(weights)) if codes else []
         # Compared with the weights as they are now; types and ranges too, since files may be damaged.
@@ -283,7 +285,7 @@ class WeightClustering(Technique):
         self._clustered_at = int(state["clustered_at"])
         self._errors = {name: float(error) for name, error in state["errors"].items()}
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """Return ``cluster/values``, the number of distinct values that all shared weights together have."""
         return {"cluster/values": float(self._num_values)}
 

@@ -290,7 +290,7 @@ def train(device: PretendedDevice, recipe: dict[str, Any], dtype: torch.dtype | 
     found["torch"] = device.launches.total() - found["ours"]
     found["worst"] = max(steps, key=Counter.total)
     found["steady"] = max(steps[-2:], key=Counter.total)
-    run.session.metrics()
+    run.session.figures()
     found["metrics"] = run.waits()
     found["evaluation"] = run.evaluate()
     resumed = Run(device, recipe, dtype, folder)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from shared_core import Session
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
 
 EVERY = 2
@@ -46,7 +47,7 @@ def train(recipe, order="behind", evaluates=True):
     """Train; return the weights of each step, what each evaluation saw, and the session, model and optimizer."""
     session, (model, optimizer) = Session(recipe), fresh(recipe)
     steps, seen = [], []
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=4)
     for step, batch in enumerate(batches(1) * 2, 1):
         with session.forward():
@@ -133,7 +134,7 @@ def test_shared_values_move_as_parameters_of_their_own():
     torch.manual_seed(0)
     model, inputs = torch.nn.Linear(6, 4, bias=False), torch.randn(NUM_STEPS, 5, 6)
     optimizer, session = ScheduleFree(model.parameters()), Session(recipe)
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=NUM_STEPS)
     for step, x in enumerate(inputs, 1):
         session.loss(model(x).square().mean() + model(x).sin().mean()).backward()
@@ -280,7 +281,7 @@ def test_what_trains_in_16_bits_refuses_them():
     recipe = {"primary_weights": {"kind": "fp32_copy"}}
     model, optimizer = fresh(recipe)
     session = Session(recipe)
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     with pytest.raises(CompatibilityError, match="ScheduleFree moves the weights in its train"):
         session.begin([optimizer], total_steps=1)
     session.detach()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from shared_core import Session
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError, MatchError
 
 RUNS = {
@@ -121,7 +122,7 @@ def test_a_copy_keeps_the_structure_of_its_original_so_that_it_can_follow(recipe
     model, session, make_optimizer = averaged(**recipe)
     if early:
         optimizer = make_optimizer()
-        session.attach_with(model, [optimizer])
+        attach_with(session, model, [optimizer])
     else:
         session.attach(model)
         optimizer = make_optimizer()

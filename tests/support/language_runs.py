@@ -80,7 +80,7 @@ def bare(model, recipe, window, folder):
                 loss = model(**batch).loss
             loop.backward(loss / len(window))
         loop.step()
-        figures = loop.session.metrics()
+        figures = loop.session.figures()
     return optimizer.gradients, figures
 
 

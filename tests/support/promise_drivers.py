@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.receipt import VARIABLE
 from shared_core.engine.services import BareServices
 from shared_core.engine.state_file import rng_state, set_rng_state
@@ -138,7 +139,7 @@ def run_bare(
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
     if optimizer_first:
         optimizer = _optimizer(optim, model.parameters())
-        session.attach_with(model, [optimizer])
+        attach_with(session, model, [optimizer])
     else:
         session.attach(model)
         optimizer = _optimizer(optim, model.parameters())

@@ -9,7 +9,7 @@ def qat_step(model, inputs, **options):
     technique = QuantizationAwareTraining(QatConfig(**options))
     context = Context(model=model, total_steps=1)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     model.train()
     model(**inputs).logits.square().mean().backward()
     technique.before_step(context)

@@ -240,8 +240,9 @@ def train(recipe, *, later=False, resume=None):
         session.prepare_optimizers([optimizer])
         session.load_state_dict(resume["session"])
     drawn = None
-    if session.draws_batches:
-        drawn = iter(session.draw(DataLoader(range(STEPS * BATCH), batch_size=BATCH // 2 // world_size()), 2))
+    if "dp" in session.techniques:
+        stock = DataLoader(range(STEPS * BATCH), batch_size=BATCH // 2 // world_size())
+        drawn = iter(session.techniques["dp"].loader(stock, 2))
     session.begin([optimizer], total_steps=STEPS)
     saved = {}
     for step in range(session.step, STEPS):

@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shared_core.config.ability import Ability
 from shared_core.config.training_time import Position
 from shared_core.engine import compatibility, coverage
 from shared_core.engine.hooks import overrides
-from shared_core.engine.plan import Ability, Touched
+from shared_core.engine.plan import Touched
 from shared_core.engine.protocols import Bakes, Deploys, LooksFirst, TrainsPeers
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
@@ -105,7 +106,7 @@ def explain(
     told.remarks.extend(compatibility.remarks(recipe))
     for key, technique in techniques.items():
         told.timeline.extend(_events(key, technique, context, told.conflicts))
-        told.abilities[key] = type(technique).ability(where)
+        told.abilities[key] = type(technique.config).ability(where)
         told.checkpoint[key] = _saved(technique, trainer)
     # By step, what has no step yet before, what comes after training last.
     told.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))

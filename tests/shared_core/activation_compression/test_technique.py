@@ -40,7 +40,7 @@ def test_the_receipt_counts_what_lies_in_between():
     assert told["bytes_before"] == 4 * 32 * 64 + rest
     assert told["bytes_after"] == packed + rest
     assert told["share_saved"] == round(1 - (packed + rest) / (4 * 32 * 64 + rest), 4)
-    assert session.metrics()["activations/saved"] == pytest.approx(told["share_saved"], abs=1e-4)
+    assert session.figures()["activations/saved"] == pytest.approx(told["share_saved"], abs=1e-4)
 
 
 def test_int8_draws_anew_each_micro_batch_and_step_and_again_the_same_after_a_resume():

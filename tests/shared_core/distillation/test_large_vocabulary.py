@@ -86,7 +86,7 @@ def attached(model, teacher, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, total_steps=10)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 

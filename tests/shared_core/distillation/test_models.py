@@ -62,7 +62,7 @@ def attached(model, teacher, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, total_steps=total_steps)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -290,7 +290,7 @@ class TestAccumulation:
         loss.backward()
         assert loss.item() == 0.0
         assert all(p.grad is None or not p.grad.any() for p in student.parameters())
-        assert technique.metrics()["distill/soft_loss"] == 0.0
+        assert technique.figures()["distill/soft_loss"] == 0.0
 
     def test_llama_equals_the_formula_by_hand(self):
         student, teacher = llama(), llama(16, seed=1).eval()

@@ -310,7 +310,7 @@ class TestPeers:
         run = Run({"peers": 3})
         for _ in range(STEPS):
             run.step()
-        assert run.session.metrics()["distill/peer_task_loss"] > 0
+        assert run.session.figures()["distill/peer_task_loss"] > 0
         run.session.finish()
         receipt = run.session.receipt()
         told = receipt["techniques"]["distill"]

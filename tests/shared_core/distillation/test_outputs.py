@@ -32,7 +32,7 @@ def attached(student, teacher, **options):
     technique = Distillation(DistillConfig(**{"teacher": teacher, "alpha": 0.0, "temperature": T, **options}))
     context = Context(student, total_steps=3)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -122,7 +122,7 @@ class TestSpans:
         technique.before_attach(context)
         technique.attach(context)
         context.optimizers = (torch.optim.SGD(students[0].parameters(), lr=0.1),)
-        technique.begin(context)
+        technique.begin(context, None)
         students[0].train()(**questions())
         got = technique.loss(torch.zeros(()), context)
         torch.testing.assert_close(got.detach(), soft(reader(0), reader(1), questions())[0].detach())

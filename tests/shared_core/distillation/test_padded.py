@@ -32,7 +32,7 @@ def soft(model, teacher, x, **options):
     technique = Distillation(DistillConfig(teacher=teacher, alpha=0.0, temperature=2.0, **options))
     context = Context(model, total_steps=3)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     technique.labels = torch.zeros(len(x), dtype=torch.long)
     model.zero_grad()
     loss = technique.loss(model(x).sum(), context)

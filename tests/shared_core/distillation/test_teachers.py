@@ -124,7 +124,7 @@ def test_alpha_and_temperature_walk_evenly_from_begin_to_end():
     found = []
     for _ in range(STEPS):
         run.step()
-        logged = run.session.metrics()
+        logged = run.session.figures()
         found.append((logged["distill/alpha"], logged["distill/temperature"]))
     torch.testing.assert_close(torch.tensor(found)[:, 0], torch.linspace(1.0, 0.2, STEPS))
     torch.testing.assert_close(torch.tensor(found)[:, 1], torch.linspace(4.0, 1.0, STEPS))
@@ -196,7 +196,7 @@ def test_regression_and_independent_labels():
         run.technique.labels = target
         loss = run.session.loss(task(run.model(x), target))
         assert loss.isfinite()
-        assert run.session.metrics()["distill/soft_loss"] > 0
+        assert run.session.figures()["distill/soft_loss"] > 0
 
 
 def test_a_cached_teacher_teaches_what_the_teacher_would(tmp_path):

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_core import Session
+from shared_core import Recipe, Session
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
 from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
+from shared_core.tools.planning.explain import explain
 
 
 def mlp(width=8, classes=3, seed=0):
@@ -42,7 +43,7 @@ def attached(model, teacher, services=None, total_steps=10, **options):
     technique = Distillation(DistillConfig(teacher=teacher, **options))
     context = Context(model, services=services or Lines(), total_steps=total_steps)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -63,7 +64,7 @@ class TestMixedLoss:
             targets = teacher.eval()(x)
         expected = alpha * task + (1 - alpha) * kd_loss(logits, targets, temperature=3.0)
         torch.testing.assert_close(loss, expected)
-        metrics = technique.metrics()
+        metrics = technique.figures()
         assert metrics["distill/task_loss"] == pytest.approx(task.item())
         assert metrics["distill/soft_loss"] == pytest.approx(kd_loss(logits, targets, temperature=3.0).item(), rel=1e-5)
 
@@ -82,7 +83,7 @@ class TestMixedLoss:
             technique.loss(student(torch.randn(16, 4)).sum() * 0, context).backward()
             optimizer.step()
             technique.after_step(context, True)
-        assert technique.metrics()["distill/soft_loss"] < 1e-3
+        assert technique.figures()["distill/soft_loss"] < 1e-3
 
     def test_range(self):
         technique, context = attached(mlp(), mlp(16), begin=2, end=0.5)
@@ -110,9 +111,9 @@ class TestMixedLoss:
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
         context.step = 1
         technique.after_step(context, True)
-        assert technique.metrics()
+        assert technique.figures()
         technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
-        assert technique.metrics() == {}
+        assert technique.figures() == {}
 
     @pytest.mark.parametrize(("begin", "end"), [(4, 4), (6, 0.5), (1.0, 10)])
     def test_an_empty_range_is_refused(self, begin, end):
@@ -303,11 +304,11 @@ def test_counters_resume():
     technique.loss(context.model(torch.randn(4, 4)).sum(), context)
     resumed, context = attached(mlp(), mlp(16))
     for _ in range(2):
-        resumed.load_state_dict(technique.state_dict())
+        resumed.begin(context, technique.state_dict())
     resumed.loss(context.model(torch.randn(4, 4)).sum(), context)
     assert resumed.state_dict() == {"batches": 2, "positions": 8}
-    assert resumed.metrics().keys() == {"distill/soft_loss", "distill/task_loss"}
-    assert Distillation(DistillConfig(teacher="t")).metrics() == {}
+    assert resumed.figures().keys() == {"distill/soft_loss", "distill/task_loss"}
+    assert Distillation(DistillConfig(teacher="t")).figures() == {}
 
 
 class Parts(nn.Module):
@@ -409,7 +410,12 @@ def test_looking_ahead_changes_no_loss_and_happens_once():
         task = calls(model, x, y)
         assert (session.loss(task) is task) == (step < 2)
         assert len(asked) == (1 if step < 2 else step)
-        assert bool(session.metrics()) == (step >= 2)
+        assert bool(session.figures()) == (step >= 2)
         session.after_step()
     assert session.receipt().values["techniques"]["distill"]["batches"] == 2
     session.detach()
+
+
+def test_a_preview_names_the_student():
+    found = explain(Recipe.from_dict({"distill": {"teacher": "not/loaded"}}), model=nn.Linear(4, 2)).touched["distill"]
+    assert (found.what, dict(found.tensors)) == ("student", {"Linear": 10})

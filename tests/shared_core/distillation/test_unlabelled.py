@@ -101,11 +101,11 @@ def test_counts_are_part_of_the_state():
     technique = session.techniques["distill"]
     session.loss(model(**technique.prepare_batch(batch([0, 1, 1])))["loss"])
     resumed, other = started(unlabelled_field=FIELD)
-    resumed.techniques["distill"].load_state_dict(technique.state_dict())
+    resumed.techniques["distill"].begin(resumed.context, technique.state_dict())
     resumed.loss(other(**resumed.techniques["distill"].prepare_batch(batch([1, 0])))["loss"])
     told = resumed.techniques["distill"].report()
     assert (told["labelled_examples"], told["unlabelled_examples"]) == (2, 3)
-    assert resumed.metrics()["distill/unlabelled_share"] == 0.5
+    assert resumed.figures()["distill/unlabelled_share"] == 0.5
 
 
 def test_a_loop_that_does_not_tell_is_refused_and_one_that_sees_none_is_told(capsys):

@@ -63,7 +63,7 @@ def attached(student, teacher, words=None, **options):
     context, notes = Context(student, services=Services(words), total_steps=3), []
     context.note = notes.append
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context, notes
 
 

@@ -82,6 +82,18 @@ def test_copies_and_files_of_a_model_are_free():
     assert first.is_attached
 
 
+def test_a_copy_of_a_session_gives_its_own_model_back():
+    model = net()
+    plain = [type(module) for module in model.modules()]
+    first = begun(attached(model, {"qat": {"scheme": "int8"}}), model)
+    other = copy.deepcopy(first)
+    other.detach()
+    assert [type(module) for module in other.context.model.modules()] == plain
+    assert [type(module) for module in model.modules()] != plain
+    first.detach()
+    assert [type(module) for module in model.modules()] == plain
+
+
 def test_a_trainers_session_that_has_not_begun_gives_way_and_comes_back():
     model = net()
     waiting = attached(model, front_end="hf")

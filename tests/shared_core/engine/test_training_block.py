@@ -11,6 +11,7 @@ from promise_table import TECHNIQUES, recipe_of
 from torch import nn
 
 from shared_core import Session, training
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.services import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -228,7 +229,7 @@ def test_what_muon_does_not_take_joins_another_optimizer_or_is_refused(recipe):
 
     model, *optimizers = muon_and_adam()
     session = Session(recipe)
-    session.attach_with(model, optimizers)
+    attach_with(session, model, optimizers)
     session.begin(optimizers, total_steps=2)
     trained = [value for value in model.parameters() if value.requires_grad]
     assert {*map(id, trained)} == {id(one) for optimizer in optimizers for group in held(optimizer) for one in group}

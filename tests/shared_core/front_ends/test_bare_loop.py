@@ -88,3 +88,42 @@ def test_batches_for_ranges_are_given_or_asked_for():
             loop.step()
             loop.zero_grad()
     assert loop.session.receipt()["finished"]
+
+
+def test_a_step_that_torch_makes_to_save_an_optimizer_hides_no_skipped_one():
+    with begun({**PRUNE, "loss_scale": {"kind": "dynamic", "init_scale": 8.0}}) as loop:
+        loop.optimizer.step()
+        gradients(loop, float("inf"))
+        loop.step()
+        assert (loop.session.step, loop.session.skipped) == (0, 1)
+
+
+def test_an_optimizer_may_evaluate_the_loss_several_times_in_a_step():
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with training({"average": {"kind": "ema"}}, model, optimizer, total_steps=2) as loop:
+
+        def evaluate():
+            loop.zero_grad()
+            loss = model(EXAMPLES).square().mean()
+            loop.backward(loss)
+            return loss
+
+        losses = [float(evaluate().detach())]
+        for _ in range(2):
+            evaluate()
+            loop.step(lambda: optimizer.step(evaluate))
+        losses.append(float(model(EXAMPLES).square().mean()))
+        assert (loop.session.step, loop.session.skipped) == (2, 0)
+    assert losses[1] < losses[0]
+
+
+def test_a_seed_draws_other_masks():
+    masks = []
+    for seed in (0, 0, 1):
+        with begun({"prune": {"sparsity": 0.5, "criterion": "random", "end": 0}}, seed=seed) as loop:
+            gradients(loop)
+            loop.step()
+            masks.append(loop.inner[0].weight == 0)
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])

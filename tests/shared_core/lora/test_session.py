@@ -276,8 +276,9 @@ def test_a_state_of_other_options_is_refused(options):
     state = run(net(), 1)[0].state_dict()
     other = session(**options)
     other.attach(net())
+    other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="resume with the options of the saved run"):
-        other.load_state_dict(state)
+        other.begin([], total_steps=1)
 
 
 def test_codes_which_no_process_holds_whole_are_refused_under_fsdp2():

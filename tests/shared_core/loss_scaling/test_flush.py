@@ -72,7 +72,7 @@ def test_the_share_equals_a_float64_recount(inplace, coefficient, low, high):
     }
     found = {name: probe.layers[name] for name in expected if name in probe.layers}
     assert found == {name: counts for name, counts in expected.items() if counts[1]}
-    share = probe.metrics()["loss_scale/flushed"]
+    share = probe.figures()["loss_scale/flushed"]
     assert low <= share <= high
     assert probe.step == 5
 
@@ -97,7 +97,7 @@ def test_measuring_changes_no_state(dropout):
         assert not model._forward_pre_hooks
         assert not model.first._forward_hooks
         states.append([*model.state_dict().values(), *(p.grad for p in model.parameters()), torch.get_rng_state()])
-        share = probe.metrics().get("loss_scale/flushed")
+        share = probe.figures().get("loss_scale/flushed")
     assert 0 < share < 0.9
     for one, other in zip(*states, strict=True):
         assert torch.equal(one, other)
@@ -113,7 +113,7 @@ def test_with_the_right_scale_little_is_flushed_and_in_fp32_nothing():
             loss = loss_of(model(data()), 1e-5)
         (loss * scale).backward()
         assert probe.measure(0)
-        shares[scale, half] = probe.metrics()["loss_scale/flushed"]
+        shares[scale, half] = probe.figures()["loss_scale/flushed"]
     assert shares[1.0, True] > 0.5
     assert shares[2.0**14, True] < 0.05
     assert shares[1.0, False] == 0.0
@@ -139,7 +139,7 @@ def test_what_cannot_be_measured_is_left_out():
     half(data().bfloat16()).sum().backward()
     assert not probe.measure(0)
     assert not probe.is_watching
-    assert probe.metrics() == probe.report() == {}
+    assert probe.figures() == probe.report() == {}
 
 
 def session(model, optimizer, state=None):
@@ -168,7 +168,7 @@ def test_a_session_measures_every_kth_applied_step_and_resumes(tmp_path):
         measured.append(made.techniques["loss_scale"].flush.step)
     assert measured == [0, 0, 0, 2, 2, 4]
     technique = made.techniques["loss_scale"]
-    assert technique.metrics()["loss_scale/flushed"] == technique.report()["flushed"]
+    assert technique.figures()["loss_scale/flushed"] == technique.report()["flushed"]
     assert set(technique.report()["flushed_layers"]) == {"first", "relu", "drop", "second", "norm"}
     save_state(tmp_path, made.state_dict())
     told = technique.report()

@@ -179,7 +179,7 @@ def test_every_kind_equals_a_recount_of_what_the_step_did():
     assert told["activations"]["layers"]["act"]["elements"] == 32
     assert sum(told["activations"]["log2_histogram"].values()) + 32 * told["activations"]["zero"] == 76
     json.dumps(told)
-    figures = loop.session.metrics()
+    figures = loop.session.figures()
     small = [(parameter.grad.abs() / 1024 < 2.0**-14).double() for parameter in twin.parameters()]
     exact = torch.cat([part.reshape(-1) for part in small]).mean().item()
     assert figures["loss_scale/grad_below_normal"] == pytest.approx(exact)
@@ -296,7 +296,7 @@ def test_updates_of_many_pieces():
 
 def test_degenerate_models():
     probe = HistogramProbe()
-    assert probe.report() == probe.metrics() == {}
+    assert probe.report() == probe.figures() == {}
     lone = nn.Linear(2, 2, bias=False)
     probe.watch(lone)
     probe.arm()
@@ -308,7 +308,7 @@ def test_degenerate_models():
     probe.before_step(1.0, 4)
     assert probe.after_step()  # nothing moved
     assert probe.total("updates") == Log2Histogram(zeros=4)
-    assert "loss_scale/update_to_weight" not in probe.metrics()
+    assert "loss_scale/update_to_weight" not in probe.figures()
     assert probe.layers["activations", "(model)"].elements == 2
     table = nn.Embedding(5, 2, sparse=True)
     probe.watch(table)

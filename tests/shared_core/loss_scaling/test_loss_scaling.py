@@ -258,10 +258,10 @@ class TestTechnique:
             technique = LossScaling(LossScaleConfig(kind="dynamic", init_scale=1024, growth_interval=2))
             context = Context(model)
             technique.attach(context)
-            technique.begin(context)
+            technique.begin(context, None)
             self.run(technique, (0, INF, 0, 0, 0, NAN), model, optimizer, context)
             assert context.step == 4
-            assert technique.metrics() == {"loss_scale/scale": 512.0, "loss_scale/skipped": 2.0}
+            assert technique.figures() == {"loss_scale/scale": 512.0, "loss_scale/skipped": 2.0}
             report = technique.report()
             assert report == {
                 "kind": "dynamic", "steps": 6, "skipped_steps": 2, "scale": 512.0,
@@ -290,17 +290,16 @@ class TestTechnique:
             model, optimizer = net()
             context = Context(model)
             technique = LossScaling(LossScaleConfig(kind="dynamic", growth_interval=2))
-            technique.begin(context)
+            technique.begin(context, None)
             trace = []
             for index, bad in enumerate(bads):
                 if index == stop:
                     state = technique.state_dict()
                     technique = LossScaling(LossScaleConfig(kind="dynamic", growth_interval=2))
-                    technique.load_state_dict(state)
-                    technique.load_state_dict(state)
-                    technique.begin(context)
+                    technique.begin(context, state)
+                    technique.begin(context, state)
                 self.run(technique, [bad], model, optimizer, context)
-                trace.append((technique.metrics(), technique.report(), model.weight.tolist()))
+                trace.append((technique.figures(), technique.report(), model.weight.tolist()))
             traces.append(trace)
         assert traces[0] == traces[1]
 
@@ -308,7 +307,7 @@ class TestTechnique:
         model, optimizer = net()
         technique = LossScaling(LossScaleConfig(kind="dynamic"))
         context = Context(model)
-        technique.begin(context)
+        technique.begin(context, None)
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         context.step = 1

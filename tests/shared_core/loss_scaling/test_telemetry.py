@@ -49,7 +49,7 @@ def test_figures_equal_the_recount_total_and_by_layer(format, scale):
     model = with_gradients(net())
     telemetry = UnderflowTelemetry(format)
     assert telemetry.measure(model.named_parameters(), scale, step=7)
-    found = telemetry.metrics()
+    found = telemetry.figures()
     expected = recount([parameter.grad for parameter in model.parameters()], scale, format)
     assert found == {f"loss_scale/{name}": pytest.approx(value, rel=1e-12) for name, value in expected.items()}
     assert 0 < found["loss_scale/underflow"] < 1
@@ -84,7 +84,7 @@ def test_autocast_gradients_below_fp16_are_seen_before_the_scale_and_gone_after_
         for parameter in model.parameters():
             parameter.grad /= scale
         telemetry.measure(model.named_parameters(), scale)
-        zero[scale] = telemetry.metrics()["loss_scale/zero"], telemetry.metrics()["loss_scale/underflow"]
+        zero[scale] = telemetry.figures()["loss_scale/zero"], telemetry.figures()["loss_scale/underflow"]
     assert zero[1.0][0] > 0.02
     assert zero[1.0][1] > 0.9
     assert zero[2.0**14][0] == 0.0
@@ -94,10 +94,10 @@ def test_autocast_gradients_below_fp16_are_seen_before_the_scale_and_gone_after_
 def test_degenerate_gradients():
     telemetry, model = UnderflowTelemetry(), net()
     assert not telemetry.measure(model.named_parameters(), 1.0)
-    assert telemetry.metrics() == telemetry.report() == {}
+    assert telemetry.figures() == telemetry.report() == {}
     model[0].weight.grad = torch.zeros(8, 6)
     assert telemetry.measure(model.named_parameters(), 1.0)
-    assert telemetry.metrics() == {"loss_scale/underflow": 0.0, "loss_scale/zero": 1.0}
+    assert telemetry.figures() == {"loss_scale/underflow": 0.0, "loss_scale/zero": 1.0}
     assert telemetry.report()["layers"] == {"0": {"underflow": 0.0, "zero": 1.0, "headroom": None}}
     model[2].bias.grad = torch.tensor([1.0, float("nan"), 0.0])
     assert not telemetry.measure(model.named_parameters(), 1.0, step=9)
@@ -139,11 +139,11 @@ def test_it_measures_every_kth_applied_step_and_waits_for_a_good_one():
         loop.step(index, bad=index in (3, 4))
         measured.append(loop.technique.telemetry.step)
     assert measured == [0, 0, 0, 0, 0, 3, 3, 3, 6, 6]
-    assert loop.technique.metrics().keys() == {
+    assert loop.technique.figures().keys() == {
         f"loss_scale/{name}" for name in ("scale", "skipped", "underflow", "zero", "headroom")
     }
     scale = loop.technique.report()["measured_scale"]
-    assert loop.technique.metrics()["loss_scale/headroom"] < 16
+    assert loop.technique.figures()["loss_scale/headroom"] < 16
     assert scale == 2.0**16  # that of the measured step: up once, down twice, up once
 
 
@@ -173,7 +173,7 @@ def test_it_survives_a_resume(tmp_path):
     assert torch.equal(resumed.technique.telemetry.histograms, histograms)
     resumed.step(6)
     assert resumed.technique.telemetry.step == 4
-    resumed.technique.load_state_dict({"scaler": LossScaler().state_dict()})  # saved without telemetry
+    resumed.technique.begin(resumed.session.context, {"scaler": LossScaler().state_dict()})  # saved without telemetry
     assert resumed.technique.telemetry.step == 4
 
 

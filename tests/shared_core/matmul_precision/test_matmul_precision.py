@@ -12,6 +12,7 @@ from shared_core.engine.services import BareServices
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
 from shared_core.hardware import cpu_capabilities, float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.matmul_precision import switches
 from shared_core.matmul_precision import technique as matmul_precision
 from shared_core.matmul_precision.config import MatmulPrecisionConfig
 from shared_core.matmul_precision.technique import MatmulPrecision
@@ -37,7 +38,7 @@ def run(precision, model=None):
     technique = MatmulPrecision(MatmulPrecisionConfig(precision=precision))
     context = Context(model=model, services=Said())
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     return technique, context
 
 
@@ -117,7 +118,7 @@ def test_the_reason_on_a_cpu(monkeypatch):
     monkeypatch.setattr(matmul_precision, "float32_matmul_format", lambda device: "float32")
     assert "a CPU has no TF32" in run("high")[1].services.lines[0]
     for able, reason in ((True, "does not use this CPU's bf16 instructions"), (False, "has no bf16 instructions")):
-        monkeypatch.setattr(matmul_precision, "matmul_hardware", lambda device, able=able: {"bf16": able})
+        monkeypatch.setattr(switches, "matmul_hardware", lambda device, able=able: {"bf16": able})
         assert reason in run("medium")[1].services.lines[0]
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "oneDNN is not there" in run("medium")[1].services.lines[0]
@@ -223,7 +224,7 @@ def test_a_16_bit_loss_is_said_once_and_is_in_the_report():
     assert "computed in bfloat16" in line
     assert technique.report()["softmax_dtype"] == "bfloat16"
     resumed = MatmulPrecision(technique.config)
-    resumed.load_state_dict(technique.state_dict())
+    resumed.begin(context, technique.state_dict())
     assert resumed.loss_dtype.report() == technique.loss_dtype.report()
     assert not resumed.loss_dtype.see(loss)
     assert LossDtype().report() == {}

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from shared_core import Session, training
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.errors import CompatibilityError
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.quantization import convert
@@ -226,7 +227,7 @@ def test_to_look_at_a_layer_does_not_move_its_spectral_norm(recipe):
     before = {name: value.clone() for name, value in model[1].named_buffers()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Session({**recipe, "allow_partial": True})
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=4)
     assert before.keys() == dict(model[1].named_buffers()).keys()
     assert all(torch.equal(value, before[name]) for name, value in model[1].named_buffers())

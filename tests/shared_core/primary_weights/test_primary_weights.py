@@ -141,7 +141,7 @@ def test_updates_below_half_an_ulp_vanish_without_a_copy_and_add_up_with_it(dtyp
     copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
     torch.testing.assert_close(copy, torch.full((3,), 0.99), rtol=0, atol=100 * 2.0**-24)  # half an ulp a step
     assert torch.equal(kept, copy.to(dtype))
-    figures = session.metrics()
+    figures = session.figures()
     assert figures == {"primary_weights/small_updates": 1.0}  # counted at the first step
 
 

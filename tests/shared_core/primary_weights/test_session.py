@@ -170,7 +170,7 @@ def test_stop_and_resume_equals_uninterrupted(tmp_path, kind, name, dtype, scale
         assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
     keys = ("primary_weights",)
     assert [session.techniques[key].report() for key in keys] == [rest.techniques[key].report() for key in keys]
-    assert session.metrics() == rest.metrics()
+    assert session.figures() == rest.figures()
 
 
 def test_moments_that_were_loaded_in_16_bit_are_refused():

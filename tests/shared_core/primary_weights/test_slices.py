@@ -79,7 +79,7 @@ def assert_same(one, other):
     for index, state in states[0]["state"].items():
         for key, value in state.items():
             torch.testing.assert_close(value, states[1]["state"][index][key], rtol=0, atol=0)
-    assert one[2].metrics() == other[2].metrics()
+    assert one[2].figures() == other[2].figures()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

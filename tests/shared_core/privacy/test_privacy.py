@@ -544,15 +544,15 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     again.session.before_step()
     for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(first.grad, second.grad)
-    assert again.session.metrics() == whole.session.metrics()
+    assert again.session.figures() == whole.session.figures()
     # what was spent later is not forgotten when an earlier checkpoint is the best one
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
     saved = {**state["techniques"]["dp"], "processes": 2}
     with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
-        again.technique.load_state_dict(saved)
+        again.technique.restore(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
-        again.technique.load_state_dict({"draws": 1})
+        again.technique.restore({"draws": 1})
     with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
         run().session.load_state_dict({**state, "techniques": {}})
 
@@ -570,14 +570,14 @@ def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
     assert (told["expected_batch"], told["steps"]) == (8, 3)
     by_example = ["0.bias", "2.bias", "2.weight", "3.bias"]
     assert (told["norms_by_ghost"], told["norms_by_example"]) == (["0.weight", "3.weight"], by_example)
-    assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
-    assert run.session.unreached() == {}
+    assert run.session.figures()["dp/epsilon"] == told["epsilon"]
+    assert run.session.receipt()["unreached"] == {}
     # a step after the planned ones is counted, and more than the target is told
     run.step(3)
     run.session.after_step()
     spent = epsilon([(told["noise_multiplier"], 0.2, 4)], 1e-3, "rdp")
     assert run.technique.report()["epsilon"] == spent > 9.0
-    assert run.session.unreached() == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
+    assert run.session.receipt()["unreached"] == {"dp": f"epsilon {spent:.4g} was spent, not 9"}
 
 
 def test_without_a_seed_no_two_runs_draw_alike():
@@ -597,14 +597,13 @@ def test_a_plain_loop_trains_on_the_loader_that_it_gets():
                 optimizer.zero_grad()
     report = loop.session.receipt().values["techniques"]["dp"]
     assert (report["steps"], report["expected_batch"], report["examples"]) == (5, 8, 40)
-    assert Session({}).draw("a loader") == "a loader"
 
 
 def test_no_noise_is_told_as_no_privacy():
     run = Run(nn.Linear(3, 2), noise_multiplier=0.0)
     run.step(0)
     assert run.technique.report()["epsilon"] == "infinite"
-    assert run.session.metrics() == {}
+    assert run.session.figures() == {}
 
 
 def test_a_loss_that_is_no_mean_over_examples_is_refused():

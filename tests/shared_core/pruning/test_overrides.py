@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
@@ -79,7 +80,7 @@ def test_midway_each_is_where_its_own_schedule_is():
     times = {"begin": 1, "end": 8, "initial": 0.0}
     assert seen[4][2] == round(400 * cubic_sparsity(5, final=0.25, **times))
     assert sum(seen[4][:2]) == round(2400 * cubic_sparsity(5, final=0.7, **times))
-    assert "sparsity" in session.unreached()["prune"]
+    assert "sparsity" in session.receipt()["unreached"]["prune"]
 
 
 def test_sparsity_0_leaves_a_layer_dense_as_skip_does_and_of_two_overrides_the_later_counts():
@@ -96,10 +97,10 @@ def test_sparsity_0_leaves_a_layer_dense_as_skip_does_and_of_two_overrides_the_l
 def test_one_layer_alone_may_be_pruned():
     _, session, seen = train({"sparsity": 0, "overrides": {"2": {"sparsity": 0.5}}}, steps=3)
     assert seen[0][0] == 0 < seen[2][1] < 800
-    assert "2.weight 0.3178 of 0.5" in session.unreached()["prune"]
+    assert "2.weight 0.3178 of 0.5" in session.receipt()["unreached"]["prune"]
     _, session, seen = train({"sparsity": 0, "overrides": {"2": {"sparsity": 0.5}}})
     assert seen[-1] == [0, 800, 0]
-    assert session.unreached() == {}
+    assert session.receipt()["unreached"] == {}
 
 
 @pytest.mark.parametrize("kind", [{}, {"criterion": "movement"}, {"dynamic": "rigl", "schedule": "one_shot"}], ids=str)
@@ -171,7 +172,7 @@ def test_a_run_that_is_refused_before_it_begins_says_why():
     net = build()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     session = Session(Recipe.from_dict({"prune": {"begin": "1ep", **OWN}}))
-    session.attach_with(net, [optimizer])
+    attach_with(session, net, [optimizer])
     with pytest.raises(ConfigError, match="the length of an epoch is unknown"):
         session.begin([optimizer], total_steps=12)
     session.detach()

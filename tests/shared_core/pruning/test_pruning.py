@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shared_core.pruning
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
@@ -86,7 +87,7 @@ def test_a_thousand_steps_keep_exact_counts_and_positive_zeros(optimizer, clip):
         pruned_before.update(now)
 
     train(session, opt, model, range(1000), check, clip)
-    assert session.metrics()["prune/sparsity"] == pytest.approx(90 / 120)
+    assert session.figures()["prune/sparsity"] == pytest.approx(90 / 120)
     session.finish()
     assert session.techniques["prune"].report()["pruned"] == 90
 
@@ -322,7 +323,7 @@ def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
     train(session, opt, model, range(15))
     reached = sum(int(zero.sum()) for zero in zeros(model).values())
     assert 0 < reached < 60
-    unreached = session.unreached()
+    unreached = session.receipt()["unreached"]
     assert unreached == {"prune": "sparsity 0.2032 of 0.75, complete at step 100"}
     assert not session.may_be_best()
     session.finish()
@@ -495,12 +496,14 @@ def test_a_state_of_another_model_is_refused():
     state = {"optimizer": opt.state_dict(), "session": session.state_dict()}
     other = Session(session.recipe)
     other.attach(make_net(width=16))
+    other.load_state_dict(state["session"])
     with pytest.raises(CheckpointError, match=r"0.weight must be 12 bytes, got 9"):
-        other.load_state_dict(state["session"])
+        other.begin([], total_steps=1)
     other = Session(session.recipe)
     other.attach(nn.Sequential(nn.Linear(6, 12)))
+    other.load_state_dict(state["session"])
     with pytest.raises(CheckpointError, match=r"difference at 3.weight"):
-        other.load_state_dict(state["session"])
+        other.begin([], total_steps=1)
 
 
 def test_plain_magnitude_enters_no_file_of_other_policies():
@@ -543,7 +546,7 @@ def test_a_sparse_model_whose_zeros_a_schedule_fills_again_is_told_at_the_start(
             model[2].weight.zero_()  # drawn as zeros, as the last layer of a residual branch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Session({"prune": options})
-    session.attach_with(model, [optimizer])
+    attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=20)
     told = [note for note in session.notes if "zero already" in note]
     assert bool(told) == (is_told and is_sparse)

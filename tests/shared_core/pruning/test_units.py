@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from shared_core import training
 from shared_core.channel_graph.groups import find_groups
+from shared_core.engine.optimizer_parameters import attach_with
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError
@@ -244,7 +245,7 @@ def test_group_lasso_groups_as_the_granularity_does(options, groups):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     recipe = {"sparsity": 0.5, "begin": 3, "end": 3, "regularizer": "group_lasso", "regularizer_strength": 0.3}
     session = Session({"prune": {**recipe, **options}, "allow_partial": True})
-    session.attach_with(net, [optimizer])
+    attach_with(session, net, [optimizer])
     session.begin([optimizer], total_steps=4)
     with session.forward():
         session.loss(net(x).square().mean()).backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
+from shared_core.engine.session_state import load_window_state, window_state
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.pruning.scorers import make_scorer
@@ -171,8 +172,8 @@ def test_costs_are_those_of_all_micro_batches_of_the_step_that_a_run_was_stopped
         if stopped is None:
             model(torch.randn(2, 12, 8))
         else:
-            session.load_window_state(stopped)
-        found = session.window_state()
+            load_window_state(session, stopped)
+        found = window_state(session)
         model(torch.randn(2, 4, 8))
         session.before_step()
         return prune.state_dict()["costs"], found

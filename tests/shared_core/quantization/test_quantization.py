@@ -20,7 +20,7 @@ def test_ranges_are_the_moving_average_of_each_step():
         window = np.array([batch.min(), batch.max()], np.float64)
         expected = window if expected is None else 0.75 * expected + 0.25 * window
         assert run.range_of("0") == pytest.approx(tuple(expected), rel=1e-6)
-    assert run.technique.metrics() == {"qat/active": 1.0, "qat/layers": 2.0, "qat/range_updates": 5.0}
+    assert run.technique.figures() == {"qat/active": 1.0, "qat/layers": 2.0, "qat/range_updates": 5.0}
 
 
 def test_first_step_has_float_activations_and_quantised_weights():
@@ -82,7 +82,7 @@ def test_a_skipped_step_leaves_no_trace():
     skipped.step(last)
     clean.step(last)
     assert skipped.technique.ranges() == clean.technique.ranges()
-    assert skipped.technique.metrics() == clean.technique.metrics()
+    assert skipped.technique.figures() == clean.technique.figures()
     assert torch.equal(skipped.model[0].weight, clean.model[0].weight)
 
 
@@ -117,7 +117,7 @@ def test_evaluation_never_updates():
     after = run.technique.state_dict()
     assert all(torch.equal(state[key], after[key]) for key in ("ranges", "window", "known"))
     run.step(good)
-    assert run.technique.metrics()["qat/range_updates"] == 2.0
+    assert run.technique.figures()["qat/range_updates"] == 2.0
 
 
 def test_begin_and_freeze_turn_at_their_steps():
@@ -125,7 +125,7 @@ def test_begin_and_freeze_turn_at_their_steps():
     (batch,) = batches(1)
     plain = small_net()
     for step in range(8):
-        active = run.technique.metrics()["qat/active"]
+        active = run.technique.figures()["qat/active"]
         assert active == float(step >= 3)
         if step == 0:
             assert torch.equal(run.model(batch), plain(batch))
@@ -142,7 +142,7 @@ def test_positions_that_cannot_be():
         Run(small_net(), freeze_observers=0)
     with pytest.raises(ConfigError, match="begin must lie within the 10 steps"):
         Run(small_net(), begin=11)
-    assert Run(small_net(), total_steps=None).technique.metrics()["qat/active"] == 1.0
+    assert Run(small_net(), total_steps=None).technique.figures()["qat/active"] == 1.0
     with pytest.raises(ConfigError, match="must be a step number here"):
         Run(small_net(), total_steps=None, begin=0.5)
 

@@ -18,7 +18,7 @@ def run(model, wrapped, batches):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8"))
     context = Context(model=model, total_steps=len(batches))
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     module = wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches:
@@ -59,7 +59,7 @@ def clipped_branches(rank):
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", clip_gelu=10))
     context = Context(model=model, total_steps=2)
     technique.attach(context)
-    technique.begin(context)
+    technique.begin(context, None)
     for _ in range(2):
         model(torch.randn(8, 4), rank).sum().backward()
         technique.before_step(context)

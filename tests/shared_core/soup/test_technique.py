@@ -20,7 +20,7 @@ def test_the_model_holds_the_soup_of_its_checkpoints():
     replaced = []
     context.weights_replaced = lambda: replaced.append(1)
     parameters = [id(parameter) for parameter in model.parameters()]
-    technique.begin(context)
+    technique.begin(context, None)
     technique.finish(context)
     expected = greedy_soup(
         list(services.weights.values()), lambda weights: float(weights["0.weight"].square().sum()), mode="min"
@@ -144,7 +144,7 @@ def test_options_that_would_play_no_part_are_refused(options, match):
 def test_rank_is_for_adapters():
     _, context, _, technique = a_run(rank=2)
     with pytest.raises(MatchError, match="rank must be given for a PEFT model only"):
-        technique.begin(context)
+        technique.begin(context, None)
 
 
 def test_a_best_model_that_was_loaded_is_no_second_ingredient():
@@ -224,7 +224,7 @@ def test_checkpoints_of_another_model_are_refused():
 
 def test_batch_norm_is_estimated_anew_for_every_average():
     model, context, services, technique = a_run(bn_batches=3)
-    technique.begin(context)
+    technique.begin(context, None)
     technique.finish(context)
     assert services.calibrations == 9
     assert model[1].momentum == 0.1
@@ -234,7 +234,7 @@ def test_batch_norm_is_estimated_anew_for_every_average():
     services.calibrate(3)
     assert torch.equal(model[1].running_mean, mean)
     with pytest.raises(MatchError, match="without BatchNorm"):
-        technique.begin(Context(model=nn.Linear(2, 2), services=services))
+        technique.begin(Context(model=nn.Linear(2, 2), services=services), None)
 
 
 def test_a_tied_model_takes_checkpoints_that_hold_the_tie_once():
@@ -258,7 +258,7 @@ def test_a_tied_model_takes_checkpoints_that_hold_the_tie_once():
 
 def test_a_bare_loop_is_told_before_training():
     with pytest.raises(EffError, match="needs a trainer"):
-        ModelSoup(SoupConfig(kind="greedy")).begin(Context(model=nn.Linear(2, 2)))
+        ModelSoup(SoupConfig(kind="greedy")).begin(Context(model=nn.Linear(2, 2)), None)
 
 
 @pytest.mark.parametrize(

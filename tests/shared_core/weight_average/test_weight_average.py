@@ -103,7 +103,7 @@ def test_updates_come_at_begin_and_every_so_many_steps_and_never_for_a_skipped_o
     run, updates = Run(begin=4, every=3), []
     for number in range(14):
         run.step(skipped=number in (4, 9))
-        updates.append(run.technique.metrics()["average/updates"])
+        updates.append(run.technique.figures()["average/updates"])
     #                 steps 1  2  3  4  skip 5  6  7  8  skip 9 10 11 12
     assert updates == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 

@@ -185,7 +185,7 @@ def test_the_receipt_counts_in_the_weights():
     model = make_net()
     session, opt = make_session(model, skip=["last"], bits_of=["first=2"])
     train(session, opt, model, range(15))
-    assert session.metrics()["cluster/values"] == 4 + 8
+    assert session.figures()["cluster/values"] == 4 + 8
     session.finish()
     report = session.receipt().values["techniques"]["cluster"]
     rows = {row["name"]: row for row in report["tensors"]}

@@ -30,9 +30,7 @@ class Run:
         self.context = Context(model=model, services=services or BareServices(), step=step)
         self.context.total_steps = total_steps
         self.technique.attach(self.context)
-        if state is not None:
-            self.technique.load_state_dict(state)
-        self.technique.begin(self.context)
+        self.technique.begin(self.context, state)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step(self, *batches, skip=False):

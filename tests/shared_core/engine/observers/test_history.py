@@ -62,7 +62,7 @@ def run(until, state=None, weights=None):
     for _ in range(session.step, until):
         session.before_step()
         session.after_step()
-        session.metrics()
+        session.figures()
         if session.step % 4 == 0:
             session.evaluated({"eval_loss": 1 / session.step, "eval_runtime": 3.0})
     return session, net
