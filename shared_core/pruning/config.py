@@ -209,7 +209,7 @@ class PruneConfig(OverridableConfig):
         """
         if self.scope != "auto":
             return self.scope
-        alike = self.granularity in UNITS and self.granularity != "layer" and self.cost == "none"
+        alike = self.prunes_units and self.granularity != "layer" and self.cost == "none"
         return "local" if alike or self.criterion == "sparsegpt" else "global"
 
     @property
@@ -232,7 +232,7 @@ class PruneConfig(OverridableConfig):
         """
         if self.max_layer_sparsity is not None:
             return self.max_layer_sparsity
-        return max(self.sparsity, MOST_OF_STRUCTURES if self.granularity in UNITS else MOST_OF_WEIGHTS)
+        return max(self.sparsity, MOST_OF_STRUCTURES if self.prunes_units else MOST_OF_WEIGHTS)
 
     @property
     def straight_through(self) -> bool:
@@ -247,7 +247,36 @@ class PruneConfig(OverridableConfig):
     @property
     def needs_a_step(self) -> bool:
         """Whether nothing can be pruned before a step has shown gradients, units or costs."""
-        return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
+        return bool(self.needs_batches)
+
+    @property
+    def needs_batches(self) -> str:
+        """The option that needs to see a batch, empty if none does.
+
+        Example:
+            >>> PruneConfig(sparsity=0.5, criterion="wanda").needs_batches
+            'criterion wanda'
+        """
+        if self.criterion in GATHERED:
+            return f"criterion {self.criterion}"
+        if self.is_traced:
+            return f"granularity {self.granularity}"
+        return f"cost {self.cost}" if self.counts_calls else ""
+
+    @property
+    def prunes_units(self) -> bool:
+        """Whether output units go whole, not weights or tiles."""
+        return self.granularity in UNITS
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether units are found by tracing a micro-batch."""
+        return self.granularity in TRACED
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether costs come from what passes through each layer."""
+        return self.cost in ("flops", "energy")
 
     @property
     def acts_on_gradients(self) -> bool:
@@ -262,7 +291,7 @@ class PruneConfig(OverridableConfig):
     @property
     def watches_layers(self) -> bool:
         """Whether layers must be called as modules, for hooks to see what passes through them."""
-        return self.gathers_at_layers or self.cost in ("flops", "energy")
+        return self.gathers_at_layers or self.counts_calls
 
     @property
     def gathers_at_layers(self) -> bool:
@@ -272,7 +301,7 @@ class PruneConfig(OverridableConfig):
     @property
     def why_not_sharded(self) -> str | None:
         """Why these options need more than one whole weight at a time, which is what FSDP2 lets a process have."""
-        if self.granularity in TRACED:
+        if self.is_traced:
             return (
                 f"granularity {self.granularity} is traced through a forward, where FSDP2 puts gathered tensors in the "
                 "place of the parameters; take filter, layer or weights, or use DDP"
@@ -286,7 +315,7 @@ class PruneConfig(OverridableConfig):
     @property
     def sees_weights_alone(self) -> bool:
         """Whether neither gradients nor activations decide, and no term of its own joins the loss."""
-        plain = self.criterion in ("magnitude", "threshold", "random") and self.granularity not in UNITS
+        plain = self.criterion in ("magnitude", "threshold", "random") and not self.prunes_units
         return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
 
     @property
@@ -294,7 +323,7 @@ class PruneConfig(OverridableConfig):
         """The scorer of single weights that the criterion builds on."""
         if self.criterion in ("random", "movement", "fisher", "wanda", "neuron_taylor"):
             return self.criterion
-        return "taylor" if self.criterion == "taylor" and self.granularity not in UNITS else "magnitude"
+        return "taylor" if self.criterion == "taylor" and not self.prunes_units else "magnitude"
 
     @property
     def kept_of(self) -> tuple[int, int]:
