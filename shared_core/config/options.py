@@ -478,6 +478,18 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
     raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
 
 
+def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> Any:
+    """Return an argument of a function as `coerce` reads it, within bounds that `option` takes too.
+
+    Example:
+        >>> checked("3", int, "soup", "jobs", low=1)
+        3
+    """
+    value = coerce(value, hint, where, name)
+    _check_bounds(value, bounds, where, name)
+    return value
+
+
 def _number(value: Any, kind: type[int] | type[float], where: str, name: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
     hint = as_share(value) if kind is float and "%" in str(value) else ""

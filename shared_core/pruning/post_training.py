@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine import coverage
@@ -206,8 +207,7 @@ def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
 
 
 def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num_batches: int) -> list[Any]:
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError("prune", f"num_batches must be a whole number of at least 1, got {num_batches!r}")
+    num_batches = checked(num_batches, int, "prune", "num_batches", low=1)
     needs = config.needs_batches
     if not needs:
         return []
