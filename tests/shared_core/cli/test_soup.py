@@ -235,10 +235,14 @@ TIES = ["--kind", "ties", "--density"]
         ),
         (["run", "--out", "soup", *WEIGHTED, "1,x,1"], ConfigError, "--weights must be numbers"),
         (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
-        (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--kind weighted must come with --weights"),
+        (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--weights must be given with --kind weighted"),
         (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "must come with --kind weighted"),
-        (["run", "--out", "soup", *TIES, "0.5"], ConfigError, "--kind ties must come with --base, got none"),
-        (["run", "--out", "soup", *TIES[:2], "--base", "wide"], ConfigError, "must come with --density, got none"),
+        (["run", "--out", "soup", *TIES, "0.5"], ConfigError, "--base must be given with --kind ties"),
+        (
+            ["run", "--out", "soup", *TIES[:2], "--base", "wide"],
+            ConfigError,
+            "--density must be given with --kind ties",
+        ),
         (
             ["run", "--out", "soup", *TIES, "0.5", "--base", "wide"],
             CheckpointError,
@@ -253,7 +257,7 @@ TIES = ["--kind", "ties", "--density"]
         (
             ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--seed", "1"],
             ConfigError,
-            "ties must stand without --seed",
+            "--seed must come with --order random, or",
         ),
         (
             ["run", "--out", "soup", *TIES, "0.5", "--base", "base", "--rank", "1"],
