@@ -149,28 +149,28 @@ class SoupOptions(CommandOptions):
     out: Path | None = option(None, "Where to write, in the first ingredient's format.")
     kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
         None,
-        "greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a merge of "
-        "differences to --base (ties, dare_linear, dare_ties), or slerp (of two).",
+        "How to average: greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a "
+        "merge of differences to --base (ties, dare_linear, dare_ties), or slerp (of two).",
     )
     base: Path | None = option(
         None,
-        "Of ties and dare: the checkpoint that all were fine-tuned from.",
+        "The checkpoint that all were fine-tuned from.",
         only_with={"kind": _TASK_VECTORS},
         required=True,
     )
     density: float | None = option(
         None,
-        "Of ties and dare: the share of each difference to keep, in (0, 1].",
+        "The share of each difference to keep, in (0, 1].",
         only_with={"kind": _TASK_VECTORS},
         required=True,
     )
     lambda_: float = option(
         1.0,
-        "Of ties and dare: factor of the merged difference.",
+        "Factor of the merged difference.",
         flag="--lambda",
         only_with={"kind": _TASK_VECTORS},
     )
-    t: float = option(0.5, "Of slerp: 0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
+    t: float = option(0.5, "0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
     weights: str | None = option(
         None,
         "How much each checkpoint counts, as 600,200,200: example counts for federated averaging.",
@@ -192,7 +192,7 @@ class SoupOptions(CommandOptions):
         "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
         "tell; only the first is evaluated alone.",
     )
-    seed: int = option(0, "Of --order random, and of dare.", only_with={"draws": (True,)})
+    seed: int = option(0, "Of what is drawn.", only_with={"draws": (True,)})
     repeat: bool = option(True, "Evaluate the first member twice, to notice an evaluation with noise.")
     max_ingredients: int | None = option(None, "Stop when the soup has so many members.")
     jobs: int = option(1, "Evaluate ingredients alone in so many processes.", low=1)

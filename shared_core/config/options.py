@@ -162,12 +162,12 @@ class Options:
     @classmethod
     def condition(cls, name: str, values: tuple[Any, ...]) -> str:
         """Return an option with some of its values; of a property that holds, what `conditions` calls it."""
-        called = cls.conditions.get(name, name)
+        called = cls.conditions.get(name) or cls.named(name)[1]
         hint = cls.hints().get(name)
         others = [choice for choice in get_args(hint) if choice not in values] if get_origin(hint) is Literal else []
         if 0 < len(others) < len(values):
             return f"another {called} than {_either(others)}"
-        return called if values == (True,) else cls.written(called, _either(values))
+        return called if values == (True,) else cls.written(cls.conditions.get(name, name), _either(values))
 
     @classmethod
     def meaning(cls, field: dataclasses.Field[Any]) -> str:
@@ -193,7 +193,7 @@ class Options:
             if kind in rules:
                 yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
         needed = [cls.condition(*pair) for pair in rules.get("only_with", {}).items()]
-        needed += [other for others in cls._company("needs", name) for other in others]
+        needed += [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
         if needed:
             yield f"Only with {', and '.join(needed)}{', where it is needed' if rules.get('required') else ''}"
         alike: dict[str, list[str]] = {}
