@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from transformers import TrainingArguments
 
-from shared_core.config.options import TechniqueConfig, default_text, meaning, type_text
+from shared_core.config.options import TechniqueConfig, default_text, type_text
 from shared_core.config.training_time import Position
 from shared_core.engine.recipe import PARTIAL_FLAG, Recipe
 from shared_core.engine.registry import REGISTRY, flags
@@ -69,7 +69,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     for flag, (key, option) in _FLAGS.items():
         config_class: type[TechniqueConfig] = REGISTRY[key].config_class
         hint = config_class.hints()[option.name]
-        text = meaning(option)
+        text = config_class.meaning(option)
         if option.name in (config_class.switch, config_class.other_switch):
             text += f" Switches {key} on."
         elif default := default_text(option.default):

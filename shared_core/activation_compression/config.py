@@ -41,7 +41,8 @@ class ActivationsConfig(TechniqueConfig):
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
         help="Store what backward needs smaller: exact (masks as bits, zeros left out, small integers; gradients stay "
-        "the same to the bit), and beyond that bf16, fp16 or int8 (rounds activations); none: only with offload."
+        "the same to the bit), and beyond that bf16, fp16 or int8 (rounds activations).",
+        each={"none": {"offload": (True,)}},
     )
     offload: bool = option(False, help="Keep it in pinned host memory, copied beside the computation (CUDA).")
     min_size: int = option(1024, help="Tensors with fewer elements are left alone.", low=1)
@@ -50,11 +51,6 @@ class ActivationsConfig(TechniqueConfig):
         True,
         help="Look for zeros and two-valued masks in floating-point tensors; a GPU is waited for at each.",
     )
-
-    def validate(self) -> None:
-        """Refuse what would do nothing."""
-        if self.pack == "none" and not self.offload:
-            raise self._error("pack", "must be exact, bf16, fp16 or int8 without offload, as nothing else is done")
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:

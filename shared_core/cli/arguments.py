@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from shared_core.cli.flags import describe_flags
-from shared_core.config.options import Options, option, range_text, type_text
+from shared_core.config.options import Options, option, type_text
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ def _parameter(field: dataclasses.Field[Any], options: type[CommandOptions]) -> 
     kind: Any = field.metadata.get("flag_type", options.hints()[field.name])
     flag, metavar = options.named(field.name)[1], None
     is_optional = types.NoneType in get_args(kind)
-    range_of = range_text(field.metadata)
-    told = f"{field.metadata['help']} {range_of}." if range_of else field.metadata["help"]
+    told = options.meaning(field)
     kind = get_args(kind)[0] if is_optional else kind
     if get_origin(kind) is Literal:
         kind, metavar = str, type_text(kind)

@@ -45,7 +45,7 @@ class ExplainOptions(RunOptions):
     epochs: float | None = option(None, "In place of --steps, with the next two: epochs.", above=0)
     examples: int | None = option(None, "Examples of an epoch.", above=0)
     batch_size: int | None = option(None, "Examples of an optimizer step, over all devices.", above=0)
-    trainer: Literal["hf", "lightning"] = option("hf", "hf or lightning.")
+    trainer: Literal["hf", "lightning"] = option("hf", "The trainer of the run.")
     surrounding: tuple[str, ...] = option(
         (), "What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it."
     )

@@ -47,17 +47,17 @@ class ExportOptions(CommandOptions):
         "For a folder of a model that reads tokens: how many, with padding; of onnx: open without.",
         low=1,
     )
-    dynamic_length: bool = option(False, "Of onnx: leave the second axis of the inputs open too.", only_with=_ONNX)
+    dynamic_length: bool = option(False, "Leave the second axis of the inputs open too.", only_with=_ONNX)
     kind: Literal["onnx", "executorch", "compressed-tensors", "torchao", "gguf"] = option(
         "onnx",
         "onnx; executorch for phones and boards; compressed-tensors for vLLM and transformers; torchao for "
         "transformers; gguf for llama.cpp.",
         flag="--format",
     )
-    opset: int = option(21, "Of onnx: 21 to 23.", only_with=_ONNX)
+    opset: int = option(21, "21 to 23.", only_with=_ONNX)
     static_batch: bool = option(
         False,
-        "Of onnx: fix the batch to the example's; executorch always does.",
+        "Fix the batch to the example's; executorch always does.",
         only_with={"kind": _TRACED},
     )
     calibration: str | None = option(
@@ -68,13 +68,13 @@ class ExportOptions(CommandOptions):
     )
     kv_cache: str | None = option(
         None,
-        "Of compressed-tensors: fp8 measures scales for a cache of keys and values in FP8 on --calibration. By "
+        "fp8 measures scales for a cache of keys and values in FP8 on --calibration. By "
         "default those that eff quantize kept.",
         only_with={"kind": ("compressed-tensors",)},
     )
     weight_codes: str = option(
         "auto",
-        "Of onnx: signed, the fastest with VNNI or AMX; unsigned, for x86 without, where products with signed "
+        "signed, the fastest with VNNI or AMX; unsigned, for x86 without, where products with signed "
         "ones saturate; auto: signed if onnxruntime sums them exactly here.",
         only_with=_ONNX,
     )

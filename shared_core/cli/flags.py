@@ -13,16 +13,17 @@ from shared_core.printing import echo
 
 def describe_flags(*keys: str) -> list[dict[str, str]]:
     """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
-    from shared_core.config.options import default_text, meaning, type_text
+    from shared_core.config.options import default_text, type_text
     from shared_core.engine.registry import REGISTRY
     from shared_core.engine.registry import flags as flags_of
 
     rows = []
     for flag, (key, field) in flags_of(*keys).items():
-        hint = REGISTRY[key].config_class.hints()[field.name]
+        config_class = REGISTRY[key].config_class
+        hint = config_class.hints()[field.name]
         default = "required" if field.default is dataclasses.MISSING else default_text(field.default)
         kind = type_text(field.metadata.get("flag_type", hint))
-        rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": meaning(field)})
+        rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": config_class.meaning(field)})
     return rows
 
 

@@ -34,7 +34,7 @@ class InitOptions(CommandOptions):
         None, "smaller, faster-inference, less-memory, better-accuracy, private; asked for at a terminal."
     )
     model: str | None = option(None, "transformer, cnn, other; or a Hugging Face folder or module:function to look at.")
-    trainer: Literal["hf", "lightning"] | None = option(None, "hf or lightning.")
+    trainer: Literal["hf", "lightning"] | None = option(None, "The trainer of the run.")
     out: Path = option(Path("recipe.yaml"), "The file to write.")
     force: bool = option(False, "Overwrite it.")
 

@@ -55,7 +55,7 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
     pruned, what was left dense, and how quality changed.
     """
     from shared_core.pruning.config import GATHERED
-    from shared_core.pruning.post_training import as_config, needs_calibration
+    from shared_core.pruning.post_training import as_config
     from shared_core.pruning.post_training import prune as prune_model
 
     check_new(asked.out, asked.key)
@@ -65,12 +65,12 @@ def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
             asked.key, f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
         )
     if asked.calibration is None and config.criterion in GATHERED:
-        what = f"--calibration must be given with {needs_calibration(config)}, got none"
+        what = f"--calibration must be given with {config.needs_batches}, got none"
         raise ConfigError(asked.key, what, "name a function that returns batches")
     judge, run_batch = asked.judge(), asked.batch_loss()
     network, example, folder = asked.open()
     data = asked.data(asked.batches)
-    needs_example = asked.shrink or (data is None and needs_calibration(config))
+    needs_example = asked.shrink or (data is None and config.needs_batches)
     if example is None and needs_example:
         if data and run_batch is None:
             example = data[0]

@@ -56,7 +56,7 @@ class QuantizeOptions(StudyOptions, JudgedOptions):
         "As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
         "method's own by default.",
     )
-    method: str | None = option(None, "gptq, in place of rounding. Needs --calibration.")
+    method: str | None = option(None, "gptq, in place of rounding.")
     set_options: tuple[str, ...] = option(
         (), "An option of --method, such as damping=0.05, or of qat; may be repeated.", flag="--set"
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _DARE = ("dare_linear", "dare_ties")
 _TASK_VECTORS = ("ties", *_DARE)
 _MERGES = (*_TASK_VECTORS, "slerp")
-_SEARCH = ("strict", "min_delta", "order", "rank_by", "seed", "max_ingredients", "repeat")
+_SEARCH = ("strict", "min_delta", "order", "rank_by", "max_ingredients", "repeat")
 _JUDGED = ("evaluate", "model", "task", "mode", "journal", "plot", "jobs")
 _OF_TASK = ("data", "text", "batch_size", "max_length", "device")
 
@@ -117,8 +117,9 @@ class SoupOptions(CommandOptions):
 
     key: ClassVar[str] = "eff soup"
     needs: ClassVar = {"task": ("data",)}
+    conditions: ClassVar = {"draws": f"--order random, or --kind {' or '.join(_DARE)}"}
     without: ClassVar = {
-        "diagnose": ("out", "kind", "rank", *_SEARCH), "rank_by": ("order",), "jobs": ("rank_by", "order")
+        "diagnose": ("out", "kind", "rank", "seed", *_SEARCH), "rank_by": ("order",), "jobs": ("rank_by", "order")
     }  # fmt: skip
 
     paths: tuple[Path, ...] = option(
@@ -148,24 +149,28 @@ class SoupOptions(CommandOptions):
     out: Path | None = option(None, "Where to write, in the first ingredient's format.")
     kind: Literal["greedy", "uniform", "weighted", "ties", "dare_linear", "dare_ties", "slerp"] | None = option(
         None,
-        "greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a merge of "
-        "differences to --base (ties, dare_linear, dare_ties), or slerp (of two).",
+        "How to average: greedy (add while the metric does not fall), uniform (all), weighted (all, by --weights), a "
+        "merge of differences to --base (ties, dare_linear, dare_ties), or slerp (of two).",
     )
     base: Path | None = option(
-        None, "Of ties and dare: the checkpoint that all were fine-tuned from.", only_with={"kind": _TASK_VECTORS}
+        None,
+        "The checkpoint that all were fine-tuned from.",
+        only_with={"kind": _TASK_VECTORS},
+        required=True,
     )
     density: float | None = option(
         None,
-        "Of ties and dare: the share of each difference to keep, in (0, 1].",
+        "The share of each difference to keep, in (0, 1].",
         only_with={"kind": _TASK_VECTORS},
+        required=True,
     )
     lambda_: float = option(
         1.0,
-        "Of ties and dare: factor of the merged difference.",
+        "Factor of the merged difference.",
         flag="--lambda",
         only_with={"kind": _TASK_VECTORS},
     )
-    t: float = option(0.5, "Of slerp: 0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
+    t: float = option(0.5, "0 is the first checkpoint, 1 the second.", only_with={"kind": ("slerp",)})
     weights: str | None = option(
         None,
         "How much each checkpoint counts, as 600,200,200: example counts for federated averaging.",
@@ -187,7 +192,7 @@ class SoupOptions(CommandOptions):
         "Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
         "tell; only the first is evaluated alone.",
     )
-    seed: int = option(0, "Of --order random, and of dare.")
+    seed: int = option(0, "Of what is drawn.", only_with={"draws": (True,)})
     repeat: bool = option(True, "Evaluate the first member twice, to notice an evaluation with noise.")
     max_ingredients: int | None = option(None, "Stop when the soup has so many members.")
     jobs: int = option(1, "Evaluate ingredients alone in so many processes.", low=1)
@@ -202,6 +207,11 @@ class SoupOptions(CommandOptions):
         """Whether all are averaged or merged at once, and none is evaluated."""
         return self.kind not in (None, "greedy")
 
+    @property
+    def draws(self) -> bool:
+        """Whether chance has a part."""
+        return self.order == "random" or self.kind in _DARE
+
     def validate(self) -> None:
         """Refuse options that play no part with this kind, and name those that lack."""
         if self.out is None and not self.diagnose:
@@ -210,28 +220,18 @@ class SoupOptions(CommandOptions):
             self._check_average()
         else:
             self._check_judged()
-        if self.seed and self.order != "random" and self.kind not in _DARE:
-            raise ConfigError(
-                self.key, f"--seed must come with --order random, got it with --order {self.order}", "add it"
-            )
 
     def _check_average(self) -> None:
-        search = tuple(name for name in _SEARCH if not (name == "seed" and self.kind in _DARE))
         for why, names in (
-            ("steer the greedy search", search),
+            ("steer the greedy search", _SEARCH),
             ("averages of adapters take", ("rank",) if self.kind in _MERGES else ()),
             ("say how candidates are evaluated", (*_JUDGED, *_OF_TASK)),
         ):
             if given := [self.named(name)[1] for name in names if self.is_given(name)]:
                 told = f"--kind {self.kind} must stand without {' and '.join(given)}, which {why}"
                 raise ConfigError(self.key, told, "leave one or the other out")
-        for name, what, kinds in (
-            ("base", "the model they were fine-tuned from", _TASK_VECTORS),
-            ("density", "the share to keep", _TASK_VECTORS),
-            ("weights", "how much each counts", ("weighted",)),
-        ):
-            if self.kind in kinds and not self.is_given(name):
-                raise ConfigError(self.key, f"--kind {self.kind} must come with --{name}, got none", f"give {what}")
+        if self.kind == "weighted" and self.weights is None:
+            raise ConfigError(self.key, "--weights must be given with --kind weighted", "tell how much each counts")
 
     def _check_judged(self) -> None:
         if (self.evaluate is None) == (self.task is None):

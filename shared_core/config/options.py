@@ -11,7 +11,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -29,9 +29,12 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **extra: Any) -> 
     Args:
         default: Its value when not given; without one it must be given.
         help: For ``--help``, `eff flags` and the documents.
-        extra: ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively. With
-            ``only_with={"range": ("ema",)}`` a value other than the default needs one of these values of that option:
-            elsewhere it would be ignored without a word. ``flag_type`` is the type that a command line reads.
+        extra: ``low``/``high`` bound a number, or those of a list, inclusively, ``above``/``below`` exclusively;
+            ``at_most``/``at_least`` name an option that does. With ``only_with={"range": ("ema",)}`` a value other than
+            the default needs one of these values of that option, or of a property that `conditions` describes:
+            elsewhere it would be ignored without a word. ``required=True``: there it must be given.
+            ``each={"n_m": {"schedule": ("one_shot",)}}`` tells what one of its values needs of other options.
+            ``flag_type`` is the type that a command line reads.
     """
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
@@ -81,6 +84,8 @@ class Options:
     """Of options that do nothing alone, the others that must be given too; those of base classes hold as well."""
     without: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Of options, those that they leave nothing to do."""
+    conditions: ClassVar[Mapping[str, str]] = {}
+    """Properties that ``only_with`` names beside options, and what messages call them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
@@ -102,27 +107,46 @@ class Options:
             object.__setattr__(self, field.name, value)
         # After all are coerced: an option may be compared with one that comes later.
         for field in dataclasses.fields(self):
-            if self.is_given(field.name):  # only then: a default beside another kind does no harm
-                self._check_kind(field.name, field.metadata.get("only_with", {}))
-        self._check_company()
+            self._check_kind(field.name, field.metadata)
+            self._check_order(field.name, field.metadata)
+        for field in dataclasses.fields(self):
+            if self.is_given(field.name):
+                self._check_company(field.name)
         self.validate()
 
-    def _check_kind(self, name: str, only_with: Mapping[str, tuple[Any, ...]]) -> None:
-        for other, allowed in only_with.items():
-            if (found := getattr(self, other)) not in allowed:
-                needed = f"{self.named(name)[1]} must come with {self.written(other, ' or '.join(allowed))}"
-                raise ConfigError(self.key, f"{needed}, got {self.written(other, found)}", "leave it out")
+    def _check_kind(self, name: str, rules: Mapping[str, Any]) -> None:
+        """Refuse an option where it has no use, values that exclude each other, and the lack of what is required."""
+        called, value = self.named(name)[1], getattr(self, name)
+        if self.is_given(name):  # only then: a default beside another kind does no harm
+            self._check_others(called, rules.get("only_with", {}), "leave it out")
+        elif rules.get("required") and not self.unmet(rules["only_with"]):
+            told = ", ".join(self.condition(other, (getattr(self, other),)) for other in rules["only_with"])
+            raise ConfigError(self.key, f"{called} must be given with {told}")
+        if "each" in rules:
+            self._check_others(self.written(name, value), rules["each"].get(value, {}), "change one or the other")
 
-    def _check_company(self) -> None:
+    def _check_others(self, subject: str, only_with: Mapping[str, tuple[Any, ...]], remedy: str) -> None:
+        for other in self.unmet(only_with):
+            found = getattr(self, other)
+            got = "" if found is False else f", got {self.condition(other, (found,))}"
+            raise ConfigError(
+                self.key, f"{subject} must come with {self.condition(other, only_with[other])}{got}", remedy
+            )
+
+    def _check_order(self, name: str, rules: Mapping[str, Any]) -> None:
+        value = getattr(self, name)
+        for kind, sign in {"at_most": 1, "at_least": -1}.items() if value is not None else ():
+            if kind in rules and sign * value > sign * (bound := getattr(self, rules[kind])):
+                raise self._error(name, f"must be {kind.replace('_', ' ')} {self.written(rules[kind], bound)}")
+
+    def _check_company(self, name: str) -> None:
         """Refuse an option without others that it needs, or beside others that leave it nothing to do."""
-        bases = type(self).__mro__
-        for name, others in [pair for base in bases for pair in vars(base).get("needs", {}).items()]:
-            if self.is_given(name) and not all(map(self.is_given, others)):
+        for others in self._company("needs", name):
+            if not all(map(self.is_given, others)):
                 told = " and ".join(self.named(other)[1] for other in others)
                 raise ConfigError(self.key, f"{self.named(name)[1]} must come with {told}", "add what is missing")
-        for name, others in [pair for base in bases for pair in vars(base).get("without", {}).items()]:
-            beside = [self.named(other)[1] for other in others if self.is_given(name) and self.is_given(other)]
-            if beside:
+        for others in self._company("without", name):
+            if beside := [self.named(other)[1] for other in others if self.is_given(other)]:
                 told = f"{self.named(name)[1]} must stand without {', '.join(beside)}"
                 raise ConfigError(self.key, told, "leave one or the other out")
 
@@ -139,16 +163,72 @@ class Options:
         """Return an option with its value as the user writes it."""
         return f"{name}={value}"
 
+    @classmethod
+    def condition(cls, name: str, values: tuple[Any, ...]) -> str:
+        """Return an option with some of its values; of a property that holds, what `conditions` calls it."""
+        called = cls.conditions.get(name) or cls.named(name)[1]
+        hint = cls.hints().get(name)
+        others = [choice for choice in get_args(hint) if choice not in values] if get_origin(hint) is Literal else []
+        if 0 < len(others) < len(values):
+            return f"another {called} than {_either(others)}"
+        return called if values == (True,) else cls.written(cls.conditions.get(name, name), _either(values))
+
+    @classmethod
+    def meaning(cls, field: dataclasses.Field[Any]) -> str:
+        """Return an option's help text as sentences, with its range and what it needs, if they do not stand there.
+
+        Example:
+            >>> from shared_core.quantization import QatConfig
+            >>> QatConfig.meaning(QatConfig.__dataclass_fields__["ema_constant"])
+            'Weight of a new step in the moving average. In (0, 1]. Only with range=ema.'
+        """
+        text = str(field.metadata["help"])
+        first = text.split(" ", 1)[0]
+        if len(first) > 1 and first.isalpha():  # neither a symbol nor a value that is explained
+            text = text[0].upper() + text[1:]
+        text = text if text.endswith(".") else f"{text}."
+        sentences = ["" if " in [" in text else range_text(field.metadata), *cls._needed(field.name, field.metadata)]
+        return " ".join([text, *(f"{sentence}." for sentence in sentences if sentence)])
+
+    @classmethod
+    def _needed(cls, name: str, rules: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what an option, or some of its values, need of other options."""
+        for kind in ("at_least", "at_most"):
+            if kind in rules:
+                yield f"{kind.replace('_', ' ').capitalize()} {rules[kind]}"
+        needed = [cls.condition(*pair) for pair in rules.get("only_with", {}).items()]
+        needed += [cls.named(other)[1] for others in cls._company("needs", name) for other in others]
+        if needed:
+            yield f"Only with {', and '.join(needed)}{', where it is needed' if rules.get('required') else ''}"
+        alike: dict[str, list[str]] = {}
+        for value, others in rules.get("each", {}).items():
+            alike.setdefault(", and ".join(cls.condition(*pair) for pair in others.items()), []).append(value)
+        if alike:
+            yield "; ".join(f"{', '.join(values)} only with {told}" for told, values in alike.items())
+
+    @classmethod
+    def _company(cls, kind: str, name: str) -> Iterator[tuple[str, ...]]:
+        """Yield the other options that `needs` or `without` has for an option, in this class and its bases."""
+        yield from (vars(base)[kind][name] for base in cls.__mro__ if name in vars(base).get(kind, {}))
+
     def is_given(self, name: str) -> bool:
         """Return whether an option has another value than its default."""
-        return bool(getattr(self, name) != getattr(type(self), name, dataclasses.MISSING))
+        value, default = getattr(self, name), getattr(type(self), name, dataclasses.MISSING)
+        if self.hints()[name] == Position and default is not dataclasses.MISSING:
+            value, default = parse_position(value), parse_position(default)  # a flag gives "0.1"; 1 is no 1.0
+        return bool(value != default)
+
+    def unmet(self, only_with: Mapping[str, tuple[Any, ...]]) -> list[str]:
+        """Return the options that have none of the values that are allowed of them."""
+        return [other for other, allowed in only_with.items() if getattr(self, other) not in allowed]
 
     @classmethod
     @functools.cache
     def hints(cls) -> dict[str, Any]:
-        """Return the type of each option."""
+        """Return the type of each option, and of each of `conditions`."""
         # of the fields alone: to evaluate what the classes declare beside their options takes longer than these
-        annotations = {field.name: field.type for field in dataclasses.fields(cls)}
+        annotations: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(cls)}
+        annotations |= {name: getattr(cls, name).fget.__annotations__["return"] for name in cls.conditions}
         names: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             names |= vars(sys.modules[base.__module__])
@@ -302,6 +382,11 @@ class OverridableConfig(TechniqueConfig):
         return found
 
 
+def _either(values: Sequence[Any]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
@@ -317,7 +402,10 @@ def _written(value: Any) -> str:
 
 
 def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str, name: str) -> None:
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, tuple):
+        for item in value:
+            _check_bounds(item, bounds, where, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return
     # written so that a NaN fails every one of them
     holds = {
@@ -399,6 +487,18 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
     raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
 
 
+def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> Any:
+    """Return an argument of a function as `coerce` reads it, within bounds that `option` takes too.
+
+    Example:
+        >>> checked("3", int, "soup", "jobs", low=1)
+        3
+    """
+    value = coerce(value, hint, where, name)
+    _check_bounds(value, bounds, where, name)
+    return value
+
+
 def _number(value: Any, kind: type[int] | type[float], where: str, name: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
     hint = as_share(value) if kind is float and "%" in str(value) else ""
@@ -418,24 +518,6 @@ def _number(value: Any, kind: type[int] | type[float], where: str, name: str) ->
 
 
 _UNBOUNDED = 2**31 - 1  # what a number of its type cannot exceed anyway
-
-
-def meaning(field: dataclasses.Field[Any]) -> str:
-    """Return an option's help text as a sentence, with the range of its values if that does not stand there already.
-
-    Example:
-        >>> from shared_core.config.options import option
-        >>> field = option(0.5, help="weight of the task loss", low=0, high=1)
-        >>> meaning(field)
-        'Weight of the task loss. In [0, 1].'
-    """
-    text = str(field.metadata["help"])
-    first = text.split(" ", 1)[0]
-    if len(first) > 1 and first.isalpha():  # neither a symbol nor a value that is explained
-        text = text[0].upper() + text[1:]
-    text = text if text.endswith(".") else f"{text}."
-    told = range_text(field.metadata)
-    return text if not told or " in [" in text else f"{text} {told}."
 
 
 def range_text(bounds: Mapping[str, Any]) -> str:

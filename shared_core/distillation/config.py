@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import Figure, TechniqueConfig, option
-from shared_core.config.training_time import ParsedPosition, Position, parse_position
+from shared_core.config.training_time import Position
 from shared_core.distillation.layer_init import parse_layers
 
 EMA = "ema"
@@ -20,7 +20,17 @@ MUTUAL = "mutual"
 """In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
+Teaching = Literal["one model", "several models", "ema", "cache", "mutual"]
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
+
+_ONE: dict[str, Any] = {"teaching": ("one model",)}
+_NOT_CACHED: dict[str, Any] = {"teaching": ("one model", "several models", "ema", "mutual")}
+_OF_TEACHER: dict[str, Any] = {"teaching": ("one model", "several models", "ema", "cache")}
+_CHUNKED: dict[str, Any] = {
+    "teaching": ("one model", "ema"),
+    "divergence": ("forward_kl", "reverse_kl", "jsd"),  # as eff_kernels has them
+    "confidence": (0.0,),
+}
 
 _NOT_MUTUAL = {
     "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
@@ -67,6 +77,12 @@ class DistillConfig(TechniqueConfig):
         "peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
     }
 
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"budget_mib": ("chunked",)}
+    conditions: ClassVar[Mapping[str, str]] = {
+        "teaching": "teacher",
+        "of_classes": "a divergence of classes (not logit_mse or bernoulli_kl)",
+    }
+
     teacher: Any = option(
         flag_type=str,
         help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
@@ -75,12 +91,17 @@ class DistillConfig(TechniqueConfig):
     peers: Any = option(
         2,
         flag_type=str,
-        help="of teacher mutual: how many students learn together, the others with newly drawn weights; or folders or "
-        "Hub names of the others, with commas; from Python also modules",
+        help="how many students learn together, the others with newly drawn weights; or folders or Hub names of the "
+        "others, with commas; from Python also modules",
+        only_with={"teaching": (MUTUAL,)},
     )
-    teacher_weights: tuple[float, ...] = option((), help="how much each of several teachers counts; none: equally")
+    teacher_weights: tuple[float, ...] = option(
+        (), help="how much each of several teachers counts; none: equally", above=0, only_with=_OF_TEACHER
+    )
     teacher_dtype: TeacherDtype = option(
-        "as_saved", help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes"
+        "as_saved",
+        help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes",
+        only_with={"teaching": ("one model", "several models", "cache")},
     )
     trust_remote_code: bool = option(
         False, help="run the code that lies in a teacher's folder or Hub repository (auto_map in its config.json)"
@@ -88,49 +109,75 @@ class DistillConfig(TechniqueConfig):
     ema_decay: float = option(0.999, low=0, below=1, help="of teacher ema: what is kept of the average at each step")
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "soft_cross_entropy", "hard_label", "logit_mse", "bernoulli_kl"
-    ] = option("forward_kl", help="how the student's outputs are compared with the teacher's")
-    beta: float = option(0.5, low=0, high=1, help="of divergence jsd: 0 is the forward KL, 1 the reverse")
+    ] = option(
+        "forward_kl",
+        help="how the student's outputs are compared with the teacher's",
+        each=dict.fromkeys(("hard_label", "logit_mse", "bernoulli_kl"), _NOT_CACHED),  # a cache holds probabilities
+    )
+    beta: float = option(
+        0.5, low=0, high=1, help="of divergence jsd: 0 is the forward KL, 1 the reverse", only_with=_NOT_CACHED
+    )
     temperature: float = option(2.0, above=0, help="T: softens both distributions; the soft term is multiplied by T²")
-    temperature_end: float | None = option(None, above=0, help="T at end, reached evenly from begin; none: it stays")
+    temperature_end: float | None = option(
+        None, above=0, help="T at end, reached evenly from begin; none: it stays", only_with=_NOT_CACHED
+    )
     scale_by_temperature: bool = option(True, help="multiply the soft term by T²")
     alpha: float = option(0.5, low=0, high=1, help="weight of the task loss; the soft term gets 1 - alpha")
     alpha_end: float | None = option(
         None, low=0, high=1, help="alpha at end, reached evenly from begin; none: it stays"
     )
     confidence: float = option(
-        0.0, low=0, below=1, help="only positions where the teacher's largest probability is at least this count"
+        0.0,
+        low=0,
+        below=1,
+        help="only positions where the teacher's largest probability is at least this count",
+        only_with={"of_classes": (True,), "teaching": ("one model", "several models", "ema")},
     )
     unlabelled_field: str | None = option(
         None,
         help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
         "alone trains them",
+        only_with=_OF_TEACHER,
     )
     vocab_size: int | None = option(
-        None, low=1, help="classes that count, the first ones, of heads padded to different sizes over one tokenizer"
+        None,
+        low=1,
+        help="classes that count, the first ones, of heads padded to different sizes over one tokenizer",
+        only_with=_OF_TEACHER,
     )
     chunked: bool = option(
-        False, help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist"
+        False,
+        help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist",
+        only_with=_CHUNKED,
     )
     budget_mib: float | None = option(
-        None, above=0, help="of chunked: MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
+        None, above=0, help="MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
     )
     begin: Position = option(
-        0.0, help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')"
+        0.0,
+        help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')",
+        only_with=_OF_TEACHER,
     )
-    end: Position = option(1.0, help="first step without it; 1.0: never")
+    end: Position = option(1.0, help="first step without it; 1.0: never", only_with=_OF_TEACHER)
     hidden: tuple[str, ...] = option(
-        (), help="student=teacher pairs of submodules (names, globs) to bring together, such as layer.1=layer.3"
+        (),
+        help="student=teacher pairs of submodules (names, globs) to bring together, such as layer.1=layer.3",
+        only_with=_ONE,
     )
     hidden_loss: Literal["mse", "cosine", "rkd", "similarity_preserving", "cka"] = option(
         "mse", help="of hidden pairs: mse or cosine of features, or their relations within a micro-batch"
     )
     hidden_weight: float = option(1.0, above=0, help="weight of the hidden term, beside the mixed loss")
     attention: tuple[str, ...] = option(
-        (), help="student=teacher pairs of attention modules (names, globs) whose maps are brought together"
+        (),
+        help="student=teacher pairs of attention modules (names, globs) whose maps are brought together",
+        only_with=_ONE,
     )
     attention_weight: float = option(1.0, above=0, help="weight of the attention term, beside the mixed loss")
     init_layers: str | None = option(
-        None, help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4"
+        None,
+        help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4",
+        only_with=_ONE,
     )
     student: str | None = option(None, help="submodule whose forward is distilled; none: the model itself")
     logits: str = option(
@@ -144,88 +191,43 @@ class DistillConfig(TechniqueConfig):
         "of the one inside it",
     )
 
-    def validate(self) -> None:
-        """Check that teachers are names or modules, and that options that belong together are given together."""
+    def __post_init__(self) -> None:
+        """Read a path and a number that a flag gave as text, then check every option."""
         if isinstance(self.teacher, Path):
             object.__setattr__(self, "teacher", str(self.teacher))
-        for teacher in self.teachers or (None,):
-            if not isinstance(teacher, nn.Module) and not (isinstance(teacher, str) and teacher.strip()):
-                raise self._error("teacher", "must be a folder, a Hub name, a module, or several of them")
-        if EMA in self.teachers and len(self.teachers) > 1:
-            raise self._error("teacher", "must be ema alone, or others")
-        weights = self.teacher_weights
-        if weights and (len(weights) != len(self.teachers) or not all(weight > 0 for weight in weights)):
-            raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
-        if self.teacher_dtype != "as_saved" and self.teacher == EMA:
-            raise self._error("teacher_dtype", "must be left out with teacher ema, which follows the student's weights")
+        if isinstance(self.peers, str) and self.peers.strip().isdigit():
+            object.__setattr__(self, "peers", int(self.peers))
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Check that teachers, peers, pairs and layers are such."""
+        if not self.teachers or not all(map(_is_model, self.teachers)):
+            raise self._error("teacher", "must be a folder, a Hub name, a module, or several of them")
+        if self.teaching == "several models" and any(_kind(teacher) != "one model" for teacher in self.teachers):
+            raise self._error("teacher", f"must be {EMA}, {MUTUAL} or {CACHE}FOLDER alone, or other models")
+        if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
+            raise self._error("teacher_weights", f"must be a number for each of {len(self.teachers)} teachers")
+        peers = self.given_peers or (MUTUAL,) * self.drawn_peers
+        if not peers or not all(map(_is_model, peers)):
+            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
         if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
             raise self._error("unlabelled_field", "must be a column of its own")
-        self._validate_cache()
-        self._validate_mutual()
-        self._validate_chunked()
-        several = len(self.teachers) > 1
-        if self.confidence and not self.of_classes:
-            raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
         for option_name in ("hidden", "attention"):
             for pair in getattr(self, option_name):
                 if pair.count("=") != 1 or not all(side.strip() for side in pair.split("=")):
                     raise self._error(option_name, "must hold student=teacher pairs of module names")
         if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
             parse_layers(self.init_layers)
-        for option_name in ("hidden", "attention", "init_layers"):
-            if getattr(self, option_name) and (several or self.teacher == EMA):
-                raise self._error(option_name, "must be left out with several teachers or teacher ema")
 
-    def _validate_cache(self) -> None:
-        if not any(isinstance(teacher, str) and teacher.startswith(CACHE) for teacher in self.teachers):
-            return
-        if self.cache is None:
-            raise self._error("teacher", "must be one cached teacher alone, or others")
-        if self.divergence not in ("forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"):
-            raise self._error("divergence", "must compare probabilities with a cached teacher")
-        if self.divergence == "jsd" and self.beta != 0.5:
-            raise self._error("beta", "must be 0.5 with a cached teacher")
-        beyond = ("temperature_end", "confidence", "hidden", "attention", "init_layers")
-        if any(getattr(self, name) for name in beyond):
-            raise self._error("teacher", f"allows no {', '.join(beyond)} where it is cached")
-
-    def _validate_mutual(self) -> None:
-        if isinstance(self.peers, str) and self.peers.strip().isdigit():
-            object.__setattr__(self, "peers", int(self.peers))
-        if not self.mutual:
-            if MUTUAL in self.teachers:
-                raise self._error("teacher", "must be mutual alone, or others")
-            if self.peers != 2:
-                raise self._error("peers", "must be left out unless teacher is mutual")
-            return
-        named = all(isinstance(peer, nn.Module) or (isinstance(peer, str) and peer) for peer in self.given_peers)
-        if isinstance(self.peers, bool) or not named or not (self.given_peers or self.drawn_peers > 0):
-            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
-        if self.teacher_dtype != "as_saved":
-            raise self._error("teacher_dtype", "must be left out with teacher mutual, whose students are all trained")
-        alone = (
-            "teacher_weights",
-            "hidden",
-            "attention",
-            "init_layers",
-            "confidence",
-            "unlabelled_field",
-            "chunked",
-            "vocab_size",
-        )
-        for name in alone:
-            if getattr(self, name):
-                raise self._error(name, "must be left out with teacher mutual, whose students are all equals")
-        for name, edge in (("begin", 0.0), ("end", 1.0)):
-            if parse_position(getattr(self, name)) != ParsedPosition(edge, "fraction"):
-                raise self._error(
-                    name, f"must be {edge} with teacher mutual: students learn together for the whole run"
-                )
+    @property
+    def teaching(self) -> Teaching:
+        """Who teaches."""
+        return _kind(self.teachers[0]) if len(self.teachers) == 1 else "several models"
 
     @property
     def mutual(self) -> bool:
         """Whether students teach each other."""
-        return isinstance(self.teacher, str) and self.teacher.strip() == MUTUAL
+        return self.teaching == MUTUAL
 
     @property
     def drawn_peers(self) -> int:
@@ -241,30 +243,15 @@ class DistillConfig(TechniqueConfig):
             return ()
         return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
 
-    def _validate_chunked(self) -> None:
-        if not self.chunked and self.budget_mib is not None:
-            raise self._error("budget_mib", "must be none without chunked")
-        if self.chunked and (why_not := self.why_not_chunked) is not None:
-            raise self._error(*why_not)
-
     @property
-    def why_not_chunked(self) -> tuple[str, str] | None:
-        """The option that rules out the loss in chunks, and what it must be; None if none does."""
-        if len(self.teachers) > 1 or self.cache is not None or self.mutual:
-            return "teacher", "must be one model with chunked, whose head is multiplied chunk by chunk"
-        from eff_kernels.distillation import DIVERGENCES  # registering its operator with torch takes time
-
-        if self.divergence not in DIVERGENCES:
-            return "divergence", f"must be one of {', '.join(DIVERGENCES)} with chunked"
-        if self.confidence:
-            return "confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand"
-        return None
+    def can_be_chunked(self) -> bool:
+        """Whether the loss may be computed in chunks."""
+        return not self.unmet(_CHUNKED)
 
     @property
     def cache(self) -> str | None:
         """Folder of the cached teacher, None where there is none."""
-        alone = self.teachers[0] if len(self.teachers) == 1 else None
-        return alone.removeprefix(CACHE) if isinstance(alone, str) and alone.startswith(CACHE) else None
+        return self.teachers[0].removeprefix(CACHE) if self.teaching == "cache" else None
 
     @property
     def teachers(self) -> tuple[Any, ...]:
@@ -289,7 +276,7 @@ class DistillConfig(TechniqueConfig):
     def needs_whole_weights(self) -> bool:
         """Whether something is made of the student's weights, or reads them outside of their layers."""
         beside = bool(self.hidden or self.attention or self.init_layers)
-        return beside or self.chunked or self.mutual or self.teacher == EMA
+        return beside or self.chunked or self.mutual or self.teaching == EMA
 
     @property
     def works_on_single_examples(self) -> bool:
@@ -330,3 +317,13 @@ class DistillConfig(TechniqueConfig):
         for key, reason in _NOT_MUTUAL.items():
             if self.mutual and key in recipe:
                 yield f"distill with teacher mutual cannot be combined with {key}: {reason}"
+
+
+def _kind(teacher: Any) -> Teaching:
+    if isinstance(teacher, str) and teacher.startswith(CACHE):
+        return "cache"
+    return "ema" if teacher == EMA else "mutual" if teacher == MUTUAL else "one model"
+
+
+def _is_model(given: Any) -> bool:
+    return isinstance(given, nn.Module) or (isinstance(given, str) and bool(given.strip()))

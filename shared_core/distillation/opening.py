@@ -32,7 +32,7 @@ def open_comparison(
         return MutualComparison(config, model, peers, context)
     if config.cache is not None:
         return CachedComparison(config, student)
-    if config.teacher == EMA:
+    if config.teaching == EMA:
         average = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
         return _open(config, StudentAverage(student, config.ema_decay), average, student, fuses_head)
     modules = [
@@ -71,7 +71,7 @@ def _with_common_vocabulary(
 def _open(
     config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module, fuses_head: bool
 ) -> Comparison:
-    if config.chunked or (fuses_head and config.why_not_chunked is None):
+    if config.chunked or (fuses_head and config.can_be_chunked):
         from shared_core.distillation.chunked.comparison import ChunkedComparison
 
         try:

@@ -107,7 +107,7 @@ class Distillation(Technique):
         comparison = open_comparison(config, model, student, context, self._peers, fuses_head=self.fuses_head)
         self._student, self._comparison = student, comparison
         self._told, teachers = comparison.told, comparison.teachers.modules
-        if self.fuses_head and config.teacher == EMA:
+        if self.fuses_head and config.teaching == EMA:
             with_own_forward(teachers[0])
         self.is_causal = is_causal(student) if config.causal is None else config.causal
         for model in models_inside(student) or [student]:

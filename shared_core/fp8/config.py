@@ -71,10 +71,14 @@ class Fp8Config(TechniqueConfig):
     format: Literal["auto", "hybrid", "e4m3"] = option(
         "auto",
         help="hybrid: e4m3 forward, e5m2 gradients (tensorwise, delayed); e4m3: both; auto: what the recipe has",
+        each={
+            "hybrid": {"recipe": _HYBRID},
+            "e4m3": {"recipe": tuple(name for name, (forward, _) in _FORMATS.items() if forward == "fp8_e4m3")},
+        },
     )
     amax_history: int = option(
         16,
-        help="steps whose largest magnitude sets the next scale (delayed)",
+        help="steps whose largest magnitude sets the next scale",
         low=1,
         high=1024,
         only_with={"recipe": ("delayed",)},
@@ -83,6 +87,7 @@ class Fp8Config(TechniqueConfig):
         "auto",
         help="auto: torch's scaled matmul on GPUs that multiply FP8, else the same numbers emulated; or always one; "
         "torchao: its float8 training (tensorwise, rowwise)",
+        each={"scaled_mm": {"recipe": _SCALED_MM_EVERYWHERE}, "torchao": {"recipe": ("tensorwise", "rowwise")}},
     )
     max_skips: int = option(
         50, low=1, help="steps in a row discarded for NaN or infinity, after which training stops with an error"
@@ -90,19 +95,6 @@ class Fp8Config(TechniqueConfig):
     include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
     skip: tuple[str, ...] = option((), help="modules to leave in high precision: name patterns, types, first, last")
     min_size: int = option(0, help="leave modules with fewer weights in high precision", low=0)
-
-    def validate(self) -> None:
-        """Refuse a format or a backend that the recipe does not have."""
-        if self.format == "hybrid" and self.recipe not in _HYBRID:
-            own = "e4m3 (or auto)" if self.forward_format == "fp8_e4m3" else "auto"
-            raise self._error("format", f"must be {own} with recipe={self.recipe}")
-        if self.format == "e4m3" and self.forward_format != "fp8_e4m3":
-            raise self._error("format", f"must be auto with recipe={self.recipe}, which has formats of its own")
-        if self.backend == "scaled_mm" and self.recipe not in _SCALED_MM_EVERYWHERE:
-            raise self._error("backend", f"must be emulated (or auto) with recipe={self.recipe}")
-        if self.backend == "torchao" and self.recipe not in ("tensorwise", "rowwise"):
-            own = "auto, emulated or scaled_mm" if self.recipe in _SCALED_MM_EVERYWHERE else "emulated (or auto)"
-            raise self._error("backend", f"must be {own} with recipe={self.recipe}, which torchao does not have")
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:

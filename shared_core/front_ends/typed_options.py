@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shared_core.config.options import TechniqueConfig, meaning
+from shared_core.config.options import TechniqueConfig
 from shared_core.engine.registry import registration
 
 _Class = TypeVar("_Class", bound=type)
@@ -26,7 +26,7 @@ def _parameters(
             default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
             annotation=field.metadata.get("flag_type", hints[field.name]),
         )
-        yield parameter, meaning(field)
+        yield parameter, config.meaning(field)
 
 
 def _inherited(cls: Any, key: str) -> Any:

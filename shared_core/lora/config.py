@@ -65,7 +65,9 @@ class LoraConfig(TechniqueConfig):
         True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
     )
     requantize: bool = option(
-        False, help="after the adapters are merged in float, round the weights to the base's grid again"
+        False,
+        help="after the adapters are merged in float, round the weights to the base's grid again",
+        only_with={"base": ("nf4", "fp4", "int8")},
     )
     include: tuple[str, ...] = option(
         (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
@@ -79,11 +81,7 @@ class LoraConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse a grid to round to where there is none, and nothing beside something."""
-        if self.requantize and self.base == "none":
-            raise self._error(
-                "requantize", "must be false with base=none, which has no grid; that of qat needs no flag"
-            )
+        """Refuse nothing beside something."""
         if "none" in self.train and len(self.train) > 1:
             raise self._error("train", "must be none alone, or patterns")
 

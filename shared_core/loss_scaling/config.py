@@ -60,14 +60,16 @@ class LossScaleConfig(TechniqueConfig):
         help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed; "
         "enhanced: dynamic above a rising floor; auto: from the largest gradient of the step"
     )
-    init_scale: float = option(65536.0, above=0, high=FLOAT32_MAX, help="scale of the first step")
+    init_scale: float = option(65536.0, above=0, high=FLOAT32_MAX, at_least="min_scale", help="scale of the first step")
     growth_factor: float = option(2.0, above=1, high=FLOAT32_MAX, help="multiplies the scale when it grows")
     backoff_factor: float = option(0.5, above=0, below=1, help="multiplies the scale after an overflow")
     growth_interval: int = option(2000, low=1, high=2**31 - 1, help="steps without overflow before the scale grows")
     min_scale: float = option(MIN_SCALE, above=0, high=FLOAT32_MAX, help="the scale never falls below this")
     max_skips: int = option(50, low=1, help="skipped steps in a row after which training stops with an error")
     floor: str | None = option(
-        None, help="enhanced: step:floor pairs, such as 40000:8192,150000:32768, or auto, which is also the default"
+        None,
+        help="step:floor pairs, such as 40000:8192,150000:32768, or auto, which is also the default",
+        only_with={"kind": ("enhanced",)},
     )
     floor_window: int = option(
         200, low=1, help="floor auto: steps after which the floor moves", only_with={"kind": ("enhanced",)}
@@ -84,14 +86,14 @@ class LossScaleConfig(TechniqueConfig):
         2.0,
         low=0,
         high=14,
-        help="auto: bits kept free between the largest gradient and the format",
+        help="bits kept free between the largest gradient and the format",
         only_with={"kind": ("auto",)},
     )
     smoothing: float = option(
         0.9,
         low=0,
         below=1,
-        help="auto: share of the past in the smoothed largest gradient",
+        help="share of the past in the smoothed largest gradient",
         only_with={"kind": ("auto",)},
     )
     telemetry_every: int = option(
@@ -107,14 +109,8 @@ class LossScaleConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Check that the scale starts at or above every floor, and that options belong to the kind."""
-        if not self.init_scale >= self.min_scale:
-            raise self._error("init_scale", f"must be at least min_scale, {self.min_scale}")
-        if self.floor is None:
-            return
-        if self.kind != "enhanced":
-            raise self._error("floor", "must come with kind enhanced")
-        pairs = parse_floor(self.floor)
+        """Check that the scale starts at or above every floor."""
+        pairs = parse_floor(self.floor or "auto")
         if pairs != "auto":
             first, last = floor_at(pairs, 0), pairs[-1][1]
             if not self.init_scale >= first:

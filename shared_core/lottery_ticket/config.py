@@ -28,6 +28,7 @@ class LotteryConfig(TechniqueConfig):
     key: ClassVar[str] = "lottery"
     switch: ClassVar[str] = "out"
 
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"control": ("ticket",)}
     finishes_after: ClassVar[tuple[str, ...]] = ("average",)
     conflicts: ClassVar[Mapping[str, str]] = {
         "prune": "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its "
@@ -58,18 +59,22 @@ class LotteryConfig(TechniqueConfig):
     )
     rate: float = option(0.2, help="Share of the weights left that this run's end prunes.", above=0, below=1)
     output_rate: float | None = option(
-        None, help="The same for the output layer; half of rate by default; scope local.", low=0, below=1
+        None,
+        help="The same for the output layer; half of rate by default.",
+        low=0,
+        below=1,
+        only_with={"scope": ("local",)},
     )
     conv_rate: float | None = option(
-        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default; scope local.",
-        low=0, below=1,
+        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default.", low=0, below=1,
+        only_with={"scope": ("local",)},
     )  # fmt: skip
     scope: Literal["local", "global"] = option(
         "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
     )
     max_layer_sparsity: float | None = option(
         None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
-        "asks of all where that is higher; scope global.", above=0, high=1, only_with={"scope": ("global",)},
+        "asks of all where that is higher.", above=0, high=1, only_with={"scope": ("global",)},
     )  # fmt: skip
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
@@ -82,15 +87,6 @@ class LotteryConfig(TechniqueConfig):
     )
     skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
     min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
-
-    def validate(self) -> None:
-        """Raise `ConfigError` where the options contradict each other."""
-        if self.control != "none" and self.ticket is None:
-            raise self._error("control", "must be none for a dense run; give the ticket whose masks it compares with")
-        if self.scope == "global":
-            for name in ("output_rate", "conv_rate"):
-                if getattr(self, name) is not None:
-                    raise self._error(name, "must not be given with scope global, where one threshold decides")
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""

@@ -27,6 +27,7 @@ class PrivacyConfig(TechniqueConfig):
     key: ClassVar[str] = "dp"
     switch: ClassVar[str] = "noise_multiplier"
     other_switch: ClassVar[str] = "target_epsilon"
+    without: ClassVar[Mapping[str, tuple[str, ...]]] = {"secure_mode": ("seed",)}
 
     own_checkpoints: ClassVar[tuple[str, str] | None] = (
         "whose steps no epsilon covers",
@@ -98,15 +99,13 @@ class PrivacyConfig(TechniqueConfig):
     )
 
     def validate(self) -> None:
-        """Refuse no noise multiplier, or two, and a known seed in secure mode."""
+        """Refuse no noise multiplier, or two."""
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
                 "dp",
                 f"one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
                 f"{self.target_epsilon}",
             )
-        if self.secure_mode and self.seed is not None:
-            raise ConfigError("dp", f"secure_mode must stand without a seed, got {self.seed}", "drop the seed")
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:

@@ -13,8 +13,6 @@ from shared_core.config.training_time import Position
 
 GATHERED = ("taylor", "movement", "fisher", "wanda", "sparsegpt", "neuron_taylor", "shapley")
 """Criteria that need gradients or activations: at least one step has to pass before the first update."""
-OF_UNITS = ("l1_norm", "l2_norm", "geometric_median", "bn_scale", "neuron_taylor", "shapley")
-"""Criteria that score an output unit, never a single weight."""
 RELATIVE = ("magnitude", "l1_norm", "l2_norm", "geometric_median")
 """Criteria by which units of different layers are compared only after division by their group's mean: sizes of weights.
 The others estimate what the loss or the output loses, are trained to be compared (bn_scale), or are drawn."""
@@ -22,8 +20,6 @@ UNITS = ("neuron", "channel", "filter", "head", "layer")
 """Granularities that prune output units whole."""
 TRACED = ("neuron", "channel", "head")
 """Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
-OF_WEIGHTS = ("tower", "erdos_renyi", "erdos_renyi_kernel")
-"""Scopes of single weights and tiles, not of units."""
 MOST_OF_WEIGHTS, MOST_OF_STRUCTURES = 0.98, 0.9
 """The largest share of one layer that goes by default, unless more is asked of all."""
 DURING_TRAINING = (
@@ -31,13 +27,28 @@ DURING_TRAINING = (
     "regularizer_strength",
 )  # fmt: skip
 """Options that say what happens while a model trains."""
-_ONLY_WITH = {
-    "n_m": ("granularity", "n_m"),
-    "block": ("granularity", "block"),
-    "permutations": ("criterion", "shapley"),
-    "drop_share": ("dynamic", "rigl"),
+_GROWING = ("linear", "cubic", "cosine", "exponential", "iterative")
+_WEIGHTS = ("unstructured", "n_m", "block")
+_BESIDE_OTHERS = ("neuron", "channel", "filter", "head")
+_ROWS = ("unstructured", "n_m")
+_CRITERIA: dict[str, dict[str, tuple[str, ...]]] = {
+    "threshold": {"granularity": ("unstructured",)},
+    # decides until end
+    "movement": {"granularity": _WEIGHTS, "schedule": _GROWING, "dynamic": ("none", "recompute")},
+    # compares the weights of one output, and prunes every output alike
+    "wanda": {"granularity": _ROWS, "scope": ("auto", "global", "local")},
+    # solves layer by layer
+    "sparsegpt": {"granularity": _ROWS, "scope": ("auto", "local")},
+    "l1_norm": {"granularity": UNITS},
+    "l2_norm": {"granularity": UNITS},
+    "geometric_median": {"granularity": _BESIDE_OTHERS},
+    # of the batch norms that a trace finds
+    "bn_scale": {"granularity": TRACED},
+    "neuron_taylor": {"granularity": _BESIDE_OTHERS},
+    "shapley": {"granularity": UNITS},
 }
-"""Options that play a part only where another one has this value."""
+"""What criteria need of other options."""
+_OF_WEIGHTS = {"granularity": ("unstructured", "block")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,13 @@ class PruneConfig(OverridableConfig):
         "sparsity": Figure("share of the weights within reach that the masks prune", in_bar=True)
     }
     overridable: ClassVar[tuple[str, ...]] = ("sparsity",)
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"regularizer_strength": ("regularizer",)}
+    conditions: ClassVar[Mapping[str, str]] = {
+        "layers_compete": "layers that compete (none do with scope local, granularity n_m, or criterion wanda or "
+        "sparsegpt)",
+        "layers_differ": "layers that may lose different shares (none do with scope local, which auto is for "
+        "structures, granularity n_m or layer, or criterion wanda)",
+    }
 
     sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
     criterion: Literal[
@@ -67,30 +85,46 @@ class PruneConfig(OverridableConfig):
     ] = option(
         "magnitude",
         help="What a weight, or a unit, is worth; the lowest goes first. sparsegpt: after training alone (eff prune).",
+        each=_CRITERIA,
     )  # fmt: skip
     threshold: float | None = option(
-        None, help="With criterion threshold: only weights with |w| below it are pruned, at most sparsity.", above=0
+        None,
+        help="Only weights with |w| below it are pruned, at most sparsity.",
+        above=0,
+        only_with={"criterion": ("threshold",)},
+        required=True,
     )
     permutations: int = option(
         10,
-        help="With criterion shapley: orders of the units that are drawn; each runs one micro-batch a unit.",
+        help="Orders of the units that are drawn; each runs one micro-batch a unit.",
         low=2,
+        only_with={"criterion": ("shapley",)},
     )
     cost: Literal["none", "flops", "bytes", "energy"] = option(
-        "none", help="Divide scores by what one weight of the layer costs, so that expensive layers are pruned first."
+        "none",
+        help="Divide scores by what one weight of the layer costs, so that expensive layers are pruned first.",
+        only_with={"layers_compete": (True,)},
     )
     granularity: Literal["unstructured", "n_m", "block", "neuron", "channel", "filter", "head", "layer"] = option(
         "unstructured",
         help="What is pruned whole: single weights, n of every m inputs, tiles, hidden neurons, channels with all that "
         "depends on them, single filters, attention heads, layers.",
+        each={"n_m": {"schedule": ("one_shot",)}, "layer": {"scope": ("auto", "global")}},
     )
-    n_m: str = option("2:4", help="With granularity n_m: how many of how many neighbours along the input are kept.")
-    block: str = option("4x4", help="With granularity block: outputs x inputs of a tile.")
+    n_m: str = option(
+        "2:4", help="How many of how many neighbours along the input are kept.", only_with={"granularity": ("n_m",)}
+    )
+    block: str = option("4x4", help="Outputs x inputs of a tile.", only_with={"granularity": ("block",)})
     schedule: Literal["one_shot", "linear", "cubic", "cosine", "exponential", "iterative"] = option(
         "cubic", help="How sparsity grows from begin to end; one_shot prunes once, at begin."
     )
     initial_sparsity: float = option(
-        0.0, help="Sparsity at begin; before it, with iterative. Not for one_shot.", low=0, below=1
+        0.0,
+        help="Sparsity at begin; before it, with iterative.",
+        low=0,
+        below=1,
+        at_most="sparsity",
+        only_with={"schedule": _GROWING},
     )
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
     end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
@@ -101,6 +135,7 @@ class PruneConfig(OverridableConfig):
         "encoder) under one of its own; local: every tensor gets the same sparsity; erdos_renyi: large "
         "tensors get more of it, by their layers' sizes (kernel: by kernels' too); auto: local for structures without "
         "a cost, else global.",
+        each={"tower": _OF_WEIGHTS, "erdos_renyi": _OF_WEIGHTS, "erdos_renyi_kernel": _OF_WEIGHTS},
     )
     max_layer_sparsity: float | None = option(
         None,
@@ -108,17 +143,30 @@ class PruneConfig(OverridableConfig):
         "structures 0.9, or sparsity where that is higher.",
         above=0,
         high=1,
+        at_least="sparsity",
+        only_with={"layers_differ": (True,)},
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
         help="none: what is pruned stays pruned; recompute: pruned weights go on learning and may come back until end; "
         "rigl: from begin to end live weights move to where the gradient is large.",
+        each={
+            "rigl": {"granularity": ("unstructured",), "schedule": ("one_shot",)},
+            "recompute": {"granularity": _WEIGHTS},
+        },
     )
     drop_share: float = option(
-        0.3, help="With dynamic rigl: share of a tensor's live weights that moves at first.", above=0, below=1
+        0.3,
+        help="Share of a tensor's live weights that moves at first.",
+        above=0,
+        below=1,
+        only_with={"dynamic": ("rigl",)},
     )
     sr_ste: float = option(
-        0.0, help="With granularity n_m: weights under the mask go on learning, and decay by this; take every 1.", low=0
+        0.0,
+        help="Weights under the mask go on learning, and decay by this; take every 1.",
+        low=0,
+        only_with={"granularity": ("n_m",)},
     )
     regularizer: Literal["none", "l1", "group_lasso", "bn_l1", "weight_decay"] = option(
         "none", help="Penalty on what may be pruned, until end; bn_l1 is on the scales of batch norms."
@@ -137,93 +185,11 @@ class PruneConfig(OverridableConfig):
     )
 
     def validate(self) -> None:
-        """Raise `ConfigError` where the options contradict each other."""
-        if self.initial_sparsity > self.sparsity:
-            raise self._error("initial_sparsity", f"must not exceed sparsity = {self.sparsity}")
-        if self.schedule == "one_shot" and self.initial_sparsity:
-            raise self._error("initial_sparsity", "must be 0 with schedule one_shot, which goes to sparsity at once")
-        if (self.criterion == "threshold") != (self.threshold is not None):
-            raise self._error("threshold", f"must be given with criterion threshold and only then ({self.criterion})")
-        self._validate_effects()
-        self._validate_granularity()
-        self._validate_dynamics()
-        self._validate_overrides()
-
-    def _validate_effects(self) -> None:
-        """Refuse what would play no part."""
-        fields = type(self).__dataclass_fields__
-        for name, (other, value) in _ONLY_WITH.items():
-            if getattr(self, name) != fields[name].default and getattr(self, other) != value:
-                raise self._error(name, f"must be left out without {other} {value}, where it plays no part")
-        if self.regularizer == "none" and self.regularizer_strength != fields["regularizer_strength"].default:
-            raise self._error("regularizer_strength", "must be left out without a regularizer")
-        alone = {"scope": self.resolved_scope not in ("global", "tower"), "granularity": self.granularity == "n_m",
-                 "criterion": self.criterion == "wanda"}  # fmt: skip
-        for name in (name for name, is_so in alone.items() if is_so and self.cost != "none"):
-            raise self._error("cost", f"must be none with {name} {getattr(self, name)}: layers do not compete, so it "
-                              "plays no part")  # fmt: skip
-        if self.max_layer_sparsity is None:
-            return
-        if not self.layers_differ:
-            raise self._error("max_layer_sparsity", "must be left out where every layer loses the same share, or goes "
-                              f"whole (scope {self.resolved_scope}, granularity {self.granularity}, criterion "
-                              f"{self.criterion}): it plays no part")  # fmt: skip
-        if self.max_layer_sparsity < self.sparsity:
-            raise self._error("max_layer_sparsity", f"must be at least sparsity = {self.sparsity}, which no choice of "
-                              "weights would reach")  # fmt: skip
-
-    def _validate_granularity(self) -> None:
-        of_units = self.granularity in UNITS
-        if self.criterion in OF_UNITS and not of_units:
-            raise self._error("criterion", f"must score weights with granularity {self.granularity}")
-        if of_units and self.criterion in ("threshold", "movement", "wanda"):
-            raise self._error("criterion", f"must score units with granularity {self.granularity}")
-        if self.criterion == "sparsegpt" and self.granularity not in ("unstructured", "n_m"):
-            raise self._error("granularity", "must be unstructured or n_m with criterion sparsegpt")
-        if self.criterion == "sparsegpt" and self.resolved_scope != "local":
-            raise self._error("scope", "must be local with criterion sparsegpt, which solves layer by layer")
-        if self.criterion == "threshold" and self.granularity != "unstructured":
-            raise self._error("granularity", "must be unstructured with criterion threshold")
-        if self.criterion == "wanda" and self.granularity == "block":
-            raise self._error("granularity", "must be unstructured or n_m with criterion wanda, which compares the "
-                              "weights of one output")  # fmt: skip
-        if self.criterion == "wanda" and self.scope in OF_WEIGHTS:
-            raise self._error("scope", "must be global or local with criterion wanda, which prunes every output alike")
-        if self.granularity == "filter" and self.criterion == "bn_scale":
-            raise self._error("criterion", "must be another with granularity filter, which knows no batch norms; "
-                              "take channel")  # fmt: skip
-        if self.granularity == "layer" and self.criterion in ("geometric_median", "bn_scale", "neuron_taylor"):
-            raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
-        if self.scope in OF_WEIGHTS and self.granularity not in ("unstructured", "block"):
-            raise self._error("scope", f"must be global or local with granularity {self.granularity}")
-        if self.granularity == "layer" and self.resolved_scope != "global":
-            raise self._error("scope", "must be global with granularity layer")
+        """Raise `ConfigError` where n_m, block or an override cannot be."""
         kept, of = self.kept_of
-        if self.granularity == "n_m":
-            if self.schedule != "one_shot":
-                raise self._error("schedule", "must be one_shot with granularity n_m, whose sparsity is fixed")
-            if not abs(self.sparsity - (1 - kept / of)) < 1e-6:
-                raise self._error("sparsity", f"must be {1 - kept / of:g} with n_m = {self.n_m}")
+        if self.granularity == "n_m" and not abs(self.sparsity - (1 - kept / of)) < 1e-6:
+            raise self._error("sparsity", f"must be {1 - kept / of:g} with n_m = {self.n_m}")
         _ = self.block_size
-
-    def _validate_dynamics(self) -> None:
-        if self.sr_ste and self.granularity != "n_m":
-            raise self._error("sr_ste", "must be 0 without granularity n_m")
-        if self.dynamic == "rigl":
-            if self.granularity != "unstructured" or self.schedule != "one_shot" or self.criterion == "movement":
-                raise self._error(
-                    "dynamic",
-                    "needs granularity unstructured, schedule one_shot (all sparsity at begin) and a criterion other "
-                    "than movement",
-                )
-        elif self.dynamic == "recompute" and self.granularity in UNITS:
-            raise self._error("dynamic", f"must be none with granularity {self.granularity}")
-        if self.sr_ste and self.dynamic == "rigl":
-            raise self._error("sr_ste", "must be 0 with dynamic rigl")
-        if self.schedule == "one_shot" and self.criterion == "movement":
-            raise self._error("schedule", "must grow with criterion movement, which decides until end; take cubic")
-
-    def _validate_overrides(self) -> None:
         for pattern, _, value in self.override_options():
             asked = coerce(value, float, "prune.overrides")
             if not 0 <= asked < 1:
@@ -243,8 +209,13 @@ class PruneConfig(OverridableConfig):
         """
         if self.scope != "auto":
             return self.scope
-        alike = self.granularity in UNITS and self.granularity != "layer" and self.cost == "none"
+        alike = self.prunes_units and self.granularity != "layer" and self.cost == "none"
         return "local" if alike or self.criterion == "sparsegpt" else "global"
+
+    @property
+    def layers_compete(self) -> bool:
+        """Whether a layer whose weights score lower loses more of them."""
+        return self.resolved_scope in ("global", "tower") and self.granularity != "n_m" and self.criterion != "wanda"
 
     @property
     def layers_differ(self) -> bool:
@@ -261,7 +232,7 @@ class PruneConfig(OverridableConfig):
         """
         if self.max_layer_sparsity is not None:
             return self.max_layer_sparsity
-        return max(self.sparsity, MOST_OF_STRUCTURES if self.granularity in UNITS else MOST_OF_WEIGHTS)
+        return max(self.sparsity, MOST_OF_STRUCTURES if self.prunes_units else MOST_OF_WEIGHTS)
 
     @property
     def straight_through(self) -> bool:
@@ -276,7 +247,36 @@ class PruneConfig(OverridableConfig):
     @property
     def needs_a_step(self) -> bool:
         """Whether nothing can be pruned before a step has shown gradients, units or costs."""
-        return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
+        return bool(self.needs_batches)
+
+    @property
+    def needs_batches(self) -> str:
+        """The option that needs to see a batch, empty if none does.
+
+        Example:
+            >>> PruneConfig(sparsity=0.5, criterion="wanda").needs_batches
+            'criterion wanda'
+        """
+        if self.criterion in GATHERED:
+            return f"criterion {self.criterion}"
+        if self.is_traced:
+            return f"granularity {self.granularity}"
+        return f"cost {self.cost}" if self.counts_calls else ""
+
+    @property
+    def prunes_units(self) -> bool:
+        """Whether output units go whole, not weights or tiles."""
+        return self.granularity in UNITS
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether units are found by tracing a micro-batch."""
+        return self.granularity in TRACED
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether costs come from what passes through each layer."""
+        return self.cost in ("flops", "energy")
 
     @property
     def acts_on_gradients(self) -> bool:
@@ -291,7 +291,7 @@ class PruneConfig(OverridableConfig):
     @property
     def watches_layers(self) -> bool:
         """Whether layers must be called as modules, for hooks to see what passes through them."""
-        return self.gathers_at_layers or self.cost in ("flops", "energy")
+        return self.gathers_at_layers or self.counts_calls
 
     @property
     def gathers_at_layers(self) -> bool:
@@ -301,7 +301,7 @@ class PruneConfig(OverridableConfig):
     @property
     def why_not_sharded(self) -> str | None:
         """Why these options need more than one whole weight at a time, which is what FSDP2 lets a process have."""
-        if self.granularity in TRACED:
+        if self.is_traced:
             return (
                 f"granularity {self.granularity} is traced through a forward, where FSDP2 puts gathered tensors in the "
                 "place of the parameters; take filter, layer or weights, or use DDP"
@@ -315,7 +315,7 @@ class PruneConfig(OverridableConfig):
     @property
     def sees_weights_alone(self) -> bool:
         """Whether neither gradients nor activations decide, and no term of its own joins the loss."""
-        plain = self.criterion in ("magnitude", "threshold", "random") and self.granularity not in UNITS
+        plain = self.criterion in ("magnitude", "threshold", "random") and not self.prunes_units
         return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
 
     @property
@@ -323,7 +323,7 @@ class PruneConfig(OverridableConfig):
         """The scorer of single weights that the criterion builds on."""
         if self.criterion in ("random", "movement", "fisher", "wanda", "neuron_taylor"):
             return self.criterion
-        return "taylor" if self.criterion == "taylor" and self.granularity not in UNITS else "magnitude"
+        return "taylor" if self.criterion == "taylor" and not self.prunes_units else "magnitude"
 
     @property
     def kept_of(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine import coverage
@@ -19,7 +20,7 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import check_model
 from shared_core.pruning.calibration import Calibration, Loss
-from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, PruneConfig
+from shared_core.pruning.config import DURING_TRAINING, GATHERED, PruneConfig
 from shared_core.pruning.masks import weights_report
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import layer_costs
@@ -147,9 +148,7 @@ def prune(
     policy = make_policy(config, targets, context.generator)
     policy.begin(model, Schedule(config))
     calibrating = Calibration(model, policy, loss)
-    if batches and (
-        config.granularity in TRACED or config.criterion == "shapley" or config.cost in ("flops", "energy")
-    ):
+    if batches and (config.is_traced or config.criterion == "shapley" or config.counts_calls):
         calibrating.look_at(config, batches[0])
     elif config.cost == "bytes":
         policy.take_costs(layer_costs(targets.modules, "bytes"))
@@ -207,24 +206,9 @@ def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
     return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
 
 
-def needs_calibration(config: PruneConfig) -> str:
-    """Return which option needs calibration batches, empty if none does.
-
-    Example:
-        >>> needs_calibration(PruneConfig(sparsity=0.5, criterion="wanda"))
-        'criterion wanda'
-    """
-    if config.criterion in GATHERED:
-        return f"criterion {config.criterion}"
-    if config.granularity in TRACED:
-        return f"granularity {config.granularity}"
-    return f"cost {config.cost}" if config.cost in ("flops", "energy") else ""
-
-
 def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num_batches: int) -> list[Any]:
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError("prune", f"num_batches must be a whole number of at least 1, got {num_batches!r}")
-    needs = needs_calibration(config)
+    num_batches = checked(num_batches, int, "prune", "num_batches", low=1)
+    needs = config.needs_batches
     if not needs:
         return []
     if calibration is None:

@@ -16,7 +16,7 @@ from shared_core.errors import MatchError
 from shared_core.modules.experts import StackedExperts, matrices
 from shared_core.modules.matching import plain_name, weight_of
 from shared_core.modules.weight_views import output_axis
-from shared_core.pruning.config import TRACED, PruneConfig
+from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores, expand_blocks
 from shared_core.pruning.scorers import UnitSlices, gather_units
 from shared_core.pruning.targets import block_of
@@ -163,7 +163,7 @@ class Penalty:
             }
             self._rates = {name: rates.get(weight_of(name, module), 0.0) for name, module in self._modules.items()}
             return
-        if self.kind == "group_lasso" and self._config.granularity in TRACED:
+        if self.kind == "group_lasso" and self._config.is_traced:
             self._add_to_units()
             return
         for name, module in self._modules.items():

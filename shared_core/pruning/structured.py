@@ -211,6 +211,8 @@ class UnitPruning(MaskPolicy):
     micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
     """
 
+    replays: ClassVar[bool] = False
+    """Whether a micro-batch runs again at each update."""
     why_short: ClassVar[str] = "the units were not found or scored, as no training forward of their layers was seen"
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
@@ -226,7 +228,7 @@ class UnitPruning(MaskPolicy):
         self.left_out: dict[str, str] = {}
         """Groups that were found and cannot be pruned, with the reason."""
         self.groups: list[ChannelGroup] = []
-        self.found = config.granularity not in TRACED
+        self.found = not config.is_traced
         if self.found:
             make = filter_groups if config.granularity == "filter" else layer_groups
             self._take(make(self._modules))
@@ -256,9 +258,9 @@ class UnitPruning(MaskPolicy):
         return self._tensors
 
     def listen(self, model: nn.Module) -> None:
-        """Keep the arguments of the next micro-batch, if units are to be found by tracing."""
+        """Keep the arguments of the next micro-batch, if units are to be found by tracing, or scored by it."""
         self._stop_listening()
-        if not self.found or self.config.criterion == "shapley":
+        if not self.found or self.replays:
             self._calls = ExampleCalls(model, set(self._modules.values()))
 
     def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
@@ -271,7 +273,7 @@ class UnitPruning(MaskPolicy):
         granularity = self.config.granularity
         with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
             traced = [_plainly_named(group) for group in find_groups(model, replay, cuts=False)]
-        if self.config.criterion != "shapley":
+        if not self.replays:
             self._stop_listening()
         groups = list(prunable_groups(traced, granularity, self._modules))
         self.left_out = {
@@ -361,8 +363,6 @@ class UnitPruning(MaskPolicy):
         """True if units are found too, and there is a micro-batch or a gradient to score them by."""
         if not self.found:
             return False
-        if self.config.criterion == "shapley":
-            return self._shown is not None or bool(self._calls and self._calls.calls)
         if self._taylor is not None:
             return self._taylor.num_observed > 0 and (self.scorer.costs is None or bool(self.scorer.costs))
         return super().is_ready
@@ -391,10 +391,7 @@ class UnitPruning(MaskPolicy):
         before = dict(self.store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
         live = kept_units(self.groups, before) if before else everything
-        if self.config.criterion == "shapley":
-            scores = self._shapley(context, live)
-        else:
-            scores = list(copied_to_cpu(self._scores(group).float() for group in self.groups))
+        scores = self._scores_of_all(context, live)
         if self.config.layers_differ and self.config.criterion in RELATIVE:
             # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
@@ -405,7 +402,7 @@ class UnitPruning(MaskPolicy):
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
         # A group that nothing was gathered of keeps what it has, and the others share the sparsity.
-        seen = [self.config.criterion == "shapley" or self._has_seen(group) for group in self.groups]
+        seen = [*map(self._has_seen, self.groups)]
         scored = [found for found, is_seen in zip(scores, seen, strict=True) if is_seen]
         alone = [shares.get(group.name) for group, is_seen in zip(self.groups, seen, strict=True) if is_seen]
         chosen = iter(select_units(self.config, scored, sparsity, alone) if scored else ())
@@ -413,6 +410,9 @@ class UnitPruning(MaskPolicy):
         if self._taylor:
             self._taylor.reset()
         return masks_of_units(self.groups, keeps, self._tensors)
+
+    def _scores_of_all(self, context: Context, live: list[Tensor]) -> list[Tensor]:
+        return list(copied_to_cpu(self._scores(group).float() for group in self.groups))
 
     def _scores(self, group: ChannelGroup) -> Tensor:
         criterion, scorer = self.config.criterion, self.scorer
@@ -444,20 +444,6 @@ class UnitPruning(MaskPolicy):
         if self.config.criterion == "bn_scale":
             return [part for part in parts if part.tensor.endswith("weight")]
         return [part for part in parts if not part.tensor.endswith("bias")]
-
-    def _shapley(self, context: Context, live: list[Tensor]) -> list[Tensor]:
-        replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
-        if replay is None:
-            raise TrainingError(
-                "prune shapley",
-                "a micro-batch must have been seen since the last step, got none",
-                "let the last update fall on a step of the run",
-            )
-        found = shapley_of_units(
-            context.model, self.groups, live, self._tensors, replay,
-            permutations=self.config.permutations, generator=context.generator,
-        )  # fmt: skip
-        return [scores.float() for scores in found]
 
     def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
@@ -495,7 +481,7 @@ class UnitPruning(MaskPolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the units that were traced, and what was gathered of them, too."""
-        traced = self.config.granularity in TRACED and self.found
+        traced = self.config.is_traced and self.found
         found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
         found |= {"uncalled": list(self._uncalled)} if traced else {}
         return super().state_dict() | {"units": found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})}
@@ -537,9 +523,39 @@ class UnitPruning(MaskPolicy):
             {"group": group.name, "kind": group.kind, "units": group.units, "pruned": pruned}
             for group, (_, pruned) in zip(self.groups, self.layers().values(), strict=True)
         ]
-        told = {"value": VALUE, "permutations": self.config.permutations}
-        shapley = {"shapley": told} if self.config.criterion == "shapley" else {}
-        return {"units": units, "groups_left_out": dict(self.left_out), **shapley}
+        return {"units": units, "groups_left_out": dict(self.left_out)}
+
+
+class ShapleyPruning(UnitPruning):
+    """Prunes the units without which the outputs of a micro-batch, which runs again and again, change least."""
+
+    replays: ClassVar[bool] = True
+
+    @property
+    def is_ready(self) -> bool:
+        """True if units are found, and there is a micro-batch to score them by."""
+        return self.found and (self._shown is not None or bool(self._calls and self._calls.calls))
+
+    def _has_seen(self, group: ChannelGroup) -> bool:
+        return True
+
+    def _scores_of_all(self, context: Context, live: list[Tensor]) -> list[Tensor]:
+        replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
+        if replay is None:
+            raise TrainingError(
+                "prune shapley",
+                "a micro-batch must have been seen since the last step, got none",
+                "let the last update fall on a step of the run",
+            )
+        found = shapley_of_units(
+            context.model, self.groups, live, self._tensors, replay,
+            permutations=self.config.permutations, generator=context.generator,
+        )  # fmt: skip
+        return [scores.float() for scores in found]
+
+    def report(self) -> dict[str, Any]:
+        """Return how units were scored, too."""
+        return {**super().report(), "shapley": {"value": VALUE, "permutations": self.config.permutations}}
 
 
 def _plainly_named(group: ChannelGroup) -> ChannelGroup:

@@ -25,7 +25,7 @@ from shared_core.modules.matching import (
 )
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.modules.weight_views import input_axis, output_axis
-from shared_core.pruning.config import UNITS, PruneConfig
+from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.towers import tower_names
 
 _TYPES: tuple[type[nn.Module], ...] = (
@@ -142,7 +142,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     if not modules:
         reasons = by_reason(left_out) or "no matrix among them"
         raise MatchError("prune", f"must find at least one weight to prune, but all were left out ({reasons})")
-    if config.granularity not in (*UNITS, "n_m"):
+    if not config.prunes_units and config.granularity != "n_m":
         _refuse_nothing_of_weights(config, modules, sparsities)
     return Targets(modules, left_out, sparsities)
 
@@ -255,7 +255,7 @@ def _reason(
             return f"{type(holder).__name__}: {computed}"
     module = held_by[0][1]
     if isinstance(module, StackedExperts):
-        if config.granularity in UNITS:
+        if config.prunes_units:
             return f"{type(module).__name__} {_NO_UNITS}"
         return f"{type(module).__name__} {_NO_EXPERTS_INPUTS}" if config.watches_layers else None
     if config.watches_layers and own_class(module) is NonDynamicallyQuantizableLinear:
@@ -265,7 +265,7 @@ def _reason(
     if isinstance(module, _PACKED):
         if parameter.numel() < config.min_size:
             return "left out by min_size"
-        if config.granularity in UNITS:
+        if config.prunes_units:
             return f"{type(module).__name__} {_NO_UNITS}"
         if config.gathers_at_layers:
             return f"{type(module).__name__} {_NO_INPUTS}"

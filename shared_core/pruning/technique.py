@@ -32,7 +32,7 @@ from shared_core.pruning.masks import (
 from shared_core.pruning.regularizers import Penalty
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import CostWatch, Magnitude, make_scorer
-from shared_core.pruning.structured import UnitPruning
+from shared_core.pruning.structured import ShapleyPruning, UnitPruning
 from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
 _CLEARLY = 0.05
@@ -47,8 +47,8 @@ def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generato
         generator: For criteria that draw; the same on every rank.
     """
     policy: type[MaskPolicy] = MaskPolicy
-    if config.granularity in UNITS:
-        policy = UnitPruning
+    if config.prunes_units:
+        policy = ShapleyPruning if config.criterion == "shapley" else UnitPruning
     elif config.straight_through:
         policy = StraightThroughMasks
     elif config.dynamic == "rigl":

@@ -30,6 +30,9 @@ Scheme = Literal[
     "binary",
 ]
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
+_INTEGERS = ("int8", "int8_weight", "int8_dynamic", "int4_weight", "int8_dynamic_int4_weight")
+_ROUNDED_WEIGHTS = ("ema", "minmax", "percentile", "kl", "mse", "pact")
+"""Ranges under which weights have no learned scale."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,17 @@ class QatConfig(OverridableConfig):
         "layers": Figure("layers that are quantised"),
         "range_updates": Figure("how often the ranges were updated"),
     }
+    conditions: ClassVar[Mapping[str, str]] = {
+        "is_static": "a scheme that observes activations (int8 or fp8_static; ternary or binary with activation_bits)"
+    }
     overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(
         help="what is quantised how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
         "weights alone, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
         "channel and token; fp8_static: activations per tensor; fp8_block: blocks of 128 x 128, activations in groups "
-        "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights"
+        "of 128; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights",
+        each={"fp8_static": {"range": ("ema", "minmax", "percentile")}},  # the other ranges seek integers
     )
     begin: Position = option(0.0, help="when fake quantisation starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when ranges stop following the activations; at least step 1")
@@ -77,6 +84,7 @@ class QatConfig(OverridableConfig):
         "ema",
         help="activation ranges: ema: moving average of each step's minimum and maximum; minmax, percentile, kl, mse: "
         "of all steps; learned with the weights: lsq, lsq_plus (with a zero point), pact",
+        only_with={"is_static": (True,)},
     )
     ema_constant: float = option(
         0.01, help="weight of a new step in the moving average", above=0.0, high=1.0, only_with={"range": ("ema",)}
@@ -89,21 +97,35 @@ class QatConfig(OverridableConfig):
         only_with={"range": ("percentile",)},
     )
     clip_gelu: float | None = option(
-        None, help="largest value with a code where a layer reads the output of a GELU; 10 is usual", above=0.0
+        None,
+        help="largest value with a code where a layer reads the output of a GELU; 10 is usual",
+        above=0.0,
+        only_with={"is_static": (True,), "range": _ROUNDED_WEIGHTS},
     )
     weight_bits: int | None = option(
-        None, help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1; by default the scheme's", low=2, high=8
+        None,
+        help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1; by default the scheme's",
+        low=2,
+        high=8,
+        only_with={"scheme": _INTEGERS},
     )
     activation_bits: int | None = option(
-        None, help="bits of an activation code, -2^(b-1) to 2^(b-1) - 1; by default the scheme's", low=2, high=8
+        None,
+        help="bits of an activation code, -2^(b-1) to 2^(b-1) - 1; by default the scheme's",
+        low=2,
+        high=8,
+        only_with={"scheme": ("int8", "int8_dynamic", "int8_dynamic_int4_weight", "ternary", "binary")},
     )
     group_size: int | None = option(
         None,
-        help="weights that share a scale (int4 schemes); by default the largest of 128, 64, 32 that divides",
+        help="weights that share a scale; by default the largest of 128, 64, 32 that divides",
         low=2,
+        only_with={"scheme": ("int4_weight", "int8_dynamic_int4_weight")},
     )
     rounding: Literal["nearest", "stochastic"] = option(
-        "nearest", help="how weights round in training: nearest, or up with the probability of the remainder"
+        "nearest",
+        help="how weights round in training: nearest, or up with the probability of the remainder",
+        only_with={"scheme": _INTEGERS, "range": _ROUNDED_WEIGHTS},
     )
     gate: Literal["unrounded", "rounded"] = option(
         "unrounded",
@@ -122,25 +144,13 @@ class QatConfig(OverridableConfig):
     keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
 
     def validate(self) -> None:
-        """Refuse options that the scheme has no use for."""
+        """Refuse overrides that are none."""
         self.override_options()
-        static = _is_static(self.scheme, self.activation_bits is not None)
-        if self.range != "ema" and not static:
-            raise self._error("range", f"must be left alone with scheme={self.scheme}, which observes no activations")
-        if self.scheme == "fp8_static" and self.range not in ("ema", "minmax", "percentile"):
-            raise self._error("range", "must be ema, minmax or percentile with scheme=fp8_static: others seek integers")
-        if self.clip_gelu is not None and (not static or self.range in ("lsq", "lsq_plus")):
-            raise self._error("clip_gelu", f"must be left alone with scheme={self.scheme} and range={self.range}")
-        if self.weight_bits is not None and not self.scheme.startswith("int"):
-            raise self._error("weight_bits", f"must be left alone with scheme={self.scheme}, which fixes them")
-        if self.activation_bits is not None and (
-            self.scheme in ("int8_weight", "int4_weight", "mxfp4", "nvfp4") or self.scheme.startswith("fp8")
-        ):
-            raise self._error("activation_bits", f"must be left alone with scheme={self.scheme}")
-        if self.group_size is not None and "int4_weight" not in self.scheme:
-            raise self._error("group_size", "must come with scheme=int4_weight or int8_dynamic_int4_weight")
-        if self.rounding == "stochastic" and (not self.scheme.startswith("int") or self.range in ("lsq", "lsq_plus")):
-            raise self._error("rounding", f"must be nearest with scheme={self.scheme} and range={self.range}")
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activations have ranges that are observed."""
+        return _is_static(self.scheme, self.activation_bits is not None)
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:

@@ -67,7 +67,11 @@ class SoupConfig(TechniqueConfig):
     seed: int = option(0, help="Of the random order.", only_with={"order": ("random",)})
     repeat: bool = option(True, help="Evaluate the first member twice, to notice an evaluation with noise.", **_GREEDY)
     weights: tuple[float, ...] = option(
-        (), help="How much each of the newest checkpoints counts, oldest first.", only_with={"kind": ("weighted",)}
+        (),
+        help="How much each of the newest checkpoints counts, oldest first.",
+        above=0,
+        only_with={"kind": ("weighted",)},
+        required=True,
     )
     last: int | None = option(
         None, help="Use only the last so many checkpoints; all by default.", low=1,
@@ -81,11 +85,6 @@ class SoupConfig(TechniqueConfig):
         0, help="Training batches on which BatchNorm statistics are re-estimated for every average; 0: average them.",
         low=0,
     )  # fmt: skip
-
-    def validate(self) -> None:
-        """Raise `ConfigError` unless the weights of a weighted soup are there and can be."""
-        if self.kind == "weighted" and not (self.weights and all(weight > 0 for weight in self.weights)):
-            raise self._error("weights", "must be numbers above 0, as 1,2,3, for kind weighted")
 
     @property
     def larger_is_better(self) -> bool:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
+from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import CHUNK, Candidate
@@ -101,8 +102,7 @@ def diagnose(
         >>> found.metrics, found.uniform, found.barriers, found.distances[0][1]
         ([1.0, 1.0], 0.0, {'ingredient 1': 1.0}, 2.0)
     """
-    if mode not in ("max", "min"):
-        raise ConfigError("soup", f"mode must be max or min, got {mode!r}")
+    checked(mode, Literal["max", "min"], "soup", "mode")
     opened = open_ingredients(ingredients)
     if opened[0].kind == ADAPTER:
         raise ConfigError(

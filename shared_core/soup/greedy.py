@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
+from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import Candidate, non_finite_tensor
@@ -166,14 +167,10 @@ def greedy_soup(
 
 
 def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: int | None) -> None:
-    if mode not in ("max", "min"):
-        raise ConfigError("soup", f"mode must be max or min, got {mode!r}")
-    if max_ingredients is not None and not max_ingredients >= 1:
-        raise ConfigError("soup", f"max_ingredients must be at least 1, got {max_ingredients!r}")
-    if not (math.isfinite(min_delta) and min_delta >= 0):
-        raise ConfigError("soup", f"min_delta must be a finite number >= 0, got {min_delta!r}")
-    if order not in ("metric", "random", "given"):
-        raise ConfigError("soup", f"order must be metric, random or given, got {order!r}")
+    checked(mode, Literal["max", "min"], "soup", "mode")
+    checked(max_ingredients, int | None, "soup", "max_ingredients", low=1)
+    checked(min_delta, float, "soup", "min_delta", low=0)
+    checked(order, Literal["metric", "random", "given"], "soup", "order")
     if jobs > 1 and order != "metric":
         raise ConfigError(
             "soup", f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import evaluating
 from shared_core.quantization.integer.backends import ON_INTEGERS
@@ -116,8 +117,7 @@ def pgd(
     _check(where, x, y, low, high, eps=eps)
     if not _all(step, lambda value: (value > 0) & torch.isfinite(value)):
         raise ConfigError(where, f"step must be above 0 and finite, got {step}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(where, f"steps must be a whole number of at least 1, got {steps!r}")
+    steps = checked(steps, int, where, "steps", low=1)
     with _attacking(model):
         moved = x.detach().clone()
         if random_start:
@@ -193,8 +193,7 @@ def adversarial_accuracy(
         (1.0, 0.5)
     """
     where = "adversarial_accuracy"
-    if attack not in ("fgsm", "pgd"):
-        raise ConfigError(where, f"attack must be 'fgsm' or 'pgd', got {attack!r}")
+    checked(attack, Literal["fgsm", "pgd"], where, "attack")
     attacked = model if source is None else source
     generator = torch.Generator().manual_seed(seed)
     examples = clean = held = without_gradient = 0

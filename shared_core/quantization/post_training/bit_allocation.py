@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_yaml
@@ -447,10 +448,8 @@ def plan_by_quality(
         ({'0': 8, '1': 8}, 2)
     """
     where = "plan_by_quality"
-    if not (isinstance(largest_loss, (int, float)) and 0 <= largest_loss < math.inf):
-        raise ConfigError(where, f"largest_loss must be at least 0 and finite, got {largest_loss!r}")
-    if start not in ("quantized", "float"):
-        raise ConfigError(where, f"start must be 'quantized' or 'float', got {start!r}")
+    largest_loss = checked(largest_loss, float, where, "largest_loss", low=0)
+    checked(start, Literal["quantized", "float"], where, "start")
     modules = weighted_layers(model, [*sensitivities, *keep], where)
     able = _with_costs(sensitivities, keep, bits, where)
     # Least sensitive first: each curve quantises a prefix of this order.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.weight_views import (
@@ -433,10 +434,8 @@ def equalize(
         >>> net[0].weight.item(), net[2].weight.item()
         (4.0, 4.0)
     """
-    if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
-        raise ConfigError("equalize", f"max_iterations must be a whole number of at least 1, got {max_iterations!r}")
-    if not 0 < tolerance < math.inf:
-        raise ConfigError("equalize", f"tolerance must be above 0 and finite, got {tolerance!r}")
+    max_iterations = checked(max_iterations, int, "equalize", "max_iterations", low=1)
+    tolerance = checked(tolerance, float, "equalize", "tolerance", above=0)
     links, refused = find_links(model, example_inputs)
     if pairs is not None:
         links = {first: _asked_for(first, second, links, refused) for first, second in pairs}

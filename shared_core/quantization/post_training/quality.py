@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.layers.fake_quant_layers import layer_entry
@@ -74,8 +75,7 @@ def judge_loss(
         >>> judge_loss(0.98, 0.978).judgement, judge_loss(0.98, 0.978, "recommender").judgement
         ('acceptable', 'unacceptable')
     """
-    if mode not in ("max", "min"):
-        raise ConfigError("verdict", f"mode must be max or min, got {mode!r}")
+    checked(mode, Literal["max", "min"], "verdict", "mode")
     good, bad = thresholds(accept)
     rule = f"acceptable up to {good:.4%}, unacceptable above {bad:.4%} of the float quality"
     change = before - after if mode == "max" else after - before

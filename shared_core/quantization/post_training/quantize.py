@@ -22,6 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import digest
 from shared_core.distributed.job import Job
 from shared_core.engine import coverage
@@ -164,8 +165,7 @@ def quantize_with_report(
     config = dataclasses.replace(as_config(config), keep=False)
     if config.learns_ranges:
         raise ConfigError(WHERE, f"range must be observed, got {config.range!r}, which training learns", "use mse")
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError(WHERE, f"num_batches must be a whole number of at least 1, got {num_batches!r}")
+    num_batches = checked(num_batches, int, WHERE, "num_batches", low=1)
     if kv_cache is not None:
         check_kv_cache(model, kv_cache, WHERE)
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.matching import is_transformers_conv1d
@@ -98,8 +99,7 @@ def hessian_trace(
         (2.0, 0.0, 1.0)
     """
     where = "hessian_trace"
-    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
-        raise ConfigError(where, f"probes must be a whole number of at least 2, for an error bar, got {probes!r}")
+    probes = checked(probes, int, where, "probes", low=2)  # for an error bar
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
@@ -213,8 +213,7 @@ def layer_sensitivity(
         {'': {3: 1.0}}
     """
     where = "layer_sensitivity"
-    if metric not in ("hessian", "kl", "rmse"):
-        raise ConfigError(where, f"metric must be 'hessian', 'kl' or 'rmse', got {metric!r}")
+    checked(metric, Literal["hessian", "kl", "rmse"], where, "metric")
     if not bits or any(isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8 for width in bits):
         raise ConfigError(where, f"bits must be whole numbers from 2 to 8, got {list(bits)}")
     held = _held(batches, where)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared_core.config.options import checked
 from shared_core.errors import CheckpointError, ConfigError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.tools.compression import coding as entropy
@@ -122,8 +123,7 @@ def compress(
     """
     started = time.perf_counter()
     check_bits(bits, "compress")
-    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-        raise ConfigError("compress", f"min_size must be a whole number >= 0, got {min_size!r}")
+    min_size = checked(min_size, int, "compress", "min_size", low=0)
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
             "compress",

@@ -31,7 +31,7 @@ class StudyOptions(Options):
     kv_cache: str | None = option(
         None,
         "fp8: scales for a cache of keys and values in FP8, which eff export --format compressed-tensors "
-        "writes for vLLM. Needs --calibration.",
+        "writes for vLLM.",
     )
     mode: Literal["max", "min"] = option("max", "Whether quality is better when larger (max) or smaller (min).")
     accept: str = option(
@@ -40,12 +40,12 @@ class StudyOptions(Options):
         "1 % not) or recommender (0.01 %).",
     )
     sensitivity: Literal["rmse", "kl"] | None = option(
-        None, "Measure what each layer costs alone: rmse of the output, or kl. Needs batches."
+        None, "Measure what each layer costs alone: rmse of the output, or kl."
     )
     largest_loss: float | None = option(
         None, "Quantise as many layers as lose at most this much of --eval, in its own unit.", low=0
     )
-    all_layers: bool = option(False, "With --largest-loss: do not keep first, last and the like in float.")
+    all_layers: bool = option(False, "Do not keep first, last and the like in float.")
     attack_eps: str = option("2/255,8/255", "Largest changes of an input, in its own unit, such as 2/255,0.03.")
     attack_range: str = option("0,1", "Smallest and largest value of an input as LOW,HIGH; none.")
     attack_steps: int = option(20, "Steps of PGD, each of 2.5·eps/steps.", low=1)

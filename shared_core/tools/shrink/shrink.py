@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import trace
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, EffError
 from shared_core.modules.matching import check_model
 from shared_core.tools import measuring
@@ -110,10 +111,8 @@ def shrink(
         (Linear(in_features=4, out_features=2, bias=True), {'0': 1})
     """
     check_model(model, "shrink")
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ConfigError("shrink", f"multiple_of must be a whole number >= 1, got {multiple_of!r}")
-    if not isinstance(latency_repeats, int) or latency_repeats < 0:
-        raise ConfigError("shrink", f"latency_repeats must be a whole number >= 0, got {latency_repeats!r}")
+    multiple_of = checked(multiple_of, int, "shrink", "multiple_of", low=1)
+    latency_repeats = checked(latency_repeats, int, "shrink", "latency_repeats", low=0)
     if callable(example_inputs):
         raise ConfigError("shrink", "example_inputs must be a tensor, a tuple or a mapping, got a function")
     model = getattr(model, "_orig_mod", model)  # of a compiled one

@@ -16,6 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import match_modules
 from shared_core.tools.sparse_inference.layers import Layout, SemiStructuredLinear, SparseLinear
@@ -105,10 +106,8 @@ def measure_sparse_speed(
     Raises:
         ConfigError: If `batch` is less than 1, or a block does not divide the shape.
     """
-    if batch < 1:
-        raise ConfigError("sparse_layers", f"batch must be at least 1, got {batch!r}")
-    if layout not in ("csr", "bsr"):
-        raise ConfigError("sparse_layers", f"layout must be csr or bsr, got {layout!r}")
+    checked(batch, int, "sparse_layers", "batch", low=1)
+    checked(layout, Layout, "sparse_layers", "layout")
     if layout == "bsr" and (block is None or block < 1 or num_outputs % block or num_inputs % block):
         raise ConfigError("sparse_layers", f"block must divide {num_outputs} and {num_inputs}, got {block}")
     return _measured(
@@ -233,14 +232,10 @@ def sparse_layers(
         >>> [(choice.layout, choice.why) for choice in sparse_layers(net, layout="csr", max_density=0.1)]
         [('csr', ''), ('dense', 'density 1 is not below 0.1')]
     """
-    if layout not in ("auto", "csr", "bsr"):
-        raise ConfigError("sparse_layers", f"layout must be auto, csr or bsr, got {layout!r}")
-    if batch < 1:
-        raise ConfigError("sparse_layers", f"batch must be at least 1, got {batch!r}")
-    if max_density is not None and not 0 < max_density <= 1:
-        raise ConfigError("sparse_layers", f"max_density must be in (0, 1], got {max_density!r}")
-    if block is not None and block < 1:
-        raise ConfigError("sparse_layers", f"block must be at least 1, got {block!r}")
+    checked(layout, Literal["auto", "csr", "bsr"], "sparse_layers", "layout")
+    checked(batch, int, "sparse_layers", "batch", low=1)
+    checked(max_density, float | None, "sparse_layers", "max_density", above=0, high=1)
+    checked(block, int | None, "sparse_layers", "block", low=1)
     found = list(_linears(model, "sparse_layers", include, skip))
     for name, module, _ in found:
         if module.weight.device.type != "cpu":

@@ -3,6 +3,7 @@
 import pytest
 
 from shared_core import Recipe
+from shared_core.cli.flags import describe_flags
 from shared_core.errors import ConfigError
 
 
@@ -15,6 +16,8 @@ from shared_core.errors import ConfigError
         ({"loss_scale": {"kind": "dynamic", "margin": 3}}, "margin must come with kind=auto"),
         ({"loss_scale": {"kind": "auto", "floor_window": 3}}, "floor_window must come with kind=enhanced"),
         ({"lora": {"rank": 2, "base": "int8", "double_quant": False}}, "must come with base=nf4 or fp4"),
+        ({"qat": {"scheme": "fp8_static", "range": "kl"}}, "scheme=fp8_static must come with range=.*change one"),
+        ({"prune": {"sparsity": 0.5, "threshold": 0.1}}, "threshold must come with criterion=threshold"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(section, message):
@@ -32,3 +35,18 @@ def test_a_step_is_not_a_share_of_the_run():
     assert hash(step) == hash(Recipe.from_dict(step.to_dict()))
     assert share.changes_since(step.to_dict()) == ["with other options of prune than the saved run's: {'end': 1.0}"]
     assert step.changes_since(step.to_dict()) == []
+
+
+def test_a_position_that_is_written_otherwise_is_the_default():
+    section = {"comm": {"hook": "bf16", "begin": "0.1"}}  # as a flag gives it
+    assert Recipe.from_dict(section)["comm"].begin == "0.1"
+    with pytest.raises(ConfigError, match="begin must come with hook=powersgd"):
+        Recipe.from_dict({"comm": {"hook": "bf16", "begin": 1}})
+
+
+def test_help_tells_what_an_option_and_its_values_need():
+    told = {row["flag"]: row["help"] for row in describe_flags("prune", "distill")}
+    assert told["--prune_threshold"].endswith("Above 0. Only with criterion=threshold, where it is needed.")
+    assert "n_m only with schedule=one_shot; layer only with scope=auto or global." in told["--prune_granularity"]
+    assert told["--distill_budget_mib"].endswith("Only with chunked.")
+    assert told["--distill_vocab_size"].endswith("Only with another teacher than mutual.")

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from eff_kernels.distillation import DIVERGENCES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -357,11 +358,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"divergence": "hard_label"}, "divergence must be one of forward_kl, reverse_kl, jsd with chunked"),
-            ({"teacher": "a, b"}, "must be one model with chunked"),
-            ({"teacher": "cache:x"}, "must be one model with chunked"),
-            ({"confidence": 0.5}, "confidence must be 0 with chunked"),
-            ({"chunked": False, "budget_mib": 1.0}, "budget_mib must be none without chunked"),
+            (
+                {"divergence": "hard_label"},
+                "with divergence={}, {} or {}, got".format(*DIVERGENCES),
+            ),
+            ({"teacher": "a, b"}, "chunked must come with teacher=one model or ema"),
+            ({"teacher": "cache:x"}, "chunked must come with teacher=one model or ema"),
+            ({"confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
+            ({"chunked": False, "budget_mib": 1.0}, "budget_mib must come with chunked"),
         ],
     )
     def test_options(self, options, message):

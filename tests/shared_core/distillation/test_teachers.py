@@ -172,12 +172,16 @@ def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"teacher": "ema, runs/a"}, ConfigError, "ema alone"),
+        ({"teacher": "ema, runs/a"}, ConfigError, "teacher must be ema, mutual or cache:FOLDER alone"),
         ({"teacher_weights": [1, 2]}, ConfigError, "for each of 1 teachers"),
         ({"hidden": ["2"]}, ConfigError, "student=teacher pairs"),
         ({"hidden": ["9=2"]}, MatchError, "the student has not"),
         ({"hidden": ["2=layer.9"]}, MatchError, "the teacher has not"),
-        ({"divergence": "logit_mse", "confidence": 0.5}, ConfigError, "confidence must be 0"),
+        (
+            {"divergence": "logit_mse", "confidence": 0.5},
+            ConfigError,
+            "must come with a divergence of classes",
+        ),
         ({"divergence": "bernouli_kl"}, ConfigError, "bernoulli_kl"),
     ],
 )
@@ -216,7 +220,7 @@ def test_a_cached_teacher_teaches_what_the_teacher_would(tmp_path):
     assert cached.session.receipt()["techniques"]["distill"]["discarded_mass"] == 0
     with pytest.raises(CheckpointError, match="temperature must be the 2"):
         Run({"temperature": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
-    with pytest.raises(ConfigError, match="allows no temperature_end"):
+    with pytest.raises(ConfigError, match="temperature_end must come with another teacher than cache"):
         Run({"temperature_end": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
 
 

@@ -211,7 +211,7 @@ def test_resume_at_every_step_is_exact_and_torch_reads_the_state(fused):
         ({"smoothing": 1.0}, "smoothing must be in"),
         ({"smoothing": NAN}, "smoothing must be a finite number"),
         ({"format": "bf16"}, "format must be one of fp16, fp8_e5m2"),
-        ({"floor": "auto"}, "floor must come with kind enhanced"),
+        ({"floor": "auto"}, "floor must come with kind=enhanced"),
     ],
 )
 def test_refusals(options, message):

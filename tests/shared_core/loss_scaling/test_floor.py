@@ -52,7 +52,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"kind": "dynamic", "floor": "auto"}, "floor must come with kind enhanced"),
+            ({"kind": "dynamic", "floor": "auto"}, "floor must come with kind=enhanced"),
             ({"floor": "0:65537"}, r"init_scale must be at least the floor of step 0, 65537.0, got 65536.0"),
             ({"floor": "0:8,9:1e39"}, "floor must hold no scale above"),
             ({"floor": "0;8"}, "floor must be auto or pairs"),

@@ -154,7 +154,7 @@ def test_loaders_that_cannot_be_sampled_are_refused():
         ({"noise_multiplier": -1.0}, "noise_multiplier must be in"),
         ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be in"),
         ({"noise_multiplier": 1.0, "max_grad_norm": 0}, "max_grad_norm must be in"),
-        ({"noise_multiplier": 1.0, "secure_mode": True, "seed": 5}, "secure_mode must stand without a seed, got 5"),
+        ({"noise_multiplier": 1.0, "secure_mode": True, "seed": 5}, "secure_mode must stand without seed"),
     ],
 )
 def test_options_are_checked(options, says):

@@ -109,8 +109,8 @@ def test_blocks_of_a_layer_are_limited_too():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"sparsity": 0.5, "max_layer_sparsity": 0.4}, "must be at least sparsity = 0.5"),
-        ({"sparsity": 0.5, "max_layer_sparsity": 0.9, "scope": "local"}, "it plays no part"),
+        ({"sparsity": 0.5, "max_layer_sparsity": 0.4}, "must be at least sparsity=0.5"),
+        ({"sparsity": 0.5, "max_layer_sparsity": 0.9, "scope": "local"}, "layers that may lose different shares"),
         ({"sparsity": 0.5, "max_layer_sparsity": 0.9, "granularity": "channel"}, "scope local"),
         ({"sparsity": 0.5, "max_layer_sparsity": 0.9, "criterion": "wanda"}, "criterion wanda"),
         ({"sparsity": 0.5, "max_layer_sparsity": 0.9, "granularity": "n_m", "schedule": "one_shot"}, "granularity n_m"),
@@ -336,6 +336,9 @@ def test_towers_are_the_parts_at_the_top_of_models_as_they_come():
         assert {*tower_names(names)} - {"lm_head"} == towers - {"lm_head"}
     with pytest.raises(MatchError, match="scope tower must find two parts at the top, got one, net"):
         prune(digits, {"sparsity": 0.5, "scope": "tower"})
-    for options in ({"criterion": "wanda"}, {"granularity": "neuron"}):
-        with pytest.raises(ConfigError, match=r"scope must be global or local with"):
+    for options, message in (
+        ({"criterion": "wanda"}, "criterion=wanda must come with scope=auto, global or local, got scope=tower"),
+        ({"granularity": "neuron"}, "scope=tower must come with granularity=unstructured or block, got gran"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             PruneConfig(sparsity=0.5, scope="tower", **options)

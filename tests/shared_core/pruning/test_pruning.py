@@ -447,19 +447,28 @@ def test_eight_bit_states_hold_zero_and_training_goes_on():
     [
         ({"sparsity": 1.0}, r"sparsity must be in \[0, 1\)"),
         ({"sparsity": float("nan")}, "finite"),
-        ({"initial_sparsity": 0.9}, "initial_sparsity must not exceed"),
-        ({"schedule": "one_shot", "initial_sparsity": 0.1}, "must be 0 with schedule one_shot"),
+        ({"initial_sparsity": 0.9}, "initial_sparsity must be at most sparsity=0.8"),
+        (
+            {"schedule": "one_shot", "initial_sparsity": 0.1},
+            "must come with another schedule than one_shot",
+        ),
         ({"every": 0}, "every must be in"),
         ({"schedule": "qubic"}, "did you mean 'cubic'"),
         ({"criterion": "luck"}, "criterion must be one of"),
-        ({"n_m": "1:4"}, "n_m must be left out without granularity n_m"),
-        ({"block": "2x2"}, "block must be left out without granularity block"),
-        ({"regularizer_strength": 0.1}, "must be left out without a regularizer"),
-        ({"cost": "flops", "scope": "local"}, "cost must be none with scope local"),
-        ({"criterion": "threshold", "threshold": 0.1, "granularity": "block"}, "must be unstructured"),
-        ({"criterion": "wanda", "granularity": "block"}, "must be unstructured or n_m"),
-        ({"criterion": "wanda", "scope": "erdos_renyi"}, "scope must be global or local"),
-        ({"granularity": "filter", "criterion": "l2_norm", "scope": "erdos_renyi"}, "scope must be global or local"),
+        ({"n_m": "1:4"}, "n_m must come with granularity=n_m"),
+        ({"block": "2x2"}, "block must come with granularity=block"),
+        ({"regularizer_strength": 0.1}, "regularizer_strength must come with regularizer"),
+        ({"cost": "flops", "scope": "local"}, "cost must come with layers that compete"),
+        (
+            {"criterion": "threshold", "threshold": 0.1, "granularity": "block"},
+            "granularity=unstructured, got",
+        ),
+        ({"criterion": "wanda", "granularity": "block"}, "must come with granularity=unstructured or n_m"),
+        ({"criterion": "wanda", "scope": "erdos_renyi"}, "must come with scope=auto, global or local"),
+        (
+            {"granularity": "filter", "criterion": "l2_norm", "scope": "erdos_renyi"},
+            "granularity=unstructured or block",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -112,10 +112,10 @@ def test_blocks_that_are_no_chain_are_solved_on_the_inputs_of_the_dense_model():
 def test_what_cannot_be_solved_is_refused():
     model, batches = llama(), texts(1)
     for options, message in (
-        ({"scope": "global"}, "scope must be local with criterion sparsegpt"),
-        ({"granularity": "block"}, "granularity must be unstructured or n_m"),
-        ({"granularity": "neuron"}, "granularity must be unstructured or n_m"),
-        ({"cost": "bytes"}, "layers do not compete"),
+        ({"scope": "global"}, "criterion=sparsegpt must come with scope=auto or local, got scope=global"),
+        ({"granularity": "block"}, "must come with granularity=unstructured or n_m"),
+        ({"granularity": "neuron"}, "must come with granularity=unstructured or n_m"),
+        ({"cost": "bytes"}, "cost must come with layers that compete"),
     ):
         with pytest.raises(ConfigError, match=message):
             prune(model, {**SPARSEGPT, **options}, batches)

@@ -468,7 +468,7 @@ def test_bad_arguments():
         greedy_soup([], lambda weights: 0.0)
     with pytest.raises(CheckpointError, match="sequence of paths"):
         greedy_soup("checkpoint-1", lambda weights: 0.0)
-    with pytest.raises(ConfigError, match="mode must be max or min"):
+    with pytest.raises(ConfigError, match="mode must be one of max, min"):
         greedy_soup(runs(2), lambda weights: 0.0, mode="best")
     with pytest.raises(ConfigError, match="max_ingredients"):
         greedy_soup(runs(2), lambda weights: 0.0, max_ingredients=0)

@@ -131,9 +131,9 @@ def test_min_delta_strict_and_noise_are_those_of_the_search():
         ({"kind": "greedy", "seed": 1}, "seed must come with order=random"),
         ({"kind": "greedy", "min_delta": -1}, "min_delta must be in"),
         ({"kind": "greedy", "weights": [1]}, "weights must come with kind=weighted"),
-        ({"kind": "weighted"}, "weights must be numbers above 0"),
-        ({"kind": "weighted", "weights": [1, 0]}, "weights must be numbers above 0"),
-        ({"kind": "weighted", "weights": [1], "last": 2}, "last must come with kind=greedy or uniform"),
+        ({"kind": "weighted"}, "weights must be given with kind=weighted"),
+        ({"kind": "weighted", "weights": [1, 0]}, r"weights must be in \(0, inf\)"),
+        ({"kind": "weighted", "weights": [1], "last": 2}, "last must come with another kind than weighted"),
     ],
 )
 def test_options_that_would_play_no_part_are_refused(options, match):

@@ -49,7 +49,7 @@ def test_no_rule_is_refused(accept):
 
 
 def test_no_mode_is_refused():
-    with pytest.raises(ConfigError, match="mode must be max or min"):
+    with pytest.raises(ConfigError, match="mode must be one of max, min"):
         judge_loss(1.0, 1.0, mode="up")
 
 
