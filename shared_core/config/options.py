@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -488,22 +489,24 @@ def coerce(value: Any, hint: Any, where: str, name: str = "") -> Any:
 
 
 def checked(value: Any, hint: Any, where: str, name: str, **bounds: float) -> Any:
-    """Return an argument of a function as `coerce` reads it, within bounds that `option` takes too.
+    """Return an argument of a function, of this type and within bounds that `option` takes too; text is no number.
 
     Example:
-        >>> checked("3", int, "soup", "jobs", low=1)
+        >>> checked(3.0, int, "soup", "jobs", low=1)
         3
     """
-    value = coerce(value, hint, where, name)
-    _check_bounds(value, bounds, where, name)
-    return value
+    found = coerce(value, hint, where, name)
+    if isinstance(value, str) and not isinstance(found, str):
+        raise ConfigError(where, f"{name} must be a number, got {value!r}")
+    _check_bounds(found, bounds, where, name)
+    return found
 
 
 def _number(value: Any, kind: type[int] | type[float], where: str, name: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
     hint = as_share(value) if kind is float and "%" in str(value) else ""
     error = ConfigError(where, f"{name} must be {what}, got {value!r}{hint}")
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):  # NumPy's numbers too
         raise error
     try:
         number = float(value)
