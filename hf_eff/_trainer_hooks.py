@@ -211,7 +211,7 @@ class SessionCallback(TrainerCallback):
         if not session.is_finished or session.context is None:
             return
         session.verify(None, "the trained model", self._others())
-        folder = checkpoint_folder(trainer._get_output_dir(getattr(trainer, "_trial", None)), session.step)
+        folder = checkpoint_folder(self._services.run_folder, session.step)
         found = ""
         try:
             if folder.is_dir():
@@ -283,7 +283,7 @@ class SessionCallback(TrainerCallback):
 
     def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
         # a search puts its values into the arguments, flags among them, and makes a new accelerator
-        accelerator = self._trainer.accelerator
+        accelerator, self._services.trial = self._trainer.accelerator, trial
         method(trial)
         if self._trainer.accelerator is not accelerator:
             self._watch_accelerator()
@@ -420,7 +420,7 @@ class SessionCallback(TrainerCallback):
         trainer = self._trainer
         if trainer.args.should_save:
             receipt = self.session.receipt()
-            receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+            receipt.write(self._services.run_folder)
             self._services.say(receipt.told())
 
     # --- loss
