@@ -15,14 +15,12 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerCont
 
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
-    checkpoint_folder,
     clean_run,
     factors_renamed,
     load_renamed_,
     resumed_from,
     save_whole,
     step_of,
-    weights_of,
 )
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
@@ -33,6 +31,7 @@ from hf_eff._model_card import leave_section, tell_in_card
 from hf_eff._older_versions import OlderLoop, second_division
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
+from hf_eff._recount import Recount
 from hf_eff._run_environment import (
     check_output_folder,
     check_sharding,
@@ -43,7 +42,6 @@ from hf_eff._run_environment import (
 )
 from hf_eff._services import TrainerServices
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.distributed.collectives import from_main
 from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
@@ -51,7 +49,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.errors import TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
 
 
@@ -69,7 +67,7 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._task = TaskLoss(trainer, self._window)
         self._adapters = [kind(trainer, self._window, self._services) for kind in Adapter.registered()]
-        self._scale = GradientScale(trainer)
+        self._recount, self._scale = Recount(trainer, self.given, self._services), GradientScale(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
         self._training = False  # between train() and its end
@@ -93,7 +91,7 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.note = self._data.note = self.session.note
-        self._task.session = self.session
+        self._task.session = self._recount.session = self.session
         for adapter in self._adapters:
             adapter.join(self.session)
         self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]
@@ -200,46 +198,10 @@ class SessionCallback(TrainerCallback):
             self._training = self._complete = self._scale.unscaled = False
             self._data.stop()
         try:
-            self._verify_end()
+            self._recount.trained()
         finally:
             self._write_receipt()
         return output
-
-    def _verify_end(self) -> None:
-        """Count again, now that every callback has had its last event, in the model and in what was saved of it."""
-        session, trainer = self.session, self._trainer
-        if not session.is_finished or session.context is None:
-            return
-        session.verify(None, "the trained model", self._others())
-        folder = checkpoint_folder(self._services.run_folder, session.step)
-        found = ""
-        try:
-            if folder.is_dir():
-                self._verify_saved(folder, Where.TRAINED)
-        except ReceiptError as error:
-            found = str(error)
-        # One process reads the folder, all must raise: those that go on would hang in the next collective.
-        if found := from_main(found):
-            raise ReceiptError(found)
-
-    def _verify_saved(self, folder: Path, where: Where) -> None:
-        session, trainer = self.session, self._trainer
-        if session.context is None or not session.has_claims(where) or not trainer.args.should_save:
-            return
-        if is_peft(trainer.model):
-            return  # a folder of PEFT holds adapters alone
-        try:
-            weights = weights_of(folder, session.context.model)
-        except CheckpointError as error:
-            session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
-            return
-        session.verify(weights, str(folder), self._others(), where=where)
-
-    def _others(self) -> list[str]:
-        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
-        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
-        own = [type(self), *map(type, self.given.callbacks)]
-        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
 
     def _drop_removed_callbacks(self) -> bool:
         """Return whether techniques are left without those of callbacks that were removed since the last training."""
@@ -579,7 +541,7 @@ class SessionCallback(TrainerCallback):
             finally:
                 self._baking = False
             if not _internal_call and session.is_finished:
-                self._verify_saved(folder, Where.END)
+                self._recount.saved(folder, Where.END)
                 if trainer.is_world_process_zero():
                     leave_section(folder, session.receipt())
         # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
