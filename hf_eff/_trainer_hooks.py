@@ -83,6 +83,7 @@ class SessionCallback(TrainerCallback):
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.note = self._data.note = self.session.note
         self._task.session = self._recount.session = self._steps.session = self.session
+        self._window.is_weighed = any(one.weighs_loss for one in self.session.techniques.values())
         for adapter in self._adapters:
             adapter.join(self.session)
         self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]
@@ -382,8 +383,7 @@ class SessionCallback(TrainerCallback):
             return [], None
         window, num_items = method(self._data.batches(batches), *args, **kwargs)
         # Only if something weighs the loss by tokens: else batches of a window would be held for nothing.
-        looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
-        self._window.open(window if looked_at else [], num_items)
+        self._window.open(window if self._window.is_weighed else [], num_items)
         return window, num_items
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
