@@ -23,6 +23,12 @@ class GivenCallbacks:
         there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
         return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
 
+    def others(self) -> list[str]:
+        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
+        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
+        own = [type(self._driver), *map(type, self.callbacks)]
+        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
+
     def check(self, step: int) -> None:
         """Refuse that one is taken away in mid-training."""
         if gone := self.gone():

@@ -39,6 +39,8 @@ class Window:
         self._labels: Tensor | None = None
         self.causal = False
         """Whether a technique knows that labels are one position ahead; the trainer may not."""
+        self.is_weighed = False
+        """Whether a technique weighs the loss."""
         self.adds_term = False
         """Whether a technique adds a term to the task loss."""
         self.lacks_logits = False
@@ -218,10 +220,9 @@ class TaskLoss:
 
     def _matters(self) -> bool:
         declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
-        weighed = any(technique.weighs_loss for technique in self.session.techniques.values())
         several = self._window.micro_batches * self._window.processes > 1
         # Only where more than one mean is added up does it matter.
-        return weighed and several and not self._window.divides and declared is None
+        return self._window.is_weighed and several and not self._window.divides and declared is None
 
     def _few(self, inputs: Any) -> Any:
         """Return the row with most labels where logits of a whole micro-batch are too many."""

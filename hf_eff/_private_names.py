@@ -42,7 +42,6 @@ USED = {
     "_signature_columns": PrivateName("_set_signature_columns_if_needed", "which columns reach the model",
                                       is_method=False),
     "_eval_dataloaders": PrivateName("get_eval_dataloader", "workers of evaluation that live on", is_method=False),
-    "_trial": PrivateName("_hp_search_setup", "the trial whose folder is meant", is_method=False),
     "_loss_shifts_labels": PrivateName("_get_num_items_in_batch", "which labels the loss counts; absent: none is "
                                        "shifted", since="5.13", is_method=False),
 }  # fmt: skip

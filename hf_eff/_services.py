@@ -33,6 +33,8 @@ class TrainerServices:
         """The validation metric that `checkpoints` reports."""
         self.note = self.say
         """Tells the user a line, and keeps it for the receipt where a session listens."""
+        self.trial: Any = None
+        """That of a hyperparameter search."""
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
@@ -44,14 +46,19 @@ class TrainerServices:
         """Return the trainer's tokenizer, or the processor that holds it."""
         return self._trainer.processing_class
 
+    @property
+    def run_folder(self) -> str:
+        """The folder of the run's checkpoints; a trial of a search has its own."""
+        folder: str = self._trainer._get_output_dir(self.trial)
+        return folder
+
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""
-        run = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))
         history = self._trainer.state.log_history
         found = []
         # Only what this run saved: a folder may hold checkpoints of earlier runs.
         for step in self.saved_steps:
-            folder = checkpoint_folder(run, step)
+            folder = checkpoint_folder(self.run_folder, step)
             logged = [entry[self.metric] for entry in history if entry.get("step") == step and self.metric in entry]
             if folder.is_dir():
                 found.append(SavedCheckpoint(folder, step, float(logged[-1]) if logged else None))

@@ -9,49 +9,44 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
-    checkpoint_folder,
     clean_run,
     factors_renamed,
     load_renamed_,
     resumed_from,
     save_whole,
     step_of,
-    weights_of,
 )
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._given_callbacks import GivenCallbacks
-from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._model_card import leave_section, tell_in_card
 from hf_eff._older_versions import OlderLoop, second_division
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
+from hf_eff._recount import Recount
 from hf_eff._run_environment import (
     check_output_folder,
     check_sharding,
     forget_optimizer,
-    inner_optimizer,
     is_peft,
     run_environment,
 )
 from hf_eff._services import TrainerServices
+from hf_eff._watched_steps import WatchedSteps
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.distributed.collectives import from_main
-from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.engine import compatibility, rank_states
 from shared_core.engine.claims import Where
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.errors import TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
 
 
@@ -69,19 +64,13 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._task = TaskLoss(trainer, self._window)
         self._adapters = [kind(trainer, self._window, self._services) for kind in Adapter.registered()]
-        self._scale = GradientScale(trainer)
+        self._recount, self._steps = Recount(trainer, self.given, self._services), WatchedSteps(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
         self._training = False  # between train() and its end
-        self._computed = self._complete = (
-            False  # the loss went through `compute_loss`; the step's gradients are all there
-        )
-        self._discarded = False  # the last step was, and accelerate was told so
         self._baking = False  # what is being saved is the user's model
         self._passed_over = False  # an evaluated model was not compared: it did not hold what was asked for
         self._is_over = False  # a resumed run had taken its last step
-        self._zero: ZeroOptimizer | None = None  # DeepSpeed's, which steps inside the backward
-        self._engine_step: Wrapped | None = None
         self._resumed_from: Path | None = None
         self._wrapped: list[Wrapped] = []
         self._new_session(recipe)
@@ -93,7 +82,8 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.note = self._data.note = self.session.note
-        self._task.session = self.session
+        self._task.session = self._recount.session = self._steps.session = self.session
+        self._window.is_weighed = any(one.weighs_loss for one in self.session.techniques.values())
         for adapter in self._adapters:
             adapter.join(self.session)
         self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]
@@ -138,8 +128,8 @@ class SessionCallback(TrainerCallback):
             "_load_rng_state": self._data.load_rng_state,
             "_maybe_log_save_evaluate": self._epoch_end.log_save_evaluate,
             "compute_loss": self._compute_loss,
-            "_clip_grad_norm": self._before_norm,
-            "_get_grad_norm": self._before_norm,
+            "_clip_grad_norm": self._steps.before_norm,
+            "_get_grad_norm": self._steps.before_norm,
             "evaluate": self._evaluate,
             "predict": self._evaluate,
             "_save_checkpoint": self._save_checkpoint,
@@ -163,7 +153,7 @@ class SessionCallback(TrainerCallback):
             self._wrapped.pop().undo()
 
     def _watch_accelerator(self) -> None:
-        self._around_accelerator = [self._scale.watch()]
+        self._around_accelerator = [self._steps.watch()]
         if self._older is not None:
             self._around_accelerator.append(self._older.watch_accelerator())
 
@@ -197,49 +187,14 @@ class SessionCallback(TrainerCallback):
             self.session.detach()
             raise
         finally:
-            self._training = self._complete = self._scale.unscaled = False
+            self._training = False
+            self._steps.stop()
             self._data.stop()
         try:
-            self._verify_end()
+            self._recount.trained()
         finally:
             self._write_receipt()
         return output
-
-    def _verify_end(self) -> None:
-        """Count again, now that every callback has had its last event, in the model and in what was saved of it."""
-        session, trainer = self.session, self._trainer
-        if not session.is_finished or session.context is None:
-            return
-        session.verify(None, "the trained model", self._others())
-        folder = checkpoint_folder(trainer._get_output_dir(getattr(trainer, "_trial", None)), session.step)
-        found = ""
-        try:
-            if folder.is_dir():
-                self._verify_saved(folder, Where.TRAINED)
-        except ReceiptError as error:
-            found = str(error)
-        # One process reads the folder, all must raise: those that go on would hang in the next collective.
-        if found := from_main(found):
-            raise ReceiptError(found)
-
-    def _verify_saved(self, folder: Path, where: Where) -> None:
-        session, trainer = self.session, self._trainer
-        if session.context is None or not session.has_claims(where) or not trainer.args.should_save:
-            return
-        if is_peft(trainer.model):
-            return  # a folder of PEFT holds adapters alone
-        try:
-            weights = weights_of(folder, session.context.model)
-        except CheckpointError as error:
-            session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
-            return
-        session.verify(weights, str(folder), self._others(), where=where)
-
-    def _others(self) -> list[str]:
-        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
-        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
-        own = [type(self), *map(type, self.given.callbacks)]
-        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
 
     def _drop_removed_callbacks(self) -> bool:
         """Return whether techniques are left without those of callbacks that were removed since the last training."""
@@ -269,9 +224,7 @@ class SessionCallback(TrainerCallback):
         try:
             return method(*args, **kwargs)
         finally:
-            if self._engine_step is not None:
-                self._engine_step.undo()
-            self._zero = self._engine_step = None
+            self._steps.leave_engine()
             self._made_optimizer = self._trainer.optimizer if makes_optimizer else None
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +236,7 @@ class SessionCallback(TrainerCallback):
 
     def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
         # a search puts its values into the arguments, flags among them, and makes a new accelerator
-        accelerator = self._trainer.accelerator
+        accelerator, self._services.trial = self._trainer.accelerator, trial
         method(trial)
         if self._trainer.accelerator is not accelerator:
             self._watch_accelerator()
@@ -321,12 +274,12 @@ class SessionCallback(TrainerCallback):
         except TypeError:  # a data set without length
             steps_per_epoch = None
         session.begin(
-            [self._optimizer()],
+            [self._steps.optimizer()],
             total_steps=state.max_steps,
             steps_per_epoch=steps_per_epoch,
             clips_gradients=args.max_grad_norm > 0,
         )
-        self._follow()
+        self._steps.follow()
         if (told := second_division(self._trainer)) is not None:
             session.note(told)
         for adapter in self._asked:
@@ -358,7 +311,7 @@ class SessionCallback(TrainerCallback):
         if self._passed_over and trainer.state.best_global_step is None:
             session.note("no checkpoint that was compared held what was asked for: the model is that of the last step")
         session.finish()
-        self._follow()
+        self._steps.follow()
         if trainer.args.eval_strategy != IntervalStrategy.NO:
             session.validate_final(self._services.evaluate)
 
@@ -379,7 +332,7 @@ class SessionCallback(TrainerCallback):
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         # Before the state is loaded: torch casts what it loads to the parameters that it finds in the groups.
         if self.session.is_attached:
-            self.session.prepare_optimizers([self._optimizer()])
+            self.session.prepare_optimizers([self._steps.optimizer()])
         if not self._trainer.is_fsdp_enabled:
             method(*args, **kwargs)
             return
@@ -420,7 +373,7 @@ class SessionCallback(TrainerCallback):
         trainer = self._trainer
         if trainer.args.should_save:
             receipt = self.session.receipt()
-            receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+            receipt.write(self._services.run_folder)
             self._services.say(receipt.told())
 
     # --- loss
@@ -430,8 +383,7 @@ class SessionCallback(TrainerCallback):
             return [], None
         window, num_items = method(self._data.batches(batches), *args, **kwargs)
         # Only if something weighs the loss by tokens: else batches of a window would be held for nothing.
-        looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
-        self._window.open(window if looked_at else [], num_items)
+        self._window.open(window if self._window.is_weighed else [], num_items)
         return window, num_items
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -440,7 +392,7 @@ class SessionCallback(TrainerCallback):
             return method(model, inputs, *args, **kwargs)
         # Proof that `compute_loss` is called: a subclass that computes a loss elsewhere would train without
         # techniques.
-        self._computed = True
+        self._steps.computed = True
         self.given.check(self.session.step)
         self._task.look(method, model, inputs, *args, **kwargs)
         with session.forward():
@@ -462,81 +414,13 @@ class SessionCallback(TrainerCallback):
 
     # --- optimizer step
 
-    def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Two of the trainer's methods come before a step (clipping, and the norm for logs): the first of them counts,
-        # once.
-        if not self._complete and self.session.is_attached and self.session.has_begun:
-            self._complete = True
-            # Techniques look at gradients: they must not be a loss scale's multiple of themselves, which changes.
-            self._scale.unscale()
-            self.session.before_step()
-        return method(*args, **kwargs)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """Return torch's own: accelerate's wrapper has no hooks, and skips steps by itself; or DeepSpeed's."""
-        engine, context = self._trainer.model_wrapped, self.session.context
-        if self._trainer.is_deepspeed_enabled and self._engine_step is None and self.session.recipe:
-            self._engine_step = Wrapped(engine, "step", self._step_of_engine)
-            self._zero = ZeroOptimizer.of(engine)
-            if self._zero is not None and context is not None:
-                context.in_full_precision = self._zero.in_full_precision
-        return cast(torch.optim.Optimizer, self._zero) or inner_optimizer(self._trainer.optimizer)
-
-    def _step_of_engine(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # within the last backward: the trainer's own events of a step come after it
-        self._complete = True
-        lent = self._zero.gradients() if self._zero and self.session.needs_gradients else contextlib.nullcontext()
-        with lent:
-            self.session.before_step()
-        self._follow()
-        return method(*args, **kwargs)
-
-    def _follow(self) -> None:
-        if self._zero is not None:
-            self._zero.follow()
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a step that passed the hooks by."""
-        self._check_hooks_ran()
-        # Raised by us for the last step: accelerate sets it itself in each step, but only where it has a scaler.
-        if self._discarded:
-            cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = False
-        self._scale.before_step()
+        self._steps.before_step()
 
-    def _check_hooks_ran(self) -> None:
-        if not (self.session.is_attached and self.session.has_begun):
-            return
-        kind = type(self._trainer).__name__
-        computed = self._computed or not self.session.needs_forward
-        for ran, name in ((computed, "compute_loss"), (self._complete, "_get_grad_norm")):
-            if not ran:
-                raise TrainingError(
-                    "hf",
-                    f"{kind} must call self.{name} before each optimizer step, got a step without",
-                    "call it in your training_step, and assign nothing to the trainer's methods once techniques are "
-                    "attached",
-                )
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Tell the session whether the step was applied."""
-        self._complete = self._computed = False
-        skipped = self._trainer.accelerator.optimizer_step_was_skipped
-        if self._scale.hid_a_skip():
-            skipped = True
-            self.session.note(
-                "a fused optimizer hides skipped steps from the trainer, whose learning rate schedule moves on; "
-                "switch loss_scale on (kind: dynamic) to hold it too"
-            )
-        if skipped:
-            self.session.after_step(applied=False)
-        elif not self.session.after_step():
-            # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
-            cast(Any, self._trainer.optimizer)._is_overflow = self._discarded = True
-        self._follow()
+        self._steps.after_step()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look now and then whether steps are applied as planned: many may be skipped."""
@@ -579,7 +463,7 @@ class SessionCallback(TrainerCallback):
             finally:
                 self._baking = False
             if not _internal_call and session.is_finished:
-                self._verify_saved(folder, Where.END)
+                self._recount.saved(folder, Where.END)
                 if trainer.is_world_process_zero():
                     leave_section(folder, session.receipt())
         # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -13,7 +13,7 @@ from hf_eff._attach import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError
 from shared_core.front_ends.flags import as_recipe
-from shared_core.front_ends.typed_options import typed_options
+from shared_core.front_ends.typed_options import OneTechnique
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
@@ -87,99 +87,73 @@ def _trainer_under_construction(callback: EffCallback) -> Trainer:
     )
 
 
-class TechniqueCallback(EffCallback):
-    """One technique, with its options as keyword arguments.
-
-    Example:
-        ``Trainer(..., callbacks=[Pruning(sparsity=0.8, begin=0.1, end=0.6)])``
-    """
-
-    key: ClassVar[str] = ""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__({self.key: options})
+class TechniqueCallback(OneTechnique, EffCallback):
+    """One technique, with its options as keyword arguments."""
 
 
-@typed_options("checkpointing")
 class ActivationCheckpointing(TechniqueCallback):
     """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit."""
 
 
-@typed_options("distill")
 class Distillation(TechniqueCallback):
     """Trains towards a teacher, given as a folder, a Hub name or a model."""
 
 
-@typed_options("fp8")
 class Fp8(TechniqueCallback):
     """Trains with linear layers that multiply FP8 values, forward and backward."""
 
 
-@typed_options("comm")
 class GradientCompression(TechniqueCallback):
     """Has the processes of DDP send each other gradients in 16 bits or as products of low rank."""
 
 
-@typed_options("lora")
 class Lora(TechniqueCallback):
     """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end."""
 
 
-@typed_options("loss_scale")
 class LossScaling(TechniqueCallback):
     """Scales the loss in place of the trainer's own scaler."""
 
 
-@typed_options("low_rank")
 class LowRank(TechniqueCallback):
     """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end."""
 
 
-@typed_options("matmul")
 class MatmulPrecision(TechniqueCallback):
     """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not."""
 
 
-@typed_options("primary_weights")
 class PrimaryWeights(TechniqueCallback):
     """Updates a model that was loaded in 16 bit in float32."""
 
 
-@typed_options("dp")
 class DifferentialPrivacy(TechniqueCallback):
     """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt."""
 
 
-@typed_options("prune")
 class Pruning(TechniqueCallback):
     """Prunes weights on a schedule, and keeps them zero."""
 
 
-@typed_options("qat")
 class QuantizationAwareTraining(TechniqueCallback):
     """Trains with fake-quantised weights and activations."""
 
 
-@typed_options("activations")
 class ActivationCompression(TechniqueCallback):
     """Stores what forward saves for backward smaller, or on the host."""
 
 
-@typed_options("soup")
 class ModelSoup(TechniqueCallback):
     """Averages this run's checkpoints when training ends."""
 
 
-@typed_options("lottery")
 class LotteryTicket(TechniqueCallback):
     """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
 
 
-@typed_options("average")
 class WeightAverage(TechniqueCallback):
     """Averages the weights while training; validation, the best model and the final one are the average."""
 
 
-@typed_options("cluster")
 class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the values that they share."""

@@ -35,12 +35,14 @@ class Averages:
 
     def wrapped(self) -> list[Wrapped]:
         """Return wrappers of the moments at which an average is used."""
-        before = ("_swap_models", "on_save_checkpoint"), ("_copy_average_to_current", "transfer_weights")
+        uses = ("on_validation_epoch_start", "on_save_checkpoint")
         return [
-            Wrapped(callback, name, self._use if name in before[0] else self._put_in)
-            for callback in self._callbacks
-            for name in (*before[0], *before[1])
-            if hasattr(callback, name)
+            wrapped
+            for one in self._callbacks
+            for wrapped in (
+                *(Wrapped(one, name, self._use) for name in uses),
+                Wrapped(one, "transfer_weights" if hasattr(one, "transfer_weights") else "on_train_end", self._put_in),
+            )
         ]
 
     @contextlib.contextmanager
@@ -49,10 +51,10 @@ class Averages:
         loop = self._trainer.fit_loop
         # SWA lets the Trainer run one epoch more for batch norms, and has raised max_epochs by then.
         added = sum(
-            bool(getattr(one, "_model_contains_batch_norm", False)) and getattr(one, "_max_epochs", -1) != -1
+            hasattr(one, "pl_module_contains_batch_norm") and one.pl_module_contains_batch_norm(self._module)
             for one in self._callbacks
         )
-        if not added:
+        if not added or loop.max_epochs == -1:
             yield
             return
         loop.max_epochs -= added

@@ -180,22 +180,26 @@ def _resume(
     others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     whole = next((other for other in others if damage(other) is None), None)
     # Only what Lightning chose by itself may be replaced; a path that a user gave is taken or refused.
-    if whole is None or file.absolute() not in _found_by_lightning(trainer):
+    if whole is None or not _is_found_by_lightning(trainer, file):
         advice = f"pass {whole}, which is" if whole else "none beside it is; start again"
         raise CheckpointError("resume", f"{file} must be a whole checkpoint, but {reason}", advice)
     note(f"not resumed from {file}, because {reason}; resumed from {whole} instead")
     original(str(whole), *args, **more)
 
 
-def _found_by_lightning(trainer: Any) -> set[Path]:
-    """Return what `fit` looks for itself: ``ckpt_path`` "last" and "hpc"."""
-    found = {trainer._checkpoint_connector._hpc_resume_path}
-    for callback in trainer.callbacks:
-        if hasattr(callback, "_find_last_checkpoints"):
-            found |= callback._find_last_checkpoints(trainer)
-        elif type(callback).__name__ == "OnExceptionCheckpoint":
-            found.add(callback.ckpt_path)
-    return {Path(path).absolute() for path in found if path}
+def _is_found_by_lightning(trainer: Any, file: Path) -> bool:
+    """Return whether `fit` looks for such a file itself: ``ckpt_path`` "last" and "hpc"."""
+    found = {Path(trainer.default_root_dir) / file.name} if file.name.startswith("hpc_ckpt_") else set()
+    for callback in trainer.checkpoint_callbacks:
+        if type(callback).__name__ == "OnExceptionCheckpoint":
+            found.add(Path(callback.ckpt_path))
+        elif (
+            (last := getattr(callback, "CHECKPOINT_NAME_LAST", None))
+            and file.name.startswith(last)
+            and callback.dirpath
+        ):
+            found.add(Path(callback.dirpath) / file.name)
+    return file.absolute() in {path.absolute() for path in found}
 
 
 class BestCheckpoints:
@@ -257,7 +261,11 @@ class BestCheckpoints:
     def save_last(self) -> None:
         """Save the finished model as the best where there is none: `trainer.test(ckpt_path="best")` finds the run's."""
         for callback in self._passed_over:
-            candidates = callback._monitor_candidates(self._trainer)
+            candidates = {
+                "epoch": torch.tensor(self._trainer.current_epoch),
+                "step": torch.tensor(self._trainer.global_step),
+                **self._trainer.callback_metrics,
+            }
             # Nothing better than the worst score was ever saved.
             if (
                 callback.best_model_score == _worst(callback)
@@ -286,7 +294,7 @@ class Recount:
         self._last_step = -1
         self._wrapped = [
             # the last moment at which sharded weights lie where processes can gather them
-            Wrapped(trainer, "_teardown", self._before_teardown),
+            Wrapped(trainer.strategy, "teardown", self._before_teardown),
             Wrapped(module, "teardown", self._at_last),
         ]
 

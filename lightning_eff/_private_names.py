@@ -22,7 +22,6 @@ _ATTRIBUTE = functools.partial(PrivateName, is_method=False)
 _TRAINER = "trainer.trainer:Trainer"
 _CHECKPOINTS = "trainer.connectors.checkpoint_connector:_CheckpointConnector"
 _DATA = "trainer.connectors.data_connector:_DataConnector"
-_LOGGERS = "trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 _LOOP, _FIT = "loops.loop:_Loop", "loops.fit_loop:_FitLoop"
 _EPOCH, _EVALUATION = "loops.training_epoch_loop:_TrainingEpochLoop", "loops.evaluation_loop:_EvaluationLoop"
 _LOADERS = "utilities.combined_loader:CombinedLoader"
@@ -34,15 +33,10 @@ _FABRIC = "fabric.strategies.model_parallel"
 
 NAMES = {
     # the Trainer and its connectors
-    "_accelerator_connector": _ATTRIBUTE("__init__", "whether a distributed sampler is used", owner=_TRAINER),
     "_checkpoint_connector": _ATTRIBUTE("__init__", "its files are checked before they are read", owner=_TRAINER),
     "_data_connector": _ATTRIBUTE("__init__", "batches that are drawn by us are not cut once more", owner=_TRAINER),
     "_logger_connector": _ATTRIBUTE("__init__", "when the Trainer logs, and what callbacks are told", owner=_TRAINER),
-    "_teardown": PrivateName("_run", "sharded weights are counted while they can be gathered", owner=_TRAINER),
-    "_default_root_dir": _ATTRIBUTE("default_root_dir", "eff try writes into a folder of its own", owner=_TRAINER),
-    "_callback_metrics": _ATTRIBUTE("reset_metrics", "a resumed run knows the metrics of before", owner=_LOGGERS),
     "_loaded_checkpoint": _ATTRIBUTE("resume_start", "a callback that joins late loads its state", owner=_CHECKPOINTS),
-    "_hpc_resume_path": _ATTRIBUTE("_parse_ckpt_path", "which files Lightning found by itself", owner=_CHECKPOINTS),
     "_requires_distributed_sampler": PrivateName("_resolve_sampler", "drawn batches are not cut again", owner=_DATA),
     "_on_before_batch_transfer": PrivateName(
         f"{_EVALUATION}._evaluation_step", "calibration sees batches as training does",
@@ -50,24 +44,20 @@ NAMES = {
     ),
     # the loops
     "_restarting": _ATTRIBUTE("on_iteration_done", "no loop believes that it restarts", owner=_LOOP),
-    "_loaded_from_state_dict": _ATTRIBUTE("load_state_dict", "the same", owner=_LOOP),
     "_restart_stage": _ATTRIBUTE("update_restart_stage", "the start of an epoch is told once", owner=_FIT),
     "_last_train_dl_reload_epoch": _ATTRIBUTE("setup_data", "loaders are made anew when they were due", owner=_FIT),
     "_combined_loader": _ATTRIBUTE("setup_data", "the loaders that training draws from", owner=_FIT),
     "_data_source": _ATTRIBUTE("setup_data", "where loaders are made", owner=_FIT),
-    "_data_fetcher": _ATTRIBUTE("advance", "the iterator that batches come from", owner=_FIT),
     "_should_accumulate": PrivateName(
         "loops.optimization.automatic:_AutomaticOptimization.run", "whether a window is open", owner=_FIT
     ),
     "_skip_backward": _ATTRIBUTE(f"{_SWA}.on_train_epoch_end", "SWA's last epoch has no gradients", owner=_FIT),
-    "_num_ready_batches_reached": PrivateName("advance", "whether an epoch's batches are over", owner=_EPOCH),
     "_on_before_fetch": PrivateName("on_run_start", "generators are recorded before batches are drawn", owner=_EPOCH),
     "_skip_next_val": _ATTRIBUTE("on_advance_end", "a validation before a resume is not run again", owner=_EPOCH),
     "_results": _ATTRIBUTE("teardown", "means of an epoch that are about to be logged", owner=_EPOCH),
     "_on_evaluation_end": PrivateName("on_run_end", "a validation that was cut short is run again", owner=_EVALUATION),
     "_max_batches": _ATTRIBUTE("setup_data", "one batch is validated before the first step", owner=_EVALUATION),
     "_iterator": _ATTRIBUTE("__iter__", "an epoch's iterator is made after generators are restored", owner=_LOADERS),
-    "_mode": _ATTRIBUTE("__iter__", "how several loaders are combined", owner=_LOADERS),
     # its plugins and callbacks
     "_after_closure": PrivateName(
         "_wrap_closure", "our optimizer_step tells callbacks of unscaled gradients",
@@ -75,34 +65,18 @@ NAMES = {
     ),
     "_save_monitor_checkpoint": PrivateName("_save_topk_checkpoint", "only what holds all may be best", owner=_SAVER),
     "_update_best_and_save": PrivateName("_save_monitor_checkpoint", "what may not be best is saved", owner=_SAVER),
-    "_monitor_candidates": PrivateName("on_validation_end", "the metric of the finished model", owner=_SAVER),
-    "_find_last_checkpoints": PrivateName(
-        f"{_CHECKPOINTS}._parse_ckpt_path", "which files Lightning found by itself", owner=_SAVER
-    ),
     "_evaluate_stopping_criteria": PrivateName(
         "_run_early_stopping_check", "early stopping waits for what holds all", owner=_STOPPER
     ),
-    "_max_epochs": _ATTRIBUTE("on_fit_start", "the epoch that SWA adds is not planned", owner=_SWA),
-    "_model_contains_batch_norm": _ATTRIBUTE("on_fit_start", "the same", owner=_SWA),
     "_average_model": _ATTRIBUTE("setup", "what holds of weights holds of averages", owner=_AVERAGING, since="2.6"),
-    "_swap_models": PrivateName("on_validation_epoch_start", "the same", owner=_AVERAGING, since="2.6"),
-    "_copy_average_to_current": PrivateName("on_train_end", "the same", owner=_AVERAGING, since="2.6"),
     # its strategies
     "_configure_launcher": PrivateName(
         "trainer.connectors.accelerator_connector:_AcceleratorConnector._lazy_init_strategy",
         "a strategy learns to which of Lightning's two names it belongs", owner=_DDP,
     ),
-    "_register_ddp_hooks": PrivateName("configure_ddp", "communication hooks run on a CPU too", owner=_DDP),
-    "_ddp_comm_hook": _ATTRIBUTE("_register_ddp_hooks", "the same", owner=_DDP),
-    "_ddp_comm_state": _ATTRIBUTE("_register_ddp_hooks", "the same", owner=_DDP),
-    "_ddp_comm_wrapper": _ATTRIBUTE("_register_ddp_hooks", "the same", owner=_DDP),
     "_data_parallel_size": _ATTRIBUTE("setup_environment", "one mesh of all processes", owner=_SHARDED),
-    "_tensor_parallel_size": _ATTRIBUTE("setup_environment", "the same", owner=_SHARDED),
     "_load_checkpoint": PrivateName(f"{_SHARDED}.load_checkpoint", "optimizers are loaded as saved", owner=_FABRIC),
     "_load_raw_module_state": PrivateName("_load_checkpoint", "weights find the user's own layers", owner=_FABRIC),
-    "_forward_module": _ATTRIBUTE(
-        "__init__", "what a strategy has made of a model, in a loop", owner="fabric.wrappers:_FabricModule"
-    ),
     "_distributed_checkpoint_load": PrivateName("_load_checkpoint", "shards of an optimizer are read", owner=_FABRIC),
 }  # fmt: skip
 """Private names that are replaced, called, set or read; ``fabric.`` begins those of Fabric."""

@@ -97,7 +97,7 @@ def put_back(trainer: Any, place: Place) -> None:
     # Lightning resets counters of a loop that restarts, to the last completed step. Here the place is known exactly,
     # so no loop is to reset anything.
     for one in (fit_loop, loop, loop.val_loop, loop.automatic_optimization, loop.manual_optimization):
-        one._restarting = one._loaded_from_state_dict = False
+        one._restarting = False
     is_within = place["epoch"] == "within"
     # Within an epoch: it is ready and started but not processed.
     for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
@@ -133,11 +133,17 @@ def finish_batch(trainer: Any, place: Place, fetcher: Any) -> None:
         loop.on_advance_end(fetcher)
 
 
+def has_all_batches(trainer: Any) -> bool:
+    """Return whether the batches of the present epoch are over."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch or progress.current.ready == trainer.num_training_batches)
+
+
 def finish_epoch(trainer: Any) -> None:
     """Step the schedulers on a plateau, which Lightning does after it has called the hooks of an epoch's end."""
     epochs = trainer.fit_loop.epoch_progress.current
     epochs.completed -= 1  # they count from it
-    if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+    if has_all_batches(trainer):
         trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     epochs.completed += 1
 
@@ -152,6 +158,7 @@ class ExactResume:
     def __init__(self, trainer: Any, session: Session, adapters: Sequence[Adapter]) -> None:
         self._trainer, self._session, self._note, self._adapters = trainer, session, session.note, adapters
         self._saved: Mapping[str, Any] | None = None
+        self._fetcher: Any = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
         self._cycled: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -340,7 +347,7 @@ class ExactResume:
 
     def _know(self, metrics: Mapping[str, torch.Tensor]) -> None:
         device = self._trainer.strategy.root_device
-        self._trainer._logger_connector._callback_metrics.update({key: one.to(device) for key, one in metrics.items()})
+        self._trainer.callback_metrics.update({key: one.to(device) for key, one in metrics.items()})
 
     def _freeze_again(self, frozen: list[str] | None) -> None:
         """Let parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6)."""
@@ -405,6 +412,7 @@ class ExactResume:
                 # Lightning (2.6) asks it as an epoch starts, but not for one that it goes on within.
                 accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
                 self._trainer.accumulate_grad_batches = accumulate
+        self._fetcher = fetcher
         # Taken: from here on the run is at its place, and saving means the present state.
         saved, self._saved = self._saved, None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
@@ -466,7 +474,7 @@ class ExactResume:
         # Batches that the epoch has behind it; their data are drawn again, in `_fetch_again`, and thrown away.
         consumed: int = loop.batch_progress.current.processed
         self._iter_rng, self._fetch_rng, self._cycled = saved["iter_rng"], saved["fetch_rng"], saved["cycled"]
-        is_over = consumed > 0 and loop._num_ready_batches_reached()
+        is_over = consumed > 0 and has_all_batches(self._trainer)
         # A stateful loader goes on by itself: Lightning has given it its own state.
         if is_over:
             self._tell_of_workers(fetcher.combined_loader.flattened, self._trainer.current_epoch + 1)
@@ -516,14 +524,13 @@ class ExactResume:
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()
-        fetcher = self._trainer.fit_loop._data_fetcher
-        loader = fetcher.combined_loader
+        fetched, loaders = self._fetcher.fetched, self._fetcher.combined_loader.flattened
         # max_size_cycle: the shorter loaders start over within the epoch, and each start draws a shuffle from the
         # generators.
-        if loader._mode == "max_size_cycle" and len(loader.flattened) > 1 and fetcher.fetched and fetcher.length:
-            for place, part in enumerate(loader.flattened):
-                if (length := length_hint(part)) and fetcher.fetched % length == 0:
-                    self._cycled[place] = fetcher.fetched, self._random()
+        if len(loaders) > 1 and fetched and self._fetcher.length:
+            for place, part in enumerate(loaders):
+                if (length := length_hint(part)) and fetched % length == 0:
+                    self._cycled[place] = fetched, self._random()
 
     def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         if not gradients or not self._is_inside_window():

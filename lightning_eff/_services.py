@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -130,9 +131,8 @@ class LightningServices:
             raise CompatibilityError(
                 "calibration", "training_step must not step the optimizer, but does with manual optimisation"
             )
-        loader = trainer.fit_loop._combined_loader
         # A second iterator, so that one in use stays where it is.
-        fresh = type(loader)(loader.iterables, loader._mode)
+        fresh = copy.copy(trainer.fit_loop._combined_loader)
         # Of the class: the instance's method is wrapped, and would add the techniques' terms.
         step = type(model).training_step.__get__(model)
         takes_index = len(inspect.signature(step).parameters) > 1

@@ -22,6 +22,7 @@ def shorten_fit(run: ShortRunConfig, module: ModuleType) -> None:
         _conclude(trainer, model, data)
 
     module.Trainer.fit = fit  # type: ignore[attr-defined]
+    module.Trainer.default_root_dir = run.output  # type: ignore[attr-defined]
 
 
 def _data(
@@ -42,7 +43,6 @@ def _shorten(trainer: Any, run: ShortRunConfig) -> None:
         trainer.limit_val_batches = min(asked, most) if isinstance(asked, int) else most
     loggers = import_module(f"{namespace_of(trainer)}.loggers.logger")
     trainer.loggers = [loggers.DummyLogger()] if trainer.loggers else []
-    trainer._default_root_dir = run.output
     for number, callback in enumerate(trainer.checkpoint_callbacks):
         if hasattr(callback, "dirpath"):
             callback.dirpath = f"{run.output}/checkpoints-{number}"

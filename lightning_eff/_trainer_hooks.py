@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -65,16 +64,16 @@ class EffCallback(Callback):
         self._run_id = ""
         self._wrapped: list[Wrapped] = []
         self._steps: WatchedSteps | None = None
-        self._resume: ExactResume | None = None
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._recount: Recount | None = None
-        self._averages: Averages | None = None
+        # made in `setup`, with the session
+        self._resume, self._averages = cast(ExactResume, None), cast(Averages, None)
+        self._best = cast(BestCheckpoints, None)
         self._adapters: list[Adapter] = []
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
         self._tries_first = False
-        self._best: BestCheckpoints | None = None
         self._validated_at = -1
         self._place: ReceiptPlace | None = None
         self._seen: set[str] = set()
@@ -117,7 +116,7 @@ class EffCallback(Callback):
         self._resume = ExactResume(trainer, self._session, self._adapters)
         self._averages = Averages(trainer, pl_module, self._session)
         check(recipe, _run_environment.run_environment(trainer, pl_module))
-        self._wrap_methods(trainer, pl_module, self._averages)
+        self._wrap_methods(trainer, pl_module)
 
     def _open_session(self, trainer: Any, recipe: Recipe, before: Session | None) -> LightningServices:
         """Make the run's session: on the same Trainer it goes on from what a finished one (`before`) left."""
@@ -138,7 +137,7 @@ class EffCallback(Callback):
         self._saved = self._final if trains_on else None  # what was pruned stays pruned
         return services
 
-    def _wrap_methods(self, trainer: Any, pl_module: Any, averages: Averages) -> None:
+    def _wrap_methods(self, trainer: Any, pl_module: Any) -> None:
         for adapter in self._adapters:
             self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -152,7 +151,7 @@ class EffCallback(Callback):
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._best = BestCheckpoints(trainer, self._session)
-        self._wrapped += [*self._best.wrapped, *averages.wrapped()]
+        self._wrapped += [*self._best.wrapped, *self._averages.wrapped()]
         self._recount = Recount(trainer, pl_module, self._session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
@@ -201,13 +200,12 @@ class EffCallback(Callback):
         if self._session.is_attached:
             # Loading of optimizer states comes next: techniques that hold other tensors put these in for it.
             self._session.prepare_optimizers(trainer.optimizers)
-        if self._resume is not None:
-            self._resume.mark_fit_start()
+        self._resume.mark_fit_start()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the session; sharded strategies have restored callbacks only now."""
         self._check_set_up(trainer)
-        if self.session is None or self._resume is None:
+        if self.session is None:
             return
         # Lightning restores loops before this, and callbacks such as finetuning have run by now.
         self._resume.mark_train_start()
@@ -215,7 +213,7 @@ class EffCallback(Callback):
             adapter.start_training()
         self._begin(trainer, pl_module)
         preflight(trainer, self.session, self._services, self._seen)
-        if self._best is not None and self.session.is_changed:
+        if self.session.is_changed:
             # Best checkpoints of another recipe cannot be compared with what comes.
             self._best.forget()
         self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
@@ -226,7 +224,7 @@ class EffCallback(Callback):
             session.load_state_dict(self._saved)
         # The learning rate schedule and Lightning's averaging may shorten the run: total steps are those that will
         # come.
-        with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
+        with self._averages.planned_epochs():
             total_steps = _run_environment.total_steps(trainer, pl_module)
         session.begin(
             trainer.optimizers,
@@ -241,7 +239,7 @@ class EffCallback(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Nothing was tried or applied in this batch so far."""
         self._check_set_up(trainer)
-        if self._steps is not None and self._resume is not None:
+        if self._steps is not None:
             # Before the batch's forward: flags of the batch before it would count twice.
             self._steps.next_batch()
             self._resume.backward_began = False
@@ -299,7 +297,7 @@ class EffCallback(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """From here on gradients hold a part of this batch."""
-        if self._resume is not None:
+        if self.session is not None:
             self._resume.backward_began = True
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -357,7 +355,7 @@ class EffCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
-        if self.session is None or self._resume is None or self.session.context is None:
+        if self.session is None or self.session.context is None:
             return
         # After the end the module is baked, and a state taken now would describe no training state: keep the one of
         # the end.
@@ -373,7 +371,7 @@ class EffCallback(Callback):
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
         if trainer.state.fn != "fit" and self._recount is not None:
             self._recount.close()  # the module gets the weights of some checkpoint
-        if self.session is None or self._resume is None or trainer.state.fn != "fit":
+        if self.session is None or trainer.state.fn != "fit":
             return
         _joining.refuse_trials_on_resume(trainer, checkpoint)
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
@@ -404,13 +402,12 @@ class EffCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Bake the model in place on every process and write the receipt."""
         session = self.session
-        if session is None or self._resume is None or self._best is None:
+        if session is None:
             return
         # A resumed run without batches left never restored its generators: the callbacks after this one may draw.
         self._resume.use_up()
         session.finish()
-        if self._averages is not None:
-            self._averages.take_over()
+        self._averages.take_over()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
         self._final, trainer._eff_leader = session.state_dict(), self
         if self._services.can_validate:
@@ -469,7 +466,7 @@ class EffCallback(Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Bake a run that was resumed at its very end: latent weights were loaded, and no training came."""
         session = self.session
-        if session is None or self._resume is None or not session.is_attached or session.has_begun:
+        if session is None or not session.is_attached or session.has_begun:
             return
         if self._saved is None:  # Lightning leaves training out, and its end, where a Timer has no time left
             session.finish()

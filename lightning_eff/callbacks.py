@@ -2,96 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from lightning_eff._trainer_hooks import EffCallback
-from shared_core.front_ends.typed_options import typed_options
+from shared_core.front_ends.typed_options import OneTechnique
 
 
-class TechniqueCallback(EffCallback):
+class TechniqueCallback(OneTechnique, EffCallback):  # type: ignore[misc]
     """One technique, with its options as keyword arguments."""
 
-    key: ClassVar[str] = ""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__({self.key: options})
-
-
-@typed_options("checkpointing")
 class ActivationCheckpointing(TechniqueCallback):
     """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit."""
 
 
-@typed_options("distill")
 class Distillation(TechniqueCallback):
     """Adds a teacher's soft term to the loss that training_step returns."""
 
 
-@typed_options("comm")
 class GradientCompression(TechniqueCallback):
     """Has the processes of DDP send each other gradients in 16 bits or as products of low rank."""
 
 
-@typed_options("lora")
 class Lora(TechniqueCallback):
     """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end."""
 
 
-@typed_options("low_rank")
 class LowRank(TechniqueCallback):
     """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end."""
 
 
-@typed_options("matmul")
 class MatmulPrecision(TechniqueCallback):
     """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not."""
 
 
-@typed_options("primary_weights")
 class PrimaryWeights(TechniqueCallback):
     """Updates a model whose parameters are fp16 or bf16 in float32."""
 
 
-@typed_options("dp")
 class DifferentialPrivacy(TechniqueCallback):
     """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log, progress bar and receipt."""
 
 
-@typed_options("prune")
 class Pruning(TechniqueCallback):
     """Prunes weights during training on a schedule; pruned weights stay exactly zero."""
 
 
-@typed_options("qat")
 class QuantizationAwareTraining(TechniqueCallback):
     """Trains with fake-quantised weights and activations, and leaves weights that survive their quantisation."""
 
 
-@typed_options("activations")
 class ActivationCompression(TechniqueCallback):
     """Stores what forward saves for backward smaller, or on the host."""
 
 
-@typed_options("soup")
 class ModelSoup(TechniqueCallback):
     """Averages the checkpoints of this run when training ends, by its own validation metric."""
 
 
-@typed_options("lottery")
 class LotteryTicket(TechniqueCallback):
     """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
 
 
-@typed_options("average")
 class WeightAverage(TechniqueCallback):
     """Averages the weights while training; validation, saved models and the final one are the average."""
 
 
-@typed_options("cluster")
 class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the values that they share."""
 
 
-@typed_options("fp8")
 class Fp8(TechniqueCallback):
     """Trains with linear layers that multiply FP8 values, forward and backward."""

@@ -126,7 +126,7 @@ class FabricLoop(LoopDriver):
     def watch(self, prepared: Any) -> Any:
         """Put hooks on what Fabric set up, and on Fabric."""
         self.model, wrapper = prepared[:2]
-        self.wrapped, self.wrappers = self.model._forward_module, [wrapper]
+        self.wrapped, self.wrappers = next(self.model.children()), [wrapper]
         self.watch_forward(self.model)
         self.watch_steps()
         self.wrap(self.fabric, backward=self.on_backward, clip_gradients=self._clip, log_dict=self.on_log)

@@ -41,11 +41,12 @@ def ddp_class(namespace: str) -> Any:
         def __repr__(self) -> str:
             return _call_text(self, self._given)
 
-        def _register_ddp_hooks(self) -> None:
-            hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
-            if hook is not None:
-                # Lightning registers hooks on CUDA only.
-                self.model.register_comm_hook(self._ddp_comm_state, wrapper(hook) if wrapper else hook)
+        def configure_ddp(self) -> None:
+            """Wrap the model, and register the hook where Lightning does not: it asks for CUDA."""
+            super().configure_ddp()
+            hook, wrapper = self._given.get("ddp_comm_hook"), self._given.get("ddp_comm_wrapper")
+            if hook is not None and self.root_device.type != "cuda":
+                self.model.register_comm_hook(self._given.get("ddp_comm_state"), wrapper(hook) if wrapper else hook)
 
         def setup(self, trainer: Any) -> None:
             """Wrap the model; let a session of ours run if no callback does."""
@@ -93,7 +94,7 @@ def fsdp_class(namespace: str) -> Any:
             save_distributed_checkpoint: bool = False,
             **kwargs: Any,
         ) -> None:
-            super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+            super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, tensor_parallel_size=1, **kwargs)
             self.sharding = Sharding(
                 tuple(blocks or ()), reshard_after_forward, param_dtype, reduce_dtype, forward_prefetch,
                 backward_prefetch,
@@ -107,7 +108,6 @@ def fsdp_class(namespace: str) -> Any:
         def setup_environment(self) -> None:
             """Make one mesh of all processes: layers are not split between them."""
             self._data_parallel_size = self.num_processes * self.num_nodes
-            self._tensor_parallel_size = 1
             super().setup_environment()
 
         def setup(self, trainer: Any) -> None:

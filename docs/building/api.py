@@ -1,7 +1,6 @@
 """A hook of mkdocs: the pages of the API, one a package, read from its sources."""
 
 import ast
-import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -72,12 +71,10 @@ def _options(package: str) -> list[str]:
 
 
 def _technique_of(home: str) -> str | None:
+    """Return the key of the technique that a callback switches on."""
     module, _, name = home.rpartition(".")
-    if not module.startswith(("hf_eff.", "lightning_eff.")):
-        return None
-    text = next((ast.unparse(node) for node in _statements(module) if getattr(node, "name", "") == name), "")
-    found = re.search(r"@typed_options\('(\w+)'", text)
-    return found[1] if found else None
+    keys = {one.technique_name: key for key, one in REGISTRY.items()} if module.endswith("_eff.callbacks") else {}
+    return keys.get(name)
 
 
 def _file(module: str) -> Path:

@@ -50,12 +50,6 @@ class DifferentialPrivacy(Adapter):
 
     def _loader(self, original: Callable[[], Any]) -> Any:
         trainer = self._trainer
-        if world_size() > 1 and not trainer._accelerator_connector.use_distributed_sampler:
-            raise CompatibilityError(
-                "dp",
-                "use_distributed_sampler must be True with several processes, got False",
-                "each must hold all data, of which one draw gives it its part",
-            )
         accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
         made = self.technique.loader(original(), accumulate)
         batches = min(limit, len(made)) if isinstance(limit, int) else int(limit * len(made))
@@ -69,7 +63,16 @@ class DifferentialPrivacy(Adapter):
         return made
 
     def _shards(self, original: Callable[[Any], bool], loader: Any) -> bool:
-        return not isinstance(loader.batch_sampler, PoissonBatches) and original(loader)
+        shards = original(loader)
+        if not isinstance(loader.batch_sampler, PoissonBatches):
+            return shards
+        if world_size() > 1 and not shards:
+            raise CompatibilityError(
+                "dp",
+                "use_distributed_sampler must be True with several processes, got False",
+                "each must hold all data, of which one draw gives it its part",
+            )
+        return False
 
     def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves."""

@@ -6,10 +6,10 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from shared_core.config.options import TechniqueConfig
-from shared_core.engine.registry import registration
+from shared_core.engine.registry import REGISTRY, registration
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -74,3 +74,24 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
         return cls
 
     return decorate
+
+
+class OneTechnique:
+    """One technique as a front end's callback, with its options as keyword arguments; stands before the callback.
+
+    A class named as a registered technique gets that one's options.
+
+    Example:
+        ``class Pruning(OneTechnique, EffCallback): ...``
+    """
+
+    key: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        key = next((one.key for one in REGISTRY.values() if one.technique_name == cls.__name__), None)
+        if key is not None and not cls.key:
+            typed_options(key)(cls)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__({self.key: options})  # type: ignore[call-arg]
