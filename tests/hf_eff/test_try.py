@@ -47,7 +47,7 @@ for epoch in range(10):
 """
 
 
-tried = functools.partial(told_by, "try", "--json", "--steps", "12")
+tried = functools.partial(told_by, "try", "--steps", "12")
 
 
 @pytest.mark.slow

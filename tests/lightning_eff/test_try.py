@@ -47,7 +47,7 @@ trainer.save_checkpoint("saved.ckpt")
 def test_a_script(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("fit.py").write_text(SCRIPT.replace("NAME", name))
-    found = told_by("try", "--json", "--steps", "12", "fit.py", "--prune_sparsity", "0.8")
+    found = told_by("try", "--steps", "12", "fit.py", "--prune_sparsity", "0.8")
     assert sorted(path.name for path in Path().iterdir()) == ["eff_try", "fit.py"]
     assert found["metric"] == "val_loss"
     assert "sparsity 0.8" in found["rows"][0]["happened"]["prune"]

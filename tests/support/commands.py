@@ -15,8 +15,8 @@ def eff(*words, **options):
     return result
 
 
-def told_by(*words, **options):
+def told_by(command, *words, **options):
     """Return what a command that ends well prints as JSON."""
-    result = eff(*words, "--json", **options)
+    result = eff(command, "--json", *words, **options)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

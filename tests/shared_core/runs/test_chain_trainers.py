@@ -15,7 +15,7 @@ SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "trainers" / "cha
 
 
 def chain(*arguments):
-    return told_by("chain", "--json", *arguments)["stages"]
+    return told_by("chain", *arguments)["stages"]
 
 
 @pytest.mark.slow
