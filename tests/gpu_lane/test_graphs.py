@@ -10,7 +10,7 @@ import torch
 from small_encoder import VOCABULARY, Encoder
 from torch.nn import functional as F
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.engine.registry import REGISTRY
 
 pytestmark = pytest.mark.gpu_lane
@@ -73,7 +73,7 @@ def compiled_steps(recipe):
         found.append(session.step)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(model, run_environment=["compiled"])
     optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], 1e-3)
     forward = torch.compile(model, backend=compile_at, fullgraph=True)

@@ -29,7 +29,7 @@ from small_encoder import VOCABULARY, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.distillation.chunked.loss import chunked_kd_loss
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
@@ -185,7 +185,7 @@ class Run:
             recipe["lottery"]["out"] = str(folder)
         self.model = make_model(recipe)
         self.services = Services(self.model)
-        self.session = Session(Recipe.from_dict(recipe), services=self.services)
+        self.session = Session(recipe, services=self.services)
         self.session.attach(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)

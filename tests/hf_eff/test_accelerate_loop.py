@@ -9,16 +9,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
+from commands import eff
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, default_data_collator, get_scheduler
-from typer.testing import CliRunner
 
 from hf_eff import prepare
 from hf_eff.accelerate_loop import _LOOPS, AcceleratedLoop
 from hf_eff.front_end import FRONT_END
 from shared_core import Recipe, Session
-from shared_core.cli import app
 from shared_core.engine.receipt import Receipt
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import STEPS_VARIABLE
@@ -327,7 +326,7 @@ accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator
 
 def eff_run(tmp_path, script, *arguments):
     (tmp_path / "loop.py").write_text(script)
-    return CliRunner().invoke(app, ["run", str(tmp_path / "loop.py"), *arguments])
+    return eff("run", tmp_path / "loop.py", *arguments)
 
 
 def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
@@ -337,7 +336,7 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
     )
     flags = ["--prune_sparsity", "0.8", "--qat_scheme", "int8", "--average_kind", "ema"]
     result = eff_run(tmp_path, script, *flags)
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert zeros(model.state_dict()) == pytest.approx(0.8, abs=0.03)
     receipt = json.loads((tmp_path / "out" / "eff_receipt.json").read_text())
@@ -360,9 +359,8 @@ def test_eff_run_puts_techniques_into_a_loop_that_nobody_edits(tmp_path):
     ],
 )
 def test_eff_run_stops_a_loop_that_it_cannot_hook_before_it_trains(tmp_path, arguments, error, told):
-    result = eff_run(tmp_path, SCRIPT, "--prune_sparsity", "0.8", *arguments)
     with pytest.raises(error, match=told):
-        raise result.exception
+        eff_run(tmp_path, SCRIPT, "--prune_sparsity", "0.8", *arguments)
     assert not (tmp_path / "out").exists()
 
 

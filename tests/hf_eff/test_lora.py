@@ -15,7 +15,6 @@ from transformers import (
 
 from hf_eff import attach
 from hf_eff.callbacks import Lora
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
 from shared_core.lora import LoraConfig
@@ -126,7 +125,7 @@ def test_what_peft_alone_refuses_is_told_with_the_flag(make):
     model.out_proj, model.head = nn.Linear(4, 4), nn.Linear(4, 4)
     model.config = MambaConfig()
     with pytest.raises(CompatibilityError, match=r"out_proj.*--lora_skip"):
-        Session(Recipe.from_dict({"lora": {"rank": 2, "base": "none"}})).attach(model)
+        Session({"lora": {"rank": 2, "base": "none"}}).attach(model)
     assert type(model.out_proj) is nn.Linear
 
 

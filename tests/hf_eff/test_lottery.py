@@ -1,51 +1,19 @@
-"""Lottery tickets of Hugging Face trainings: in one process and in fresh ones, killed, resumed, with the best model."""
+"""Lottery tickets of Hugging Face trainings: what is measured, the best model, a found ticket."""
 
 import json
-import sys
 from pathlib import Path
 
-import lottery_script
 import pytest
 import torch
-from lottery_script import train_hf
 from promise_drivers import hf_trainer
 
 from hf_eff import LotteryTicket as LotteryCallback
 from hf_eff import attach
-from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lottery_ticket import read_ticket
-from shared_core.runs import LotterySearch
-
-OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 
 
 def history(folder):
     return json.loads((folder / "round.json").read_text())["history"]
-
-
-@pytest.mark.slow
-def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_process(tmp_path):
-    runs = tmp_path / "runs"
-    here = LotterySearch(**OPTIONS).run(
-        lambda recipe: train_hf(tmp_path / "here" / Path(recipe["lottery"].out).name, recipe), tmp_path / "in_one"
-    )
-    assert [row.replay for row in here.rows] == [None, "bit-equal"]
-    assert here.metric == "eval_loss"
-    assert [entry["step"] for entry in history(tmp_path / "in_one" / "round-01")] == [2, 4, 6, 8]
-    names = set(history(tmp_path / "in_one" / "round-01")[0]["metrics"])
-    assert "eval_loss" in names
-    assert not any(name.endswith(("_runtime", "_per_second")) for name in names)
-
-    runs.mkdir()
-    (runs / "round-00.die").touch()
-    command = [sys.executable, lottery_script.__file__, "hf", str(runs / "{round}")]
-    with pytest.raises(TrainingError, match="round-00 must end well"):
-        LotterySearch(**OPTIONS).run_command(command, tmp_path / "fresh")
-    assert (runs / "round-00" / "checkpoint-4").is_dir()  # beyond step 3: the resumed run must find what it kept
-    fresh = LotterySearch(**OPTIONS).run_command(command, tmp_path / "fresh")
-    assert fresh == here
-    for file in sorted((tmp_path / "in_one").glob("*/ticket.safetensors")):
-        assert file.read_bytes() == (tmp_path / "fresh" / file.parent.name / file.name).read_bytes()
 
 
 def test_a_run_without_validation_is_measured_at_its_end(tmp_path):
@@ -92,12 +60,6 @@ def test_the_best_model_decides_the_next_ticket(tmp_path):
     assert weight[mask].min() >= weight[~mask].max()
     late = train("late", 1.0, rewind_to=7)  # checkpoints from before were never masked
     assert late.state.best_global_step == 8
-
-
-def test_a_checkpoint_of_another_round_is_refused(tmp_path):
-    folder = tmp_path / "same_for_all"
-    with pytest.raises(CheckpointError, match="give every round an output folder of its own"):
-        LotterySearch(**OPTIONS).run(lambda recipe: train_hf(folder, recipe), tmp_path / "out")
 
 
 def test_the_callback_trains_a_found_ticket(tmp_path):

@@ -1,10 +1,11 @@
-"""Low rank in the Hugging Face Trainer: resumed with the checkpoint's ranks, saved, loaded, calibrated."""
+"""Low rank in the Hugging Face Trainer: saved, loaded, calibrated."""
 
 import json
 
 import pytest
 import torch
-from promise_drivers import difference, hf_trainer, saved_state
+from commands import eff
+from promise_drivers import difference, hf_trainer
 from promise_table import NUM_STEPS, make_net, train_examples
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -15,48 +16,20 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-from typer.testing import CliRunner
 
 from hf_eff import EffCallback, LowRank, attach
 from shared_core.checkpoint_formats.plain import read_deployment
-from shared_core.cli import app
-from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.errors import CompatibilityError
 from shared_core.low_rank import load
 
 ENERGY = {"low_rank": {"rank": "energy:0.8"}}
 IMAGE = torch.ones(1, 1, 8, 8)
 
 
-def run(folder, recipe=ENERGY, seed=0, resume=None, **options):
-    trainer = hf_trainer(recipe, folder, plugin=False, save_every=4, callbacks=[LowRank(**recipe["low_rank"])],
-                         dropout=0.3, shuffle=True, seed=3, **options)  # fmt: skip
-    if seed:
-        trainer.model.load_state_dict(make_net(seed=seed).state_dict(), strict=False)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def test_a_resume_builds_the_ranks_of_the_checkpoint_whatever_the_fresh_model_would_get(tmp_path):
-    whole = run(tmp_path / "whole")
-    ranks = {layer.rank for layer in whole.model.modules() if hasattr(layer, "rank")}
-    other = hf_trainer({}, tmp_path / "other", plugin=False)
-    other.model.hidden.weight.data[:, 40:] = 0  # of a lower rank: its own energy would give another
-    again = hf_trainer({}, tmp_path / "again", plugin=False, save_every=4, dropout=0.3, shuffle=True, seed=3)
-    again.model.hidden.weight.data[:, 40:] = 0
-    from hf_eff import attach
-
-    session = attach(again, ENERGY)
-    assert {layer.rank for layer in again.model.modules() if hasattr(layer, "rank")} != ranks
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    assert {layer.rank for layer in again.model.modules() if hasattr(layer, "rank")} == ranks
-    last = f"checkpoint-{NUM_STEPS}"
-    assert difference(saved_state(tmp_path / "whole" / last), saved_state(tmp_path / "again" / last)) is None
-    assert difference(dict(whole.model.state_dict()), dict(again.model.state_dict())) is None
-    assert session.receipt().values["techniques"]["low_rank"]["structure"]["hidden"]["rank"] in ranks
-
-
 def test_what_is_saved_loads_in_a_plain_model(tmp_path):
-    trainer = run(tmp_path)
+    options = {"save_every": 4, "callbacks": [LowRank(**ENERGY["low_rank"])], "dropout": 0.3}
+    trainer = hf_trainer({}, tmp_path, plugin=False, **options)
+    trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     expected = trainer.model.eval()(IMAGE)["logits"]
     for folder in ("final", f"checkpoint-{NUM_STEPS}"):
@@ -71,16 +44,6 @@ def test_what_is_saved_loads_in_a_plain_model(tmp_path):
     assert told["parameters_after"] == numel < told["parameters_before"]
     trainer.train()  # trains on as it is
     assert trainer.model.hidden.rank == told["structure"]["hidden"]["rank"]
-
-
-def test_a_checkpoint_without_factors_is_refused_and_one_with_them_without_low_rank(tmp_path):
-    average = {"average": {"kind": "ema"}}
-    hf_trainer(average, tmp_path / "plain", save_every=4).train()
-    with pytest.raises(CheckpointError, match="of a run with low_rank"):
-        run(tmp_path / "again", resume=str(tmp_path / "plain" / "checkpoint-4"))
-    run(tmp_path / "factors", max_steps=4)
-    with pytest.raises(CheckpointError, match="recipe must keep low_rank"):
-        hf_trainer(average, tmp_path / "other").train(resume_from_checkpoint=str(tmp_path / "factors" / "checkpoint-4"))
 
 
 def test_inputs_are_looked_at_before_the_first_step(tmp_path):
@@ -162,7 +125,7 @@ def test_the_command_factorises_a_model_for_which_no_inputs_are_made_up(tmp_path
     sizes = {"d_model": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     PatchTSTModel(PatchTSTConfig(**sizes, context_length=8, patch_length=4)).save_pretrained(tmp_path / "model")
     arguments = ["low-rank", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--rank", "2"]
-    result = CliRunner().invoke(app, [*arguments, "--min-size", "1", "--json"], catch_exceptions=False)
+    result = eff(*arguments, "--min-size", "1", "--json")
     values = json.loads(result.stdout)
     assert len(values["layers"]) >= 6
     assert values["bytes"]["after"] < values["bytes"]["before"]

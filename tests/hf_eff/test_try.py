@@ -1,12 +1,10 @@
 """`eff try` on scripts of the Hugging Face Trainer and of accelerate, as their users start them."""
 
-import json
+import functools
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from shared_core.cli import app
+from commands import told_by
 
 TRAINER = """
 import sys
@@ -49,10 +47,7 @@ for epoch in range(10):
 """
 
 
-def tried(*arguments):
-    result = CliRunner().invoke(app, ["try", "--json", "--steps", "12", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+tried = functools.partial(told_by, "try", "--steps", "12")
 
 
 @pytest.mark.slow

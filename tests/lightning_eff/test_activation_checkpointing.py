@@ -1,25 +1,12 @@
-"""Activation checkpointing in Lightning: the same weights, from one optimizer or two, and what is counted."""
+"""Activation checkpointing in Lightning with two optimizers that step by hand."""
 
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, run_lightning
-from promise_table import recipe_of
+from lightning_world import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_eff import ActivationCheckpointing
-
-
-def test_a_run_with_dropout_and_shuffling_is_the_same_to_the_bit(tmp_path):
-    runs = []
-    for recipe in ({}, recipe_of("checkpointing")):
-        torch.manual_seed(0)
-        folder = tmp_path / str(len(recipe))
-        runs.append(run_lightning(recipe, folder, dropout=0.3, shuffle=True, accumulate=2, batch=4))
-    assert difference(runs[0].weights, runs[1].weights) is None
-    told = runs[1].receipt["techniques"]["checkpointing"]
-    assert told["never_recomputed"] == []
-    assert told["recomputations_per_step"] == 2 * 3
 
 
 class Adversaries(pl.LightningModule):
@@ -51,10 +38,7 @@ def test_two_optimizers_by_hand(tmp_path):
     for callbacks in ([], [ActivationCheckpointing(policy="sqrt")]):
         pl.seed_everything(0)
         module = Adversaries()
-        trainer = pl.Trainer(
-            max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
-            default_root_dir=tmp_path, callbacks=callbacks,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=1)
         trainer.fit(module, DataLoader(torch.randn(24, 4), batch_size=8))
         weights.append(module.state_dict())
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -72,11 +72,8 @@ def test_an_exception_in_validation_leaves_the_weights_in_training(error, tmp_pa
     watch, module = Watch(tmp_path, error), lightning_module()
     from promise_table import eval_examples, train_examples
 
-    trainer = pl.Trainer(
-        callbacks=[watch, WeightAverage(kind="ema", decay=0.8)], max_steps=8, logger=False, accelerator="cpu",
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=2,
-        default_root_dir=tmp_path, **VALIDATING,
-    )  # fmt: skip
+    callbacks = [watch, WeightAverage(kind="ema", decay=0.8)]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=8, num_sanity_val_steps=2, **VALIDATING)
     loaders = (DataLoader(data, batch_size=8) for data in (train_examples(), eval_examples()))
     with pytest.raises((error, SystemExit)):
         trainer.fit(module, *loaders)
@@ -101,13 +98,10 @@ def test_norms_are_estimated_for_every_validation_and_saved_with_it(tmp_path):
     assert same(plain.weights, result.weights)
 
 
-def fit(tmp_path, *callbacks, **options):
+def fit(tmp_path, *callbacks):
     from promise_table import train_examples
 
-    trainer = pl.Trainer(
-        callbacks=list(callbacks), logger=False, accelerator="cpu", enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **options,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, callbacks=list(callbacks), max_epochs=1)
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

@@ -1,8 +1,8 @@
 """FP8 by precision plugin: the callback's weights, joined techniques, checkpoints, refusals."""
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from lightning_world import make_trainer
 from promise_drivers import difference, lightning_module, run_lightning, saved_state
 from promise_table import NUM_STEPS, recipe_of
 
@@ -42,16 +42,10 @@ def test_bf16_autocast_is_on_by_default(tmp_path):
     module = lightning_module()
     module.net.head.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
     loader = torch.utils.data.DataLoader([{"x": torch.randn(1, 8, 8), "labels": torch.tensor(1)}] * 4, batch_size=2)
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", plugins=Fp8Precision(include=["hidden"]), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, max_steps=1, plugins=Fp8Precision(include=["hidden"]))
     with pytest.raises(Exception, match="include pattern 'hidden' matches no module"):
         trainer.fit(module, loader)
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", plugins=Fp8Precision(include=["net.hidden"]), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, max_steps=1, plugins=Fp8Precision(include=["net.hidden"]))
     trainer.fit(module, loader)
     assert seen == [torch.bfloat16]
 

@@ -3,6 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_world import make_trainer
 from promise_drivers import lightning_module, run_lightning
 from promise_table import BATCH, eval_examples, train_examples
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
@@ -60,9 +61,7 @@ class Growing(pl.LightningModule):
 def test_an_average_takes_in_the_steps_of_data_that_grows(kind, tmp_path):
     options = {"ema": {"decay": 0.5, "warmup": False}, "swa": {"begin": 1}, "last_k": {"k": 3}}[kind]
     module, callback = Growing(), EffCallback({"average": {"kind": kind, **options}})
-    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": tmp_path}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    pl.Trainer(accelerator="cpu", callbacks=[callback], **options, **quiet).fit(module)
+    make_trainer(tmp_path, callbacks=[callback], max_epochs=4, reload_dataloaders_every_n_epochs=1).fit(module)
     mean = module.seen[0]
     for weight in module.seen[1:]:
         mean = (mean + weight) / 2
@@ -91,10 +90,7 @@ class Manual(pl.LightningModule):
 
 def train_manually(every, folder, **options):
     callback = EffCallback(PRUNE)
-    trainer = pl.Trainer(
-        accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, **({"max_epochs": EPOCHS} | options),
-    )  # fmt: skip
+    trainer = make_trainer(folder, callbacks=[callback], **({"max_epochs": EPOCHS} | options))
     model = Manual(every)
     trainer.fit(model, DataLoader(train_examples(), batch_size=BATCH), DataLoader(eval_examples(), batch_size=BATCH))
     return callback.receipt.values, model

@@ -7,7 +7,6 @@ from lightning_world import BOTH, difference, everything, fit, loader, make_modu
 from lightning_eff import EffCallback
 from lightning_eff.callbacks import PrimaryWeights
 from lightning_eff.precision import precision_class
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 COPY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 4}}
@@ -72,7 +71,7 @@ def test_16_true_with_a_loss_scale_is_the_bare_loop(namespace, tmp_path):
     callback, found = train(tmp_path, SCALED, namespace, module=module, precision="16-true", gradient_clip_val=None)
 
     model = make_module(namespace, seed=0, dropout=0.0).half()
-    session = Session(Recipe.from_dict(SCALED))
+    session = Session(SCALED)
     session.attach(model)
     optimizer, schedule = (made := model.configure_optimizers())["optimizer"], made["lr_scheduler"]["scheduler"]
     scaler = session.techniques["loss_scale"].make_scaler("cpu")

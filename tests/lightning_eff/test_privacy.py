@@ -1,4 +1,4 @@
-"""DP-SGD in Lightning: the loss's check, resume inside a step, limits, refusals."""
+"""DP-SGD in Lightning: the loss's check, limits, refusals."""
 
 import collections
 import dataclasses
@@ -8,8 +8,7 @@ import types
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, run_lightning, saved_state
-from promise_table import recipe_of
+from lightning_world import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -42,9 +41,7 @@ def fit(module, folder, data=None, **options):
     x, counted = size[:, None] * torch.randn(40, 5, 3), (torch.arange(5) < size).float()
     data = data or DataLoader(TensorDataset(x, counted), batch_size=10, shuffle=True)
     private = DifferentialPrivacy(**{"noise_multiplier": 1.0, "delta": 1e-3, "seed": 0} | options.pop("private", {}))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    quiet |= {"max_steps": 3, "enable_checkpointing": False, "default_root_dir": str(folder), "callbacks": [private]}
-    trainer = pl.Trainer(**quiet | options)
+    trainer = make_trainer(folder, callbacks=[private], **{"max_steps": 3} | options)
     trainer.fit(module, data)
     return trainer, private
 
@@ -159,16 +156,3 @@ def test_workers_draw_the_same_batches(workers, tmp_path):
     expected = Tokens(by_row=True)
     fit(expected, tmp_path, data=DataLoader(data, batch_size=10), max_steps=6)
     assert torch.equal(module.layer.weight, expected.layer.weight)
-
-
-def test_a_run_stopped_inside_a_step_goes_on_bit_for_bit(tmp_path):
-    def run(folder, **more):
-        torch.manual_seed(3)
-        options = {"dropout": 0.3, "shuffle": True, "accumulate": 2, "batch_norm": False}
-        return run_lightning(recipe_of("dp"), tmp_path / folder, save_at_batches=(3, 11, 16), **options, **more)
-
-    whole = run("whole")
-    for stop in (3, 11):
-        again = run(f"from{stop}", resume=whole.checkpoints[stop])
-        assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
-        assert difference(whole.weights, again.weights) is None

@@ -1,12 +1,9 @@
 """`eff try` on a script of Lightning, as its user starts it."""
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from shared_core.cli import app
+from commands import told_by
 
 SCRIPT = """
 import torch
@@ -50,10 +47,7 @@ trainer.save_checkpoint("saved.ckpt")
 def test_a_script(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("fit.py").write_text(SCRIPT.replace("NAME", name))
-    given = ["try", "--json", "--steps", "12", "fit.py", "--prune_sparsity", "0.8"]
-    result = CliRunner().invoke(app, given, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = told_by("try", "--steps", "12", "fit.py", "--prune_sparsity", "0.8")
     assert sorted(path.name for path in Path().iterdir()) == ["eff_try", "fit.py"]
     assert found["metric"] == "val_loss"
     assert "sparsity 0.8" in found["rows"][0]["happened"]["prune"]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from plain_loop import backward, plain_step, update
+from plain_loop import backward, begun_session, plain_step, update
 from promise_drivers import (
     CLIP,
     LoopOptions,
@@ -20,7 +20,7 @@ from promise_table import NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, Row, make_n
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 3, "every": 1}
@@ -158,7 +158,7 @@ def looped(name, back=None):
     recipe = ROWS[name].recipe()
     torch.manual_seed(0)
     model, data = make_net(0.3, recipe=recipe), batches(1)
-    session = Session(Recipe.from_dict(recipe), services=LoopServices(model, data))
+    session = Session(recipe, services=LoopServices(model, data))
     session.attach(model)
     optimizer = _optimizer("adamw_torch", model.parameters())
     plan = {"total_steps": NUM_STEPS, "steps_per_epoch": len(data)}
@@ -282,10 +282,7 @@ def test_a_script_that_loads_an_earlier_checkpoint_ends_as_one_that_did_not(run,
 
 def test_steps_that_were_skipped_stay_so_when_the_best_model_is_loaded():
     model = make_net()
-    session = Session({"average": {"kind": "ema"}})
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=3)
+    session, optimizer = begun_session({"average": {"kind": "ema"}}, model, 3)
     (data, *_) = batches(1)
     plain_step(session, optimizer, model(**data)["loss"])
     best = copy.deepcopy(session.state_dict())

@@ -9,7 +9,6 @@ from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning import Callback
 from transformers import TrainerCallback
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.pruning import Pruning
 
@@ -33,7 +32,7 @@ def discards_the_third_step(monkeypatch):
 def test_weights_moments_and_step_stay(discards_the_third_step):
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4)
-    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}}))
+    session = Session({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}})
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     session.begin([optimizer], total_steps=10)

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lightning_world import make_trainer
 from promise_drivers import hf_trainer, lightning_module
 from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of, train_examples
 from safetensors.torch import load_file
@@ -269,9 +270,8 @@ def fill(model):
 
 def fitted(folder, *callbacks, key="prune", **more):
     module = lightning_module(recipe=(key,))
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
-    options |= {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "enable_model_summary": False}
-    trainer = pl.Trainer(**options, callbacks=[EffCallback(recipe(key)), *callbacks], **more)
+    options = {"devices": 1, "max_epochs": 2, "enable_checkpointing": True, **more}
+    trainer = make_trainer(folder, callbacks=[EffCallback(recipe(key)), *callbacks], **options)
     return trainer, module
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_world import make_trainer
 from promise_drivers import difference, hf_trainer, lightning_module, run_hf, run_lightning
 from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, DigitsNet, make_net, recipe_of, train_examples
 from torch.utils.data import DataLoader
@@ -119,11 +120,8 @@ def test_after_an_exception_of_the_user_everything_is_stock_and_trains_again(key
         trainer.train()
     else:
         data = DataLoader(train_examples(), batch_size=8)
-        pl.Trainer(
-            max_steps=NUM_STEPS, callbacks=[lightning_eff.EffCallback(_with_student(recipe))], logger=False,
-            accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            num_sanity_val_steps=0,
-        ).fit(fuse.module, data, data)  # fmt: skip
+        options = {"callbacks": [lightning_eff.EffCallback(_with_student(recipe))], "enable_checkpointing": True}
+        make_trainer(tmp_path, max_steps=NUM_STEPS, **options).fit(fuse.module, data, data)
     assert traces(model) == stock
     assert all(torch.isfinite(weight).all() for weight in model.state_dict().values())
 
@@ -209,10 +207,8 @@ def test_a_driver_that_is_removed_midway_is_a_named_conflict(tmp_path):
 def test_the_module_of_a_lightning_run_is_untouched_by_a_refusal(tmp_path):
     module = lightning_module()
     before = traces(module)
-    trainer = pl.Trainer(
-        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
-        callbacks=[lightning_eff.EffCallback({"prune": {"sparsity": 0.5, "end": 99}})], default_root_dir=tmp_path,
-    )  # fmt: skip
+    callbacks = [lightning_eff.EffCallback({"prune": {"sparsity": 0.5, "end": 99}})]
+    trainer = make_trainer(tmp_path, max_steps=2, callbacks=callbacks)
     with pytest.raises(ConfigError, match="end must lie within"):
         trainer.fit(module, DataLoader(train_examples(), batch_size=8))
     assert traces(module) == before

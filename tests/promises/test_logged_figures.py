@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from language_runs import cut, documents, gradients, llama, padded
+from plain_loop import begun_session
 from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
-from shared_core import Session
 from shared_core.engine.compatibility import refusal
 from shared_core.engine.logged_figures import is_in_bar, logged_figures
 from shared_core.engine.registry import REGISTRY
@@ -124,9 +124,7 @@ def test_figures_of_a_step_that_is_interrupted_go_on():
     recipe = {"distill": {"teacher": torch.nn.Linear(4, 3), "alpha": ALPHA}}
 
     def begun():
-        session = Session(recipe)
-        session.attach(net)
-        session.begin([torch.optim.SGD(net.parameters())], total_steps=2)
+        session, _ = begun_session(recipe, net, 2, lr=1e-3)
         return session
 
     def train(session, part):

@@ -17,7 +17,7 @@ from promise_table import TOGETHER, make_net, recipe_of
 from torch import Tensor
 from transformers import TrainerCallback
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.engine.observers.history import LIMIT
 
 KEYS = tuple(key for key in TOGETHER if key != "soup")  # which keeps one entry for each checkpoint
@@ -93,7 +93,7 @@ def recipe_for(steps):
 
 def bare(steps, watch, folder):
     data, model = batches(1), make_net()
-    session = Session(Recipe.from_dict(recipe_for(steps)), services=LoopServices(model, data))
+    session = Session(recipe_for(steps), services=LoopServices(model, data))
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.begin([optimizer], total_steps=steps, steps_per_epoch=4)

@@ -4,6 +4,7 @@ import promise_drivers
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning_world import make_trainer
 from promise_drivers import difference, hf_trainer, run_bare, run_hf, run_lightning, saved_state, weights_of
 from promise_table import DigitsNet
 from safetensors.torch import load_file
@@ -82,16 +83,12 @@ def test_a_loss_of_the_hf_users_own_is_the_peers_too(tmp_path):
 
 class TestLightningModules:
     def run(self, folder, distill, module):
-        import pytorch_lightning as pl
         from torch.utils.data import DataLoader
 
         from lightning_eff import EffCallback
 
         callback = EffCallback(Recipe.from_dict({"distill": {"teacher": "mutual"} | distill}))
-        trainer = pl.Trainer(
-            max_steps=4, accelerator="cpu", devices=1, callbacks=[callback], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder),
-        )  # fmt: skip
+        trainer = make_trainer(folder, callbacks=[callback], max_steps=4, devices=1)
         trainer.fit(module, DataLoader(promise_drivers.train_examples(), batch_size=8))
         return trainer, callback
 

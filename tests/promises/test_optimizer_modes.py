@@ -3,6 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from plain_loop import plain_step
 from promise_drivers import batches, difference, hf_trainer, run_hf, run_lightning, weights_of
 from promise_table import NUM_STEPS, TECHNIQUES, make_net, recipe_of, train_examples
 from safetensors.torch import load_file
@@ -53,10 +54,7 @@ def train(recipe, order="behind", evaluates=True):
         with session.forward():
             loss = session.loss(model(**batch)["loss"])
         loss.backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
         steps.append({name: value.detach().double() for name, value in model.named_parameters()})
         if evaluates and step % EVERY == 0:
             seen.append(evaluate(session, optimizer, model, order))
@@ -137,11 +135,7 @@ def test_shared_values_move_as_parameters_of_their_own():
     attach_with(session, model, [optimizer])
     session.begin([optimizer], total_steps=NUM_STEPS)
     for step, x in enumerate(inputs, 1):
-        session.loss(model(x).square().mean() + model(x).sin().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(x).square().mean() + model(x).sin().mean())
         if step == 3:
             values, codes = model.weight.detach().unique(return_inverse=True)
             shared = torch.nn.Parameter(values)

@@ -55,10 +55,15 @@ def test_lightning_resumes_bit_for_bit(keys, stops, tmp_path):
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8, 11], ids=lambda batch: f"batch{batch}")
-def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
-    keys = tuple(key for key in TOGETHER if key != "soup")
+WITHOUT_SOUP = tuple(key for key in TOGETHER if key != "soup")
 
+
+@pytest.mark.parametrize(
+    ("keys", "batch"),
+    [*((WITHOUT_SOUP, batch) for batch in (1, 3, 8, 11)), *((("dp",), batch) for batch in (3, 11))],
+    ids=lambda value: f"batch{value}" if isinstance(value, int) else "all" if value is WITHOUT_SOUP else value[0],
+)
+def test_lightning_resumes_inside_an_accumulation_window(keys, batch, tmp_path):
     def run(folder, **more):
         torch.manual_seed(3)
         options = {"dropout": 0.3, "shuffle": True, "accumulate": 2}

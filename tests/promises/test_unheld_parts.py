@@ -5,6 +5,7 @@ import functools
 import promise_drivers
 import pytest
 import torch
+from plain_loop import plain_step
 from promise_drivers import difference, run_accelerate, run_bare, run_fabric, run_lightning
 from promise_table import TECHNIQUES, VARIANTS, DigitsNet, recipe_of
 from torch import nn
@@ -95,11 +96,7 @@ def averaged(**options):
 
 def train(session, model, optimizer, steps):
     for _ in range(steps):
-        session.loss(model.net(torch.randn(8, 16)).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model.net(torch.randn(8, 16)).square().mean())
         model.ema.update_parameters(model.net)
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 
 import torch
+from lightning_world import make_trainer
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -127,11 +128,8 @@ def lightning(model, recipe, window, folder):
     recipe = {key: dict(options) for key, options in recipe.items()}
     whole = "distill" in recipe and recipe["distill"].setdefault("student", "net") is None
     callbacks = [EffCallback(recipe)] if recipe else []
-    trainer = pl.Trainer(
-        max_steps=1, accumulate_grad_batches=len(window), accelerator="cpu", logger=False, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        log_every_n_steps=1,
-    )  # fmt: skip
+    options = {"max_steps": 1, "accumulate_grad_batches": len(window), "log_every_n_steps": 1}
+    trainer = make_trainer(folder, callbacks=callbacks, **options)
     trainer.fit(Module(), DataLoader(window, batch_size=None))
     return optimizer.gradients, {name: float(value) for name, value in trainer.callback_metrics.items()}
 

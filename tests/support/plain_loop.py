@@ -2,12 +2,12 @@
 
 import torch
 
-from shared_core import Recipe, Session
+from shared_core import Session
 
 
 def begun_session(recipe, model, total_steps, lr=0.1, **options):
     """Return a session that has begun on a model, and its optimizer."""
-    session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), **options)
+    session = Session(recipe, **options)
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     session.begin([optimizer], total_steps=total_steps)

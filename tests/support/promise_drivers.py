@@ -136,7 +136,7 @@ def run_bare(
     max_steps = NUM_STEPS if max_steps is None else max_steps  # read here: tests of other models set it
     model = make_net(batch_norm=batch_norm, recipe=recipe).to(DEVICE)
     services = LoopServices(model, batches(accumulate))
-    session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
+    session = Session(recipe, services=services)
     if optimizer_first:
         optimizer = _optimizer(optim, model.parameters())
         attach_with(session, model, [optimizer])
@@ -354,7 +354,7 @@ def hf_trainer(
         callbacks=list(callbacks),
     )
     if plugin:
-        attach(trainer, recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe))
+        attach(trainer, recipe)
     return trainer
 
 
@@ -422,7 +422,7 @@ def run_lightning(
     from lightning_eff import EffCallback
     from lightning_eff.pytorch import LossScalingPrecision
 
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe)
+    recipe = Recipe.from_dict(recipe)
     if "distill" in recipe and recipe["distill"].student is None:  # type: ignore[attr-defined]
         partial = {"allow_partial": recipe.allow_partial}
         recipe = Recipe.from_dict({**recipe, **partial, "distill": _with_student(recipe["distill"])})

@@ -20,7 +20,6 @@ from two_ranks import be_a_rank
 
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
@@ -223,7 +222,7 @@ def train(recipe, *, later=False, resume=None):
     # in double no rounding of a sum over ranks tips a code over
     net = Net().to(torch.bfloat16 if "primary_weights" in recipe else torch.double)
     services = Checkpoints(recipe, net)
-    session = Session(Recipe.from_dict(recipe), seed=4, services=services)
+    session = Session(recipe, seed=4, services=services)
     if later:
         session.attach(net, environment())
     shard(net)

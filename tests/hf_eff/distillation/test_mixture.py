@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import SequentialSampler
-from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, Trainer
+from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_classifier, make_examples, make_language_model, make_texts, make_trainer
-from hf_gradients import Gradients
+from hf_gradients import Gradients, InOrder, largest_difference
 from two_ranks import run_two_ranks
 
 from hf_eff import attach
@@ -25,11 +24,6 @@ TINY = {
     "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 16, **QUIET,
 }  # fmt: skip
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
-        return SequentialSampler(self.train_dataset)
 
 
 class OwnLoss(InOrder):
@@ -108,10 +102,6 @@ def reference(kind):
     soft = T**2 * (p * (p.log() - (ours / T).log_softmax(-1))).sum(-1).mean()
     (ALPHA * hard + (1 - ALPHA) * soft).backward()
     return {name: value.grad.float() for name, value in student.named_parameters() if value.grad is not None}
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from hf_eff import attach
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 
@@ -127,6 +126,6 @@ def test_a_shallower_student_begins_with_its_teachers_layers_once(make, tmp_path
     trainer.train()
     trained = copy.deepcopy(student.state_dict())
     assert session.receipt()["techniques"]["distill"]["init_layers"]["layers"] == {"bert.encoder.layer": [1, 3]}
-    again = Session(Recipe.from_dict({"distill": {"teacher": teacher, "init_layers": "1,3"}}), seed=0)
+    again = Session({"distill": {"teacher": teacher, "init_layers": "1,3"}}, seed=0)
     again.attach(student)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in student.state_dict().items())

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import SequentialSampler
-from transformers import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_language_model, make_trainer
-from hf_gradients import Gradients
+from hf_gradients import Gradients, InOrder, largest_difference
 from two_ranks import run_two_ranks
 
 from hf_eff import attach
@@ -23,11 +21,6 @@ from shared_core.errors import ConfigError, TrainingError
 
 ALPHA, T, FIELD = 0.3, 2.0, "is_new"
 UNLABELLED = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabelled
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
-        return SequentialSampler(self.train_dataset)
 
 
 def texts(flags=UNLABELLED, *, labelled=True, field=True):
@@ -84,10 +77,6 @@ def train(folder, size, windows, data=None, model=None, extra=None, options=None
 
 def told(folder):
     return json.loads((Path(folder) / "eff_receipt.json").read_text())["techniques"]["distill"]
-
-
-def largest_difference(first, second):
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.mark.parametrize(("size", "windows"), [(8, 1), (4, 2), (2, 4), (1, 8)])

@@ -1,9 +1,11 @@
 """Built-in evaluators of `eff soup --task`, against the Trainer's own numbers and float64."""
 
+import functools
 import json
 import math
 import sys
 
+import commands
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -18,11 +20,9 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner
 
 from hf_eff.evaluation.evaluator import FolderEvaluator
 from hf_eff.evaluation.metrics import class_score
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
 WORDS = [
@@ -280,8 +280,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         evaluate({"other": torch.ones(1)})
 
 
-def eff(*arguments):
-    return CliRunner().invoke(app, ["soup", *map(str, arguments)], catch_exceptions=False)
+eff = functools.partial(commands.eff, "soup")
 
 
 def test_the_command_searches_by_a_task(room, tmp_path):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from commands import eff
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as Pictures
 from sklearn.datasets import load_digits
@@ -15,12 +16,10 @@ from transformers import (
     ViTForImageClassification,
     ViTImageProcessorPil,
 )
-from typer.testing import CliRunner
 
 from hf_eff.evaluation.evaluator import FolderEvaluator
 from hf_eff.evaluation.metrics import regression_score
 from shared_core.checkpoint_formats import open_ingredient
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
 COUNT = 30
@@ -185,7 +184,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
 @pytest.mark.parametrize(("kind", "task"), [("classes", "accuracy"), ("number", "mae")])
 def test_the_command_makes_a_soup_of_image_models(room, tmp_path, kind, task):
     arguments = ["soup", room / kind, "--task", task, "--data", room / "split", "--out", tmp_path / "soup", "--json"]
-    told = json.loads(CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False).stdout)
+    told = json.loads(eff(*arguments).stdout)
     singles = [row["single"] for row in told["history"]]
     assert singles == sorted(singles, reverse=task == "accuracy")
     final = FolderEvaluator(task, tmp_path / "soup", room / "split")  # the processor came along

@@ -5,11 +5,10 @@ import onnxruntime
 import pytest
 import torch
 import transformers
+from commands import eff
 from qat_step import qat_step
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.cli import app
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
@@ -102,13 +101,13 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
     arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx")]
     for options, got in ([], "None"), (["--length", "1"], "1"):
         with pytest.raises(ConfigError, match=f"--length must be at least 2 for a model that reads tokens, got {got}"):
-            CliRunner().invoke(app, [*arguments, "--format", "executorch", *options], catch_exceptions=False)
+            eff(*arguments, "--format", "executorch", *options)
     batch = make_batch(5)
     for ranges, told in (None, "all of it in float"), ({"classifier": {"min": -1.0, "max": 1.0}}, "1 layers quantised"):
         if ranges:
             write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
             apply_ranges(model, ranges)
-        assert told in CliRunner().invoke(app, [*arguments, "--length", "6"], catch_exceptions=False).output
+        assert told in eff(*arguments, "--length", "6").output
         (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
             difference = np.abs(logits - model(**batch).logits.numpy())
@@ -123,14 +122,14 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
     images.save_pretrained(tmp_path / "images")
     refused = ["export", str(tmp_path / "images"), "--out", str(tmp_path / "images.onnx"), "--length", "8"]
     with pytest.raises(ConfigError, match=r"--length must come with a model that reads tokens, got ViT.*pixel_values"):
-        CliRunner().invoke(app, refused, catch_exceptions=False)
+        eff(*refused)
     half = make.classifier().eval().bfloat16()
     with pytest.raises(CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model"):
         export_onnx(half, batch, tmp_path / "half.onnx")
     half.save_pretrained(tmp_path / "half")  # float32 in the file, with the values of bfloat16
     arguments[1] = str(tmp_path / "half")
     told = "it takes input_ids (batch, length), attention_mask (batch, length)"
-    assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
+    assert told in " ".join(eff(*arguments).output.split())
 
 
 @pytest.mark.slow
@@ -142,7 +141,7 @@ def test_the_command_exports_a_mixture_of_experts_whose_config_asks_for_a_cache(
     model = transformers.MixtralForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "run")
     arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx"), "--length", "6"]
-    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    eff(*arguments)
     batch = make_batch(5)
     (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
     with torch.no_grad():

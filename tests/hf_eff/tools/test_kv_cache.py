@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from commands import eff
 from mixtures import mixture
 from qat_step import qat_result
 from safetensors.torch import load_file
@@ -16,10 +17,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import read_deployment, write_deployment
-from shared_core.cli import app
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import (
     apply_ranges,
@@ -150,10 +149,6 @@ def test_formats_without_a_place_for_them_say_so(write, make, tmp_path):
         model.config.use_cache = False  # an ONNX file has no place for a cache itself
         written = write(model, *example, tmp_path / f"{kv_cache}", verify=False)
         assert written.cache_scales_left_out == (tuple(report.kv_cache.scales) if kv_cache else ())
-
-
-def eff(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def test_commands_measure_keep_and_write_them(make, tmp_path, monkeypatch):

@@ -6,10 +6,9 @@ import json
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
+from commands import eff
 
 from shared_core.checkpoint_formats.plain import read_deployment
-from shared_core.cli import app
 from shared_core.errors import ConfigError
 from shared_core.quantization import BitPlan, apply_ranges, quantize, quantize_with_report
 
@@ -45,7 +44,7 @@ def run(make, tmp_path, monkeypatch):
 
     def invoke(*args, evaluate="quality"):
         asked = ["quantize", *args, "--out", "out", "--json", "--eval", f"folder_task:{evaluate}"]
-        return json.loads(CliRunner().invoke(app, asked, catch_exceptions=False).stdout)
+        return json.loads(eff(*asked).stdout)
 
     return invoke
 
@@ -73,9 +72,7 @@ def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_
     }  # fmt: skip
     if options is not STATIC:
         return  # the codes in the file are those of tests/hf_eff/tools/test_export.py
-    exported = CliRunner().invoke(
-        app, ["export", "out", "--out", "model.onnx", "--length", "6"], catch_exceptions=False
-    )
+    exported = eff("export", "out", "--out", "model.onnx", "--length", "6")
     assert f"{len(told['ranges'])} layers quantised" in exported.output
 
 
@@ -139,7 +136,7 @@ def test_a_soup_of_quantised_folders_is_quantised_anew(run, make, tmp_path):
         make.classifier(seed, num_hidden_layers=1).save_pretrained(f"dense-{seed}")
         run(f"dense-{seed}", *STATIC)
         (tmp_path / "out").rename(f"int8-{seed}")
-    CliRunner().invoke(app, ["soup", "int8-1", "int8-2", "--kind", "uniform", "--out", "soup"], catch_exceptions=False)
+    eff("soup", "int8-1", "int8-2", "--kind", "uniform", "--out", "soup")
     assert not (tmp_path / "soup" / "eff_deployment.json").exists()
     told = run("soup", *STATIC)
     from folder_task import batches, quality

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 import transformers
+from commands import eff, told_by
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from shared_core import Recipe
-from shared_core.cli import app
 from shared_core.contrib.planning import ModelShape, PlannedRun, plan
 
 
@@ -51,10 +50,10 @@ def test_parameters_are_counted_where_transformers_builds_the_model(tmp_path):
     with torch.device("meta"):
         found = sum(each.numel() for each in transformers.BertForSequenceClassification(config).parameters())
     for path in (tmp_path, tmp_path / "config.json"):
-        told = CliRunner().invoke(app, ["plan", "--config", str(path), "--json"], catch_exceptions=False)
+        told = eff("plan", "--config", path, "--json")
         assert json.loads(told.stdout)["shape"]["params"] == found
     (tmp_path / "config.json").rename(tmp_path / "bert.json")  # sizes alone
-    told = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "bert.json")], catch_exceptions=False)
+    told = eff("plan", "--config", tmp_path / "bert.json")
     assert "(by formula)" in told.stdout
 
 
@@ -66,10 +65,8 @@ def test_a_folder_is_explained_without_its_weights(tmp_path):
     config.save_pretrained(tmp_path)  # there are no weights to load
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("prune: {sparsity: 0.5, skip: lm_head}\ncheckpointing: {policy: block}\n")
-    options = ["--model", str(tmp_path), "--steps", "10", "--micro-batch", "2", "--seq-len", "16", "--json"]
-    done = CliRunner().invoke(app, ["explain", str(recipe), *options])
-    assert done.exit_code == 0, done.output
-    told, model = json.loads(done.stdout), LlamaForCausalLM(config)
+    options = ["--model", str(tmp_path), "--steps", "10", "--micro-batch", "2", "--seq-len", "16"]
+    told, model = told_by("explain", recipe, *options), LlamaForCausalLM(config)
     assert told["model"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert [*told["techniques"]["checkpointing"]["tensors"]] == ["model.layers.0", "model.layers.1"]
     layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
@@ -91,7 +88,7 @@ def test_a_class_without_fused_attention_is_planned_with_its_scores(tmp_path):
     config.save_pretrained(tmp_path)
 
     def activations(*options):
-        told = CliRunner().invoke(app, ["plan", "--config", str(tmp_path), "--json", *options], catch_exceptions=False)
+        told = eff("plan", "--config", tmp_path, "--json", *options)
         return next(cost["during"] for cost in json.loads(told.stdout)["costs"] if cost["what"] == "activations")
 
     assert activations() == activations("--attention", "eager")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import commands
 import gguf
 import pytest
 import tokenizers
@@ -25,10 +26,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors, export_gguf, export_torchao
@@ -64,7 +63,7 @@ def folder(make, tmp_path):
 
 def eff(tmp_path, *arguments, kind="compressed-tensors", out="out"):
     command = ["export", tmp_path / "run", "--format", kind, "--out", tmp_path / out, *arguments]
-    return CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
+    return commands.eff(*command)
 
 
 def test_a_multimodal_model_whose_files_name_its_parts_in_another_order_loads(tmp_path):
@@ -318,7 +317,7 @@ def test_an_exported_folder_is_refused_where_weights_in_float_are_needed(scheme,
     ):
         words = [command[0], tmp_path / "out", *command[1:], "--out", tmp_path / "other"]
         with pytest.raises(CheckpointError, match="out must hold weights in float, got codes; give the folder"):
-            CliRunner().invoke(app, [*map(str, words)], catch_exceptions=False)
+            commands.eff(*words)
     assert not (tmp_path / "other").exists()
 
 

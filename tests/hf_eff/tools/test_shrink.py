@@ -1,10 +1,11 @@
 """`shrink` on models of transformers: uneven layers, the residual width, types, and `eff shrink` on a folder."""
 
+import functools
 import json
 
 import pytest
 import torch
-import typer
+from commands import eff
 from transformers import (
     AutoModelForCausalLM,
     BertModel,
@@ -21,11 +22,9 @@ from transformers import (
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
-from typer.testing import CliRunner
 
 from shared_core.channel_graph import find_groups
 from shared_core.cli.shrink import REPORT_FILE, made_up_inputs
-from shared_core.cli.shrink import shrink as command
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.tools.shrink import shrink
 
@@ -187,9 +186,7 @@ def test_a_model_that_its_config_does_not_describe_is_refused():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    app = typer.Typer()
-    app.command()(command)
-    return lambda *args: CliRunner().invoke(app, list(args), catch_exceptions=False)
+    return functools.partial(eff, "shrink")
 
 
 def test_the_command_writes_a_folder_that_loads(run, tmp_path):

@@ -1,17 +1,16 @@
 """`shrink_to` on decoders of transformers: what is cut, what it computes, what its folder says, what is refused."""
 
+import functools
 import json
 import math
 
 import pytest
 import torch
-import typer
+from commands import eff
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from shared_core.channel_graph import find_groups
 from shared_core.cli.shrink import REPORT_FILE
-from shared_core.cli.shrink import shrink as command
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.tools.shrink import shrink_to
 from shared_core.tools.shrink import sizes as by_sizes
@@ -317,12 +316,7 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
     model = decoder()
     model.save_pretrained(tmp_path / "big")
     (tmp_path / "big" / "tokenizer.json").write_text("{}")
-    app = typer.Typer()
-    app.command()(command)
-
-    def run(*arguments):
-        return CliRunner().invoke(app, ["big", *arguments], catch_exceptions=False)
-
+    run = functools.partial(eff, "shrink", "big")
     given = ["--calibration", "shrink_to_task:batches", "--layers", "2", "--hidden-size", "24"]
     given += ["--intermediate-size", "32", "--attention-heads", "6", "--key-value-heads", "3", "--out", "small"]
     told = run(*given)

@@ -3,6 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_world import make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_eff import EffCallback
@@ -35,11 +36,8 @@ def trained(tmp_path, precision, **options):
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 24, (4, 2, 7))]
     loader = torch.utils.data.DataLoader(data, batch_size=None)
     module, callback = Module(), EffCallback({"distill": {"teacher": llama(1, 32), "student": "net", **options}})
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", precision=precision, accumulate_grad_batches=2, callbacks=[callback],
-        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    options = {"max_epochs": 1, "precision": precision, "accumulate_grad_batches": 2}
+    trainer = make_trainer(tmp_path, callbacks=[callback], **options)
     trainer.fit(module, loader, loader)
     assert module.validated
     return module.state_dict(), callback.receipt.values["techniques"]["distill"]

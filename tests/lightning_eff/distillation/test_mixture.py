@@ -3,13 +3,12 @@
 import pytest
 import torch
 from lightning_world import BOTH, make_trainer
+from plain_loop import begun_session
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
 
 ALPHA, T, CLASSES = 0.3, 2.0, 5
@@ -76,10 +75,9 @@ def lightning(folder, data, size, accumulate, **options):
 
 def bare(data, size, accumulate):
     student = Tagger(0)
-    session = Session(Recipe.from_dict({"distill": {"teacher": Tagger(1), "temperature": T, "alpha": ALPHA}}))
-    session.attach(student)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.0)
-    session.begin([optimizer], total_steps=2)
+    session, optimizer = begun_session(
+        {"distill": {"teacher": Tagger(1), "temperature": T, "alpha": ALPHA}}, student, 2, lr=0.0
+    )
     for _ in range(2):
         optimizer.zero_grad()
         for batch in DataLoader(data, batch_size=size):

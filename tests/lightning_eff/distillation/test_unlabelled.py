@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 from lightning_world import BOTH, make_trainer
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import ConfigError
 
 OPTIONS = {"alpha": 0.4, "unlabelled_field": "new", "divergence": "hard_label"}
@@ -56,18 +55,12 @@ def fit(folder, data, **more):
 
 def bare(accumulate):
     student, teacher = nets()
-    session = Session(Recipe.from_dict({"distill": {"teacher": teacher, **OPTIONS}}))
-    session.attach(student)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=8 // accumulate)
+    session, optimizer = begun_session({"distill": {"teacher": teacher, **OPTIONS}}, student, 8 // accumulate)
     for index, batch in enumerate(list(DataLoader(rows(), batch_size=2)) * 2, 1):
         batch = session.techniques["distill"].prepare_batch(batch)
         (session.loss(F.cross_entropy(student(batch["x"]), batch["labels"])) / accumulate).backward()
         if index % accumulate == 0:
-            session.before_step()
-            optimizer.step()
-            session.after_step()
-            optimizer.zero_grad()
+            plain_step(session, optimizer)
     return student
 
 

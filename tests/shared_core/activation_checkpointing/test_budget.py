@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.activation_checkpointing import apply_segments, profiler
 from shared_core.activation_checkpointing import memory_budget as lazy_budget
 from shared_core.activation_checkpointing.config import Budget, parse_budget
@@ -195,7 +196,7 @@ def test_measured_peak_falls_with_the_budget():
 
 def trained_by_session(recipe, steps, state=None, weights=None, *, surrounded=True):
     net = network()
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(net)
     if state is not None:
         net.load_state_dict(weights)
@@ -206,11 +207,7 @@ def trained_by_session(recipe, steps, state=None, weights=None, *, surrounded=Tr
         torch.manual_seed(number)  # dropout
         with session.forward() if surrounded else contextlib.nullcontext():
             loss = net(batch(number)).square().mean()
-        session.loss(loss).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, loss)
     return net, session
 
 
@@ -275,9 +272,7 @@ def test_frozen_blocks_are_in_no_segment_and_hold_nothing():
 
 def test_a_compiled_model_is_profiled_eagerly_and_compiled_afterwards():
     net = network()[:3]
-    session = Session(Recipe.from_dict({"checkpointing": {"policy": "budget:0.8"}}))
-    session.attach(net)
-    session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=4)
+    session, _ = begun_session({"checkpointing": {"policy": "budget:0.8"}}, net, 4)
     compiled = torch.compile(net, backend="aot_eager")
     for number in range(4):
         with session.forward():

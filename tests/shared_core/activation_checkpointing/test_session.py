@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from promise_drivers import difference, run_bare
 from promise_table import EVERYTHING, TECHNIQUES, VARIANTS, recipe_of
 from torch import nn
@@ -29,10 +30,7 @@ def test_the_run_is_the_same_to_the_bit(key):
 
 
 def make(options, model):
-    session = Session(Recipe.from_dict({"checkpointing": options}))
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=2)
+    session, optimizer = begun_session({"checkpointing": options}, model, 2)
     return session, optimizer
 
 
@@ -58,11 +56,7 @@ class Experts(nn.Module):
 
 
 def route(session, optimizer, model, expert):
-    session.loss(model(torch.ones(2, 4), expert).sum()).backward()
-    session.before_step()
-    optimizer.step()
-    session.after_step()
-    optimizer.zero_grad()
+    plain_step(session, optimizer, model(torch.ones(2, 4), expert).sum())
 
 
 def test_steps_that_reach_no_block_are_no_error_as_long_as_others_do():
@@ -79,7 +73,7 @@ def test_steps_that_reach_no_block_are_no_error_as_long_as_others_do():
     assert session.techniques["checkpointing"].report()["recomputations"] == 1
 
     resumed = Experts()
-    again = Session(Recipe.from_dict({"checkpointing": options}))
+    again = Session({"checkpointing": options})
     again.attach(resumed)
     again.load_state_dict(state)
     second = torch.optim.SGD(resumed.parameters(), lr=0.1)
@@ -89,7 +83,7 @@ def test_steps_that_reach_no_block_are_no_error_as_long_as_others_do():
     assert again.techniques["checkpointing"].report()["recomputations"] == 1
     again.techniques["checkpointing"].finish(again.context)  # the saved run's recomputations count
     resumed = Experts().eval()
-    again = Session(Recipe.from_dict({"checkpointing": options}))
+    again = Session({"checkpointing": options})
     again.attach(resumed)
     again.load_state_dict(state)
     again.begin([torch.optim.SGD(resumed.parameters(), lr=0.1)], total_steps=4)
@@ -107,7 +101,7 @@ def test_a_run_that_reached_no_block_is_an_error_at_its_end():
 
 def test_blocks_of_one_of_two_optimizers_are_looked_for_at_the_end():
     model = blocks().eval()
-    session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))
+    session = Session({"checkpointing": {"policy": "block"}})
     session.attach(model)
     session.begin([torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1)], total_steps=1)
     model(torch.ones(2, 4)).sum().backward()
@@ -142,18 +136,15 @@ def test_options():
         Recipe.from_dict({"checkpointing": {"policy": "blocks"}})
     with pytest.raises(CompatibilityError, match="flush_every cannot be combined with checkpointing"):
         recipe = {"checkpointing": {"policy": "block"}, "loss_scale": {"kind": "dynamic", "flush_every": 2}}
-        Session(Recipe.from_dict(recipe)).attach(blocks())
+        Session(recipe).attach(blocks())
     with pytest.raises(CompatibilityError, match="activations cannot be combined with a budget of checkpointing"):
         recipe = {"checkpointing": {"policy": "budget:0.5"}, "activations": {"pack": "exact"}}
-        Session(Recipe.from_dict(recipe)).attach(blocks())
+        Session(recipe).attach(blocks())
 
 
 def test_blocks_of_a_compiled_graph_are_uncounted_and_not_told_as_never_recomputed():
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-    session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))
-    session.attach(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=1)
+    session, _ = begun_session({"checkpointing": {"policy": "block"}}, net, 1)
     with session.forward():
         session.loss(torch.compile(net, backend="aot_eager")(torch.ones(2, 4)).sum()).backward()
     session.before_step()

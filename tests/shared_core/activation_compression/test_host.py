@@ -8,7 +8,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared_core.activation_compression.host_offload import HostMover
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, TrainingError
 
@@ -127,14 +126,14 @@ def test_a_source_modified_while_it_is_copied_is_an_error_and_later_is_harmless(
 
 
 def test_a_cpu_has_nothing_to_offload_to():
-    session = Session(Recipe.from_dict({"activations": {"pack": "none", "offload": True}}))
+    session = Session({"activations": {"pack": "none", "offload": True}})
     with pytest.raises(CompatibilityError, match=r"activations: offload must have activations on a CUDA device"):
         session.attach(nn.Linear(2, 2))
 
 
 def test_a_model_on_the_cpu_of_a_machine_with_a_gpu_has_neither(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    session = Session(Recipe.from_dict({"activations": {"pack": "exact", "offload": True}}))
+    session = Session({"activations": {"pack": "exact", "offload": True}})
     model = nn.Linear(2, 2)
     session.attach(model)
     with pytest.raises(CompatibilityError, match="got a model on cpu"):

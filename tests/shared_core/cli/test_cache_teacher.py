@@ -1,9 +1,11 @@
 """`eff cache-teacher`: what it writes, resumes and refuses; fingerprints of models and tokenizers."""
 
+import functools
 import json
 import shutil
 import sys
 
+import commands
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -16,9 +18,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.distillation.teacher_cache import (
     TeacherCache,
     folder_fingerprint,
@@ -113,11 +113,7 @@ def teacher(room, tokenizer):
     return room / "teacher"
 
 
-def eff(*arguments):
-    result = CliRunner().invoke(app, ["cache-teacher", *map(str, arguments)], catch_exceptions=True)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+eff = functools.partial(commands.eff, "cache-teacher")
 
 
 def test_a_language_model_from_a_folder(teacher, tokenizer):

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from commands import eff
 
-from shared_core.cli import app
 from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import ConfigError
@@ -13,7 +12,7 @@ from shared_core.errors import ConfigError
 
 def told(line, monkeypatch, columns=80):
     monkeypatch.setenv("COLUMNS", str(columns))
-    result = CliRunner().invoke(app, line.split(), catch_exceptions=False)
+    result = eff(*line.split())
     assert result.exit_code == 0
     return result.output
 

@@ -1,28 +1,18 @@
 """`eff compress` and `eff decompress`: what is written loads without this library, and what is refused."""
 
-import json
-
 import pytest
 import torch
-import typer
+from commands import eff, told_by
 from reports import report_of, row
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
-from typer.testing import CliRunner
 
-from shared_core.cli.compress import compress, decompress
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.weight_clustering import share_values
 
-app = typer.Typer()
-app.command()(compress)
-app.command()(decompress)
-
 
 def run(*arguments):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = eff(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -38,7 +28,7 @@ def make_net(seed=0):
 def test_a_state_dict_there_and_back(tmp_path):
     net = make_net()
     save_file(net.state_dict(), tmp_path / "net.safetensors")
-    told = json.loads(run("compress", tmp_path / "net.safetensors", "--bits", 4, "--out", tmp_path / "m.eff", "--json"))
+    told = told_by("compress", tmp_path / "net.safetensors", "--bits", 4, "--out", tmp_path / "m.eff")
     size = (tmp_path / "m.eff").stat().st_size
     original = sum(tensor.numel() * tensor.element_size() for tensor in net.state_dict().values())
     assert (told["file_bytes"], told["original_bytes"]) == (size, original)
@@ -46,7 +36,7 @@ def test_a_state_dict_there_and_back(tmp_path):
     assert told["decompression_seconds"] > 0
     text = report_of(tmp_path / "m.eff")
     assert row(text, "bytes of the weights, as given and in m.eff")[:2] == [f"{original:,}", f"{size:,}"]
-    told = json.loads(run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back", "--json"))
+    told = told_by("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
     assert told["bytes"] == original
     assert told["decompression_seconds"] > 0
     assert [file.name for file in (tmp_path / "back").iterdir()] == ["model.safetensors"]
@@ -115,7 +105,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_load_again(tmp_path):
     torch.save(Tied(0).state_dict(), tmp_path / "tied.pt")
-    told = json.loads(run("compress", tmp_path / "tied.pt", "--out", tmp_path / "m.eff", "--json"))
+    told = told_by("compress", tmp_path / "tied.pt", "--out", tmp_path / "m.eff")
     assert told["ties"] == {"head.weight": "embed.weight"}
     assert told["original_bytes"] == 4 * 640
     run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
@@ -172,7 +162,7 @@ def test_files_that_no_model_needs_are_not_put_into_the_folder(tmp_path):
     from shared_core.tools.compression import compress as write
 
     write({"w": torch.ones(3)}, tmp_path / "m.eff", files={"config.json": b"{}", "evil.py": b"", "run.sh": b""})
-    told = json.loads(run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back", "--json"))
+    told = told_by("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
     assert told["files"] == ["config.json"]
     assert {file.name for file in (tmp_path / "back").iterdir()} == {"config.json", "model.safetensors"}
 

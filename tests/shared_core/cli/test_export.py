@@ -1,9 +1,11 @@
 """The command eff export: files that either trainer saved become ONNX, and what it refuses."""
 
+import functools
 import json
 import runpy
 import sys
 
+import commands
 import numpy as np
 import onnxruntime
 import pytest
@@ -13,10 +15,8 @@ from reports import report_of, row
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.quantization import apply_ranges
 
@@ -55,11 +55,7 @@ def room(tmp_path, monkeypatch):
     sys.modules.pop("export_task", None)
 
 
-def eff(*arguments):
-    result = CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=True)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+eff = functools.partial(commands.eff, "export")
 
 
 @pytest.mark.slow
@@ -89,7 +85,7 @@ def test_the_command_exports_what_either_trainer_saved(room):
 @pytest.mark.slow
 def test_eff_quantize_keeps_the_codes_between_convolutions_that_eff_export_takes(room):
     asked = ["quantize", "export_task:residual", "--calibration", "export_task:batches", "--out", "small"]
-    assert not CliRunner().invoke(app, asked, catch_exceptions=False).exit_code
+    assert not commands.eff(*asked).exit_code
     saved = ["export_task:residual", "--weights", "small"]
     plain = json.loads(eff(*saved, "--out", "kept.onnx", "--json").output)
     assert plain["integer_nodes"] == {"QGemm": 1, "QLinearAdd": 1, "QLinearConv": 2}

@@ -1,16 +1,15 @@
 """`eff low-rank`: what is written loads, the report is true and can be trained with, wrong input is refused."""
 
+import functools
 import json
 
 import pytest
 import torch
+from commands import eff
 from reports import report_of, row
 from torch import nn
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.cli.low_rank import REPORT_FILE
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.low_rank import LowRankLayer, load
@@ -46,11 +45,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "low_rank_task.py").write_text(TASK)
-
-    def invoke(*args):
-        return CliRunner().invoke(app, ["low-rank", "low_rank_task:model_and_inputs", *args], catch_exceptions=False)
-
-    return invoke
+    return functools.partial(eff, "low-rank", "low_rank_task:model_and_inputs")
 
 
 def test_the_folder_loads_and_its_report_is_true(run, tmp_path):
@@ -72,7 +67,7 @@ def test_the_folder_loads_and_its_report_is_true(run, tmp_path):
     assert isinstance(small[4], nn.Linear)  # the head
     # its ranks are those of a run that is given it
     fresh = model()
-    Session(Recipe.from_dict({"low_rank": {"rank": str(tmp_path / "small" / REPORT_FILE)}})).attach(fresh)
+    Session({"low_rank": {"rank": str(tmp_path / "small" / REPORT_FILE)}}).attach(fresh)
     ranks = [each.rank for each in fresh if isinstance(each, LowRankLayer)]
     assert ranks == [layer["rank"] for layer in report["layers"]]
 

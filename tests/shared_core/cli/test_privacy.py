@@ -1,19 +1,13 @@
 """`eff privacy`: every accountant, both directions, wrong input."""
 
-import json
+import functools
 
 import pytest
-from typer.testing import CliRunner
+from commands import told_by
 
-from shared_core.cli import app
 from shared_core.errors import ConfigError
 
-
-def told(*options):
-    result = CliRunner().invoke(app, ["privacy", *options, "--json"])
-    if result.exception:
-        raise result.exception
-    return json.loads(result.stdout)
+told = functools.partial(told_by, "privacy")
 
 
 def test_every_accountant_is_told():

@@ -1,16 +1,16 @@
 """`eff quantize`: what is written, that it loads, that it deploys, and what is refused before any work."""
 
+import functools
 import json
 
 import pytest
 import torch
+from commands import eff
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import read_deployment
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.quantization import BitPlan, apply_ranges, quantize
 from shared_core.quantization.schemes import LayerScheme
@@ -105,9 +105,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "quantize_task.py").write_text(TASK)
     import quantize_task
 
-    def invoke(*args, **options):
-        return CliRunner().invoke(app, ["quantize", *args], catch_exceptions=False, **options)
-
+    invoke = functools.partial(eff, "quantize")
     invoke.task = quantize_task
     return invoke
 
@@ -345,4 +343,4 @@ def test_gptq_quantises_a_decoder_on_the_cpu_for_export(run, tmp_path):
         )
         assert torch.equal((codes * scale.unsqueeze(1)).view_as(weight), weight)
     export = ["export", "out", "--format", "compressed-tensors", "--out", "served"]
-    assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
+    assert eff(*export).exit_code == 0

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from commands import eff
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from shared_core import Session
-from shared_core.cli import _WORKING, app
+from shared_core.cli import _WORKING
 from shared_core.cli.arguments import bar
 from shared_core.engine.receipt import QUIET
 from shared_core.errors import ConfigError
@@ -56,14 +56,15 @@ def test_quiet_holds_while_a_command_runs(monkeypatch):
 
     monkeypatch.setattr(sys.modules["shared_core.cli.prune"], "check_new", note)
     for given, expected in ((["--quiet"], "1"), ([], None)):
-        CliRunner().invoke(app, ["prune", "m:build", "--sparsity", "0.5", "--out", "o", *given])
+        with pytest.raises(ConfigError, match="noted"):
+            eff("prune", "m:build", "--sparsity", "0.5", "--out", "o", *given)
         assert seen.pop() == expected
         assert QUIET not in os.environ
 
 
 @pytest.mark.parametrize("command", sorted(_WORKING))
 def test_every_command_that_works_for_long_has_it(command):
-    told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    told = eff(command, "--help", env={"COLUMNS": "200"}).output
     assert told.count("--quiet") == 1
 
 

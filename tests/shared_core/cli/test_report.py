@@ -1,15 +1,15 @@
 """`eff report`: what the files of a run hold and nothing else, on one page that loads nothing and runs nothing."""
 
 import copy
+import functools
 import json
 import re
 import sys
 
+import commands
 import pytest
 from reports import Outline, part, report_of, row
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt, headline
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -49,8 +49,7 @@ def write(folder, receipt=RECEIPT, **files):
     return folder
 
 
-def eff(*args):
-    return CliRunner().invoke(app, ["report", *map(str, args)], catch_exceptions=False)
+eff = functools.partial(commands.eff, "report")
 
 
 def test_a_page_of_a_run(tmp_path):

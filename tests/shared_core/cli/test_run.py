@@ -4,9 +4,8 @@ import runpy
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from commands import eff
 
-from shared_core.cli import app
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.front_ends.flags import _nearest_flag, take_flags
 
@@ -45,10 +44,7 @@ def run(tmp_path, monkeypatch):
 
     def call(text, *arguments):
         (tmp_path / "train.py").write_text(text)
-        result = CliRunner().invoke(app, ["run", str(tmp_path / "train.py"), *arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result, front_end
+        return eff("run", tmp_path / "train.py", *arguments), front_end
 
     return call
 
@@ -94,16 +90,14 @@ def test_errors_of_ours_stay_errors_of_ours(run):
 
 
 def test_a_flag_before_the_script_is_refused():
-    result = CliRunner().invoke(app, ["run", "--prune_sparsity", "0.5", "train.py"])
-    assert isinstance(result.exception, ConfigError)
-    assert "script must come before" in str(result.exception)
+    with pytest.raises(ConfigError, match="script must come before"):
+        eff("run", "--prune_sparsity", "0.5", "train.py")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "/nowhere/srun"])
 def test_a_launcher_in_place_of_the_script_is_refused(launcher):
-    result = CliRunner().invoke(app, ["run", launcher, "--nproc-per-node", "2", "train.py", "--prune_sparsity", "0.5"])
-    assert isinstance(result.exception, ConfigError)
-    assert "put the launcher first" in str(result.exception)
+    with pytest.raises(ConfigError, match="put the launcher first"):
+        eff("run", launcher, "--nproc-per-node", "2", "train.py", "--prune_sparsity", "0.5")
 
 
 def test_the_package_is_the_command_too(monkeypatch, capsys):

@@ -1,16 +1,16 @@
 """`eff shrink` on a model that a function builds: what is written and what is refused before any work."""
 
+import functools
 import json
 
 import pytest
 import torch
-import typer
+from commands import eff
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
-from shared_core.cli.shrink import REPORT_FILE, shrink
+from shared_core.cli.shrink import REPORT_FILE
 from shared_core.errors import CheckpointError, ConfigError
 
 TASK = """
@@ -40,13 +40,7 @@ def run(tmp_path, monkeypatch):
     for name in ("0.weight", "0.bias"):
         weights[name][:2] = 0
     save_file(weights, tmp_path / "pruned.safetensors")
-    app = typer.Typer()
-    app.command()(shrink)
-
-    def invoke(*args):
-        return CliRunner().invoke(app, list(args), catch_exceptions=False)
-
-    return invoke
+    return functools.partial(eff, "shrink")
 
 
 def test_the_weights_load_into_a_smaller_model(run, tmp_path):

@@ -1,23 +1,23 @@
 """`eff soup`: what it writes, what it refuses."""
 
+import functools
 import json
 import subprocess
 import sys
 
+import commands
 import numpy as np
 import pytest
 import torch
 import transformers
-from plain_loop import plain_step
+from plain_loop import begun_session, plain_step
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.model_card import add_section
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
-from shared_core.cli import app
 from shared_core.engine.state_file import save_state
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
@@ -64,11 +64,7 @@ def room(tmp_path, monkeypatch):
     sys.modules.pop("soup_task", None)
 
 
-def eff(*arguments):
-    result = CliRunner().invoke(app, ["soup", *map(str, arguments)], catch_exceptions=True)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+eff = functools.partial(commands.eff, "soup")
 
 
 def test_a_greedy_soup_of_a_run(room):
@@ -404,16 +400,12 @@ def test_masks_in_a_lightning_checkpoint(room):
 
 
 def test_masks_of_a_real_session(room):
-    from shared_core import Recipe, Session
 
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 6)
-    session = Session(
-        Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "linear", "begin": 1, "end": 4, "every": 1}})
+    session, optimizer = begun_session(
+        {"prune": {"sparsity": 0.5, "schedule": "linear", "begin": 1, "end": 4, "every": 1}}, model, 6
     )
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=6)
     for step in range(1, 7):
         plain_step(session, optimizer, model(torch.randn(4, 8)).square().mean())
         folder = room / "pruned" / f"checkpoint-{step}"
@@ -488,10 +480,8 @@ def test_folders_of_older_versions_of_transformers_are_evaluated_and_averaged(ro
                     "llama": ("layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))}  # fmt: skip
             save_file(state | dict([made[family]]), file, metadata={"format": "pt"})
     (room / "constant.py").write_text("def evaluate(model):\n    return 1.0\n")
-    done = CliRunner().invoke(
-        app, ["soup", "first", "second", "--eval", "constant:evaluate", "--order", "given", "--out", "averaged"]
-    )
-    assert done.exit_code == 0, done.exception
+    done = eff("first", "second", "--eval", "constant:evaluate", "--order", "given", "--out", "averaged")
+    assert done.exit_code == 0
     soup, told = transformers.AutoModel.from_pretrained(room / "averaged", output_loading_info=True)
     assert not told["missing_keys"]
     assert (

@@ -6,13 +6,12 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from commands import eff
 from plain_loop import plain_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
 
 from shared_core import Recipe, Session
-from shared_core.cli import app
 from shared_core.cli.explain import ExplainOptions
 from shared_core.cli.init import GOALS, commented_recipe
 from shared_core.contrib.planning import PlannedRun
@@ -32,14 +31,6 @@ def net():
         return nn.Sequential(nn.Linear(32, 32), nn.ReLU())
 
     return nn.Sequential(nn.Sequential(block(), block()), nn.Linear(32, 2))
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def run_through(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def build():
@@ -105,20 +96,18 @@ def test_every_line_of_a_recipe_tells_its_flag():
 
 def test_init_writes_asks_and_never_overwrites(tmp_path, monkeypatch):
     out = tmp_path / "recipe.yaml"
-    done = run("init", "--goal", "smaller", "--out", out)
+    done = eff("init", "--goal", "smaller", "--out", out)
     assert done.exit_code == 0, done.output
     before = out.read_text()
     assert {*Recipe.from_yaml(out)} == {"prune", "cluster"}
     with pytest.raises(ConfigError, match="must be a new file"):
-        CliRunner().invoke(app, ["init", "--goal", "private", "--out", str(out)], catch_exceptions=False)
+        eff("init", "--goal", "private", "--out", out)
     assert out.read_text() == before
-    assert run("init", "--goal", "private", "--out", out, "--force").exit_code == 0
+    assert eff("init", "--goal", "private", "--out", out, "--force").exit_code == 0
     assert {*Recipe.from_yaml(out)} == {"dp"}
 
     monkeypatch.setattr(sys.modules["shared_core.cli.init"], "_at_a_terminal", lambda: True)
-    asked = CliRunner().invoke(
-        app, ["init", "--out", str(tmp_path / "asked.yaml")], input="less-memory\ntransformer\nlightning\n"
-    )
+    asked = eff("init", "--out", tmp_path / "asked.yaml", input="less-memory\ntransformer\nlightning\n")
     assert asked.exit_code == 0, asked.output
     assert "EFF_RECIPE" in (tmp_path / "asked.yaml").read_text()
     assert {*Recipe.from_yaml(tmp_path / "asked.yaml")} == {"checkpointing"}
@@ -130,7 +119,7 @@ def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *asked: "y")
     with pytest.raises(CheckpointError, match=r"eff init: .* must be a model that can be loaded: [^\n]+$"):
-        run_through("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
+        eff("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
     assert not (tmp_path / "ran").exists()
 
 
@@ -149,7 +138,7 @@ def test_init_refuses_what_would_not_run(arguments, error, told, tmp_path, monke
     monkeypatch.syspath_prepend(__file__.rsplit("/", 1)[0])
     out = tmp_path / "recipe.yaml"
     with pytest.raises(error, match=told):
-        CliRunner().invoke(app, ["init", "--out", str(out), *arguments], catch_exceptions=False)
+        eff("init", "--out", out, *arguments)
     assert not out.exists()
 
 
@@ -226,7 +215,7 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     file.write_text(json.dumps(ALL | {"matmul": {"precision": "high"}}))
     before = torch.get_float32_matmul_precision()
     options = ["--epochs", 2, "--examples", 100, "--batch-size", 10, "--model", "test_start:build"]
-    done = run("explain", file, *options, "--json")
+    done = eff("explain", file, *options, "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["steps"] == {"total": 20, "per_epoch": 10}
@@ -236,16 +225,16 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     assert any("masks" in line for line in told["techniques"]["prune"]["measured"])
     assert torch.get_float32_matmul_precision() == before
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-    table = run("explain", file, *options).stdout
+    table = eff("explain", file, *options).stdout
     assert "step 5" in table
     assert "0.0.0.weight" in table
-    written = json.loads(run("explain", file, "--json").stdout)  # neither steps nor a model
+    written = json.loads(eff("explain", file, "--json").stdout)  # neither steps nor a model
     assert [(event["technique"], event["at"]) for event in written["timeline"]] == [
         ("matmul", "step 0"), ("prune", "0.25"), ("prune", "0.5"), ("qat", "2"), ("qat", "0.75"), ("qat", "1.0"),
         ("average", "by default"),
     ]  # fmt: skip
     assert not written["conflicts"]
-    refused = run("explain", file, "--steps", 8, "--surrounding", "zero3")
+    refused = eff("explain", file, "--steps", 8, "--surrounding", "zero3")
     assert refused.exit_code == 1
     assert "DeepSpeed ZeRO stage 3" in refused.stdout
 
@@ -269,11 +258,11 @@ def test_memory_is_that_of_the_model_that_trains():
 
 
 def test_the_version_is_told():
-    assert run("--version").stdout.split() == ["efftrain", version("efftrain")]
+    assert eff("--version").stdout.split() == ["efftrain", version("efftrain")]
 
 
 def test_doctor_tells_every_technique_and_missing_library(monkeypatch):
-    done = run("doctor", "--json")
+    done = eff("doctor", "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == (0 if told["usable"] else 1)
     assert told["techniques"].keys() == REGISTRY.keys()
@@ -281,7 +270,7 @@ def test_doctor_tells_every_technique_and_missing_library(monkeypatch):
     assert {library["name"] for library in told["libraries"]} >= {"torch", "transformers", "opacus"}
     missing = [Library("torch", ">=2", "1.0", ""), Library("peft", ">=0.15", None, "lora")]
     monkeypatch.setattr("shared_core.libraries.libraries", lambda: missing)
-    wrong = run("doctor")
+    wrong = eff("doctor")
     assert wrong.exit_code == 1
     assert 'pip install "efftrain[lora]"' in wrong.stdout
     assert "torch 1.0 is out of range" in wrong.stdout
@@ -299,7 +288,7 @@ def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, 
     monkeypatch.setattr("shared_core.config.ability.find_spec", lambda name: None)
     ability = REGISTRY["dp"].config_class.ability(torch.device("cpu"))
     assert ability.level == "refused"
-    written = run("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout
+    written = eff("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout
     assert "pip install 'efftrain[privacy]'" in ability.why
     assert ability.why in written
 
@@ -308,7 +297,7 @@ def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, 
 def test_a_run_with_nothing_switched_on_tells_the_nearest_flag(flag):
     nothing_on = r"eff run: .*(switched on.*did you mean '--prune_sparsity'|did you mean 'prune_sparsity')"
     with pytest.raises(ConfigError, match=nothing_on):
-        run_through("run", "train.py", "--lr", "1", flag)
+        eff("run", "train.py", "--lr", "1", flag)
 
 
 def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
@@ -316,12 +305,12 @@ def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
     (tmp_path / "train.py").touch()
     assert front_ends() == []  # which is what `eff doctor` shows
     with pytest.raises(ConfigError, match=r"eff run: needs a trainer; pip install 'efftrain\[hf\]'"):
-        run_through("run", tmp_path / "train.py", "--prune_sparsity", "0.5")
+        eff("run", tmp_path / "train.py", "--prune_sparsity", "0.5")
     with pytest.raises(MissingExtraError, match=r"eff prune: a model folder: needs transformers.*efftrain\[hf\]"):
-        run_through("prune", tmp_path, "--sparsity", "0.5", "--out", tmp_path / "out")
+        eff("prune", tmp_path, "--sparsity", "0.5", "--out", tmp_path / "out")
 
 
 def test_a_shell_completes_commands_and_options():
     for words, expected in (("eff qu", "quantize"), ("eff soup --ki", "--kind")):
         asked = {"_EFF_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        assert CliRunner().invoke(app, [], prog_name="eff", env=asked).output.split() == [expected]
+        assert eff(prog_name="eff", env=asked).output.split() == [expected]

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from chunked_distillation_runs import assert_same_gradients, chunked, leaves, problem, whole
 from eff_kernels.distillation import kd_rows_torch_
+from plain_loop import begun_session
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shared_core import Recipe, Session
 from shared_core.distillation.chunked import autograd as chunked_autograd
 from shared_core.distillation.chunked import deferred_logits
 from shared_core.distillation.chunked.loss import chunked_kd_loss
@@ -184,9 +184,7 @@ def test_one_pass_computes_the_task_loss_gradient_where_it_is_these_logits_cross
     found = []
     for is_chunked in (True, False):
         student = Classifier(1)
-        session = Session(Recipe.from_dict({"distill": {"teacher": Classifier(2), "chunked": is_chunked}}))
-        session.attach(student)
-        session.begin([torch.optim.SGD(student.parameters(), lr=0.1)], total_steps=10)
+        session, _ = begun_session({"distill": {"teacher": Classifier(2), "chunked": is_chunked}}, student, 10)
         session.loss(task(student(x).flatten(0, 1), labels)).backward()
         found.append([parameter.grad for parameter in student.parameters()])
     assert bool(own) != one_pass

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.distillation import comparison
@@ -12,7 +13,6 @@ from shared_core.distillation.chunked import loss as module
 from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
 from shared_core.distillation.losses.divergences import DIVERGENCES
 from shared_core.distillation.task_gradient import TaskLoss, cross_entropy_of, hard_term
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 
@@ -173,16 +173,12 @@ class Classifier(nn.Module):
 
 def trained(options):
     model, x = Classifier(0), torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
-    session = Session(Recipe.from_dict({"distill": {"teacher": Classifier(1), **options}}))
+    session = Session({"distill": {"teacher": Classifier(1), **options}})
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     session.begin([optimizer], total_steps=5)
     for step in range(5):
-        optimizer.zero_grad()
-        session.loss(model(x, labels=(torch.arange(16) + step) % 9)["loss"]).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        plain_step(session, optimizer, model(x, labels=(torch.arange(16) + step) % 9)["loss"])
     return model.state_dict()
 
 

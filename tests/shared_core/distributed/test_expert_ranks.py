@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
 
@@ -36,7 +35,7 @@ class Mixture(nn.Module):
 def train(recipe, rank):
     torch.manual_seed(0)
     model = Mixture()
-    session = Session(Recipe.from_dict(recipe), seed=1)
+    session = Session(recipe, seed=1)
     session.attach(model)
     network = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -8,7 +8,6 @@ from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.model_guards import is_element_wise
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 
@@ -54,7 +53,7 @@ RECIPES = {
 def trained(optimizer, recipe, *, zeroed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(model)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     session.begin([stepper], total_steps=6, clips_gradients=False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
 
@@ -22,7 +21,7 @@ def net():
 
 
 def attached(model, recipe=PRUNE, **options):
-    session = Session(Recipe.from_dict(recipe), **options)
+    session = Session(recipe, **options)
     session.attach(model)
     return session
 

@@ -6,7 +6,6 @@ from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
 
@@ -25,7 +24,7 @@ RECIPES = {
 def run(key):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    session = Session(Recipe.from_dict({key: RECIPES[key]}))
+    session = Session({key: RECIPES[key]})
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DataLoader(TensorDataset(torch.ones(20, 16)), batch_size=4)

@@ -367,7 +367,7 @@ def test_a_session_with_nothing_on_changes_nothing():
 
 
 def test_a_receipt_is_json_for_every_parser(tmp_path):
-    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8_weight", "include": ["0"]}}))
+    model, session = net(), Session({"qat": {"scheme": "int8_weight", "include": ["0"]}})
     model[0].weight.data.zero_()  # no noise: infinitely many dB
     session.attach(model)
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
@@ -382,7 +382,7 @@ def test_a_receipt_is_json_for_every_parser(tmp_path):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_run_cut_short_still_has_a_receipt(begun):
-    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8"}}))
+    model, session = net(), Session({"qat": {"scheme": "int8"}})
     session.attach(model)
     if begun:
         session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
@@ -411,7 +411,7 @@ def test_a_session_refuses_wrong_order_and_a_second_model():
 
 def test_a_failed_attach_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(4, 4))
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "include": ["nothing"]}}))
+    session = Session({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "include": ["nothing"]}})
     with pytest.raises(MatchError, match="include pattern 'nothing'"):
         session.attach(model)
     assert type(model[0]) is nn.Linear
@@ -452,7 +452,7 @@ def test_a_default_device_is_the_scripts_own_affair(recipe, tmp_path, monkeypatc
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     if "primary_weights" in recipe:
         model = model.bfloat16()
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     with torch.device("meta"):
         session.attach(model)
         session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=4)

@@ -7,7 +7,7 @@ import torch
 from mixtures import KINDS, fit, losses, mixture, rows, stacks
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.layers import PRODUCTS
@@ -81,7 +81,7 @@ def test_a_run_trains_tells_its_products_and_resumes_exactly(kind, recipe, tmp_p
 def test_what_is_left_is_told():
     odd = {"intermediate_size": 20}
     with pytest.raises(MatchError, match=r"(?s)at least .*sizes must be multiples of 16 for FP8 tensor cores, got 40"):
-        Session(Recipe.from_dict({"fp8": {"recipe": "tensorwise"}})).attach(mixture("mixtral", **odd))
+        Session({"fp8": {"recipe": "tensorwise"}}).attach(mixture("mixtral", **odd))
     with pytest.raises(CompatibilityError, match=r"include must name layers .* multiples of 16 for FP8 .*, got 40"):
         convert_to_fp8(mixture("mixtral", **odd), Fp8Config(recipe="tensorwise", include=(EXPERTS,)))
 
@@ -89,7 +89,7 @@ def test_what_is_left_is_told():
 @pytest.mark.parametrize("recipe", [{"fp8": {"recipe": "tensorwise"}}, {"lora": {"rank": 2, "base": "none"}}])
 def test_sharded_stacks_are_refused_before_the_first_step(recipe, monkeypatch):
     (key,) = recipe
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     net = mixture("mixtral", **SIZES)
     session.attach(net)
     monkeypatch.setattr(f"shared_core.{key}.technique.is_sharded", lambda value: value.ndim == 3)

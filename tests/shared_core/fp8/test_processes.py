@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.fp8 import Fp8Linear
 
@@ -20,7 +19,7 @@ STEPS, POISONED = 4, 2
 
 def attached(model, recipe, **options):
     scaler = LOSS_SCALE if recipe == "hfp8" else {}
-    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe, **options}, **scaler}), services=Quiet())
+    session = Session({"fp8": {"recipe": recipe, **options}, **scaler}, services=Quiet())
     session.attach(model)
     return session
 

@@ -13,7 +13,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import ConfigError
@@ -110,7 +109,7 @@ def test_the_first_and_last_layer_of_hfp8_run_in_16_bits_and_odd_sizes_may():
     session.finish()
     assert all(type(layer) is nn.Linear for layer in model)
     named = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32))
-    session = Session(Recipe.from_dict({"fp8": {"recipe": "hfp8", "include": ["0"]}, **LOSS_SCALE}), services=Quiet())
+    session = Session({"fp8": {"recipe": "hfp8", "include": ["0"]}, **LOSS_SCALE}, services=Quiet())
     session.attach(named)
     assert not session.techniques["fp8"].sixteen_bit  # by name: in 8 bits
 
@@ -216,7 +215,7 @@ def accuracy(recipe, steps=60):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     others = LOSS_SCALE if recipe == "hfp8" else {}
     session = Session(
-        Recipe.from_dict({"fp8": {"recipe": recipe}, **others, "allow_partial": True} if recipe else {}),
+        {"fp8": {"recipe": recipe}, **others, "allow_partial": True} if recipe else {},
         services=Quiet(),
     )
     session.attach(model)

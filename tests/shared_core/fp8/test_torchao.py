@@ -15,7 +15,6 @@ from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8
@@ -120,7 +119,7 @@ def test_the_receipt_says_torchao_and_the_run_that_it_emulates():
 
 def test_what_torchao_multiplies_by_follows_the_device_at_the_start_of_training(monkeypatch):
     model = net()
-    session = Session(Recipe.from_dict({"fp8": {"recipe": "rowwise", "backend": "torchao"}}), services=Quiet())
+    session = Session({"fp8": {"recipe": "rowwise", "backend": "torchao"}}, services=Quiet())
     session.attach(model)
     assert model[2].config.emulate
     monkeypatch.setattr(probe, "why_not_native", lambda *_: None)  # as if the trainer had moved it to a GPU

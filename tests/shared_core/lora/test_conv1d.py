@@ -8,7 +8,7 @@ from plain_loop import plain_step
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.quantization import convert
 
 pytest.importorskip("peft")
@@ -36,7 +36,7 @@ def twins():
 
 
 def session_of(net, recipe):
-    session = Session(Recipe.from_dict(copy.deepcopy(recipe)))
+    session = Session(copy.deepcopy(recipe))
     session.attach(net)
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     return session, optimizer

@@ -8,7 +8,7 @@ from mixtures import KINDS, fit, losses, mixture, rows, stacks
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lora.adapters import adapters
 
@@ -19,7 +19,7 @@ LORA = {"rank": 2, "base": "none"}
 
 
 def attached(net, **options):
-    session = Session(Recipe.from_dict({"lora": {**LORA, **options}, "allow_partial": True}))
+    session = Session({"lora": {**LORA, **options}, "allow_partial": True})
     session.attach(net)
     return session, session.techniques["lora"]
 
@@ -105,7 +105,7 @@ def test_what_is_left_is_told(capsys):
     assert list(lora.layers) == STACKS[1:]
     session.detach()
     with pytest.raises(MatchError, match=r"at least 50% of the weights .* must be within reach.*dropout cannot act on"):
-        Session(Recipe.from_dict({"lora": {**LORA, "dropout": 0.1}})).attach(mixture("mixtral"))
+        Session({"lora": {**LORA, "dropout": 0.1}}).attach(mixture("mixtral"))
     with pytest.raises(CompatibilityError, match=r"include must name .* got .*: dropout cannot act on the inputs of"):
         attached(mixture("mixtral"), include=tuple(STACKS), dropout=0.1)
     attached(mixture("mixtral"), base="nf4")

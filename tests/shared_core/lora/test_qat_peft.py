@@ -6,7 +6,7 @@ from lora_runs import X, net
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.quantization import apply_ranges, convert
 
@@ -26,7 +26,7 @@ def wrapped(**options):
 
 
 def session(**options):
-    return Session(Recipe.from_dict({"qat": {"scheme": "int8", **options}}))
+    return Session({"qat": {"scheme": "int8", **options}})
 
 
 def run(model, steps=4, **options):
@@ -157,7 +157,7 @@ def test_adapters_alone_are_nothing_to_quantise():
 
 def test_what_reads_the_float_weight_or_is_never_called_stays_in_float():
     model = wrapped(target_modules=["0"], use_dora=True, modules_to_save=["4"])
-    partly = Session(Recipe.from_dict({"qat": {"scheme": "int8"}, "allow_partial": True}))  # most is DoRA's
+    partly = Session({"qat": {"scheme": "int8"}, "allow_partial": True})  # most is DoRA's
     partly.attach(model)
     technique = partly.techniques["qat"]
     assert quantised(technique) == ["2", "4.modules_to_save.default"]

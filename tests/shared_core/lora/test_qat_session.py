@@ -8,7 +8,7 @@ from lora_qat_runs import grid, make_optimizer, run, session, train
 from lora_runs import net
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lora.adapters import adapters
@@ -180,7 +180,7 @@ def test_the_order_of_a_recipe_does_not_matter():
     ended = []
     for keys in (("lora", "qat"), ("qat", "lora")):
         model = net()
-        ours = Session(Recipe.from_dict({key: sections[key] for key in keys}), seed=1)
+        ours = Session({key: sections[key] for key in keys}, seed=1)
         ours.attach(model)
         optimizer = make_optimizer(model)
         ours.begin([optimizer], total_steps=3)

@@ -73,7 +73,7 @@ def test_weights_that_a_user_loads_into_rounded_layers_are_told(base):
 def test_an_average_that_teaches_is_resumed_in_a_model_with_other_frozen_weights(base, tmp_path):
     def start(model):
         recipe = {"lora": {"rank": 2, "base": base}, "distill": {"teacher": "ema", "ema_decay": 0.5, "alpha": 0.5}}
-        ours = Session(Recipe.from_dict(recipe), seed=1)
+        ours = Session(recipe, seed=1)
         ours.attach(model)
         return ours, torch.optim.AdamW(model.parameters(), lr=0.02)
 
@@ -103,7 +103,7 @@ def test_an_average_that_teaches_is_resumed_in_a_model_with_other_frozen_weights
 @pytest.mark.parametrize("base", [base for base in BASES if base != "none"])
 def test_an_average_that_teaches_shares_the_codes_of_the_base(base):
     student = net()
-    ours = Session(Recipe.from_dict({"lora": {"rank": 2, "base": base}}))
+    ours = Session({"lora": {"rank": 2, "base": base}})
     ours.attach(student)
     average = StudentAverage(student, 0.5)
     for _ in range(2):

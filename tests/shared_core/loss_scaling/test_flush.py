@@ -5,7 +5,6 @@ import torch
 from plain_loop import backward, update
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.loss_scaling import FlushProbe
@@ -143,7 +142,7 @@ def test_what_cannot_be_measured_is_left_out():
 
 
 def session(model, optimizer, state=None):
-    made = Session(Recipe.from_dict({"loss_scale": {"kind": "dynamic", "flush_every": 2, "telemetry_every": 0}}))
+    made = Session({"loss_scale": {"kind": "dynamic", "flush_every": 2, "telemetry_every": 0}})
     made.attach(model)
     if state:
         made.load_state_dict(state)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import ConfigError
@@ -126,7 +125,7 @@ class Loop:
         self.model = model or Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         options = {"kind": "static", "init_scale": 1024.0, "telemetry_every": 0, "histogram_every": every, **options}
-        self.session = Session(Recipe.from_dict({"loss_scale": options}))
+        self.session = Session({"loss_scale": options})
         self.session.attach(self.model)
         if state is not None:
             self.session.load_state_dict(state)

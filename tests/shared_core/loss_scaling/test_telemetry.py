@@ -9,7 +9,6 @@ import torch
 from plain_loop import backward, update
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import ConfigError
@@ -118,7 +117,7 @@ class Loop:
     def __init__(self, state=None, model=None, **options):
         self.model = model or net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.session = Session(Recipe.from_dict({"loss_scale": {"kind": "dynamic", "growth_interval": 2, **options}}))
+        self.session = Session({"loss_scale": {"kind": "dynamic", "growth_interval": 2, **options}})
         self.session.attach(self.model)
         if state is not None:
             self.session.load_state_dict(state)

@@ -19,10 +19,11 @@ from lottery_runs import (
     ticket_recipe,
     train,
 )
+from plain_loop import begun_session
 from safetensors import safe_open
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Recipe
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lottery_ticket import Ticket, read_ticket, write_ticket
 from shared_core.runs import LotterySearch
@@ -238,9 +239,7 @@ def test_random_reinit_draws_from_the_models_own_initialisation(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     masks = {name: torch.ones_like(value, dtype=torch.bool) for name, value in before.items() if value.dim() > 1}
     path = write_ticket(tmp_path / "t.safetensors", Ticket(masks, before, 0))
-    session = Session(ticket_recipe(tmp_path / "out", ticket=path, control="random_reinit"))
-    session.attach(model)
-    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=2)
+    begun_session(ticket_recipe(tmp_path / "out", ticket=path, control="random_reinit"), model, 2)
     for name, value in model.state_dict().items():
         assert torch.equal(value.flatten().sort().values, before[name].flatten().sort().values)
         assert torch.equal(value, before[name]) == (name == "0.bias")
@@ -274,10 +273,7 @@ def test_tied_and_skipped_weights(tmp_path):
     def run(out, **options):
         torch.manual_seed(0)
         model = Tied()
-        session = Session(ticket_recipe(out, **options))
-        session.attach(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session.begin([optimizer], total_steps=2)
+        session, optimizer = begun_session(ticket_recipe(out, **options), model, 2)
         for _ in range(2):
             model(torch.arange(5)).square().mean().backward()
             optimizer.step()

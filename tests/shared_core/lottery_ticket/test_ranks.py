@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from lottery_runs import batch, equal, ticket_recipe
+from plain_loop import plain_step
 from torch import nn
 from two_ranks import leave, run_two_ranks
 
@@ -34,10 +35,7 @@ def ranks_main(rank, folder):
         for step in range(5):
             x, labels = batch(step)
             nn.functional.cross_entropy(parallel(x[rank::2]), labels[rank::2]).backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
-            optimizer.zero_grad()
+            plain_step(session, optimizer)
         states.append(session.state_dict())
         session.finish()
         states.append(dict(model.state_dict()))

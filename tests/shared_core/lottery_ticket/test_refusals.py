@@ -5,7 +5,7 @@ import torch
 from lottery_runs import STEPS, make_net, sgd, ticket_recipe, train
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.lottery_ticket import LotteryConfig
 
@@ -51,7 +51,7 @@ def test_what_cannot_be_right_is_refused_before_training(tmp_path):
     with pytest.raises(CompatibilityError, match="LBFGS"):
         train(ticket_recipe(tmp_path / "a"), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
     with pytest.raises(CompatibilityError, match="prune cannot be combined with lottery"):
-        Session(Recipe.from_dict({"lottery": {"out": "x"}, "prune": {"sparsity": 0.5}})).attach(make_net())
+        Session({"lottery": {"out": "x"}, "prune": {"sparsity": 0.5}}).attach(make_net())
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="out must be a folder"):
         train(ticket_recipe(tmp_path / "file" / "out"))

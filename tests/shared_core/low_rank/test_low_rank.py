@@ -9,7 +9,6 @@ from plain_loop import begun_session
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
@@ -331,7 +330,7 @@ class Services(BareServices):
 
 
 def session_of(net, services=None, **options):
-    session = Session(Recipe.from_dict({"low_rank": {"min_size": 0, **options}}), services=services)
+    session = Session({"low_rank": {"min_size": 0, **options}}, services=services)
     session.attach(net)
     return session
 
@@ -412,4 +411,4 @@ def test_factors_can_be_pruned_and_quantised(beside):
         codes = values / values.abs().amax(1, keepdim=True) * 127
         torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
     with pytest.raises(CompatibilityError, match="merge false"):
-        Session(Recipe.from_dict(recipe | {"low_rank": {"rank": 4, "merge": True}})).attach(low_rank_net())
+        Session(recipe | {"low_rank": {"rank": 4, "merge": True}}).attach(low_rank_net())

@@ -6,7 +6,6 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 
@@ -24,7 +23,7 @@ class Twice(nn.Module):
 def started(recipe, state=None):
     torch.manual_seed(0)
     model = Twice()
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(model, resumed=state["session"]["techniques"] if state else None)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if state:

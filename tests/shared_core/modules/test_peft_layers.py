@@ -4,7 +4,6 @@ import pytest
 import torch
 from lora_runs import net
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError
 
@@ -22,7 +21,7 @@ def wrapped(**options):
 
 
 def attach(key, model, *, allow_partial=False, **options):
-    session = Session(Recipe.from_dict({key: {**RECIPES[key], **options}, "allow_partial": allow_partial}))
+    session = Session({key: {**RECIPES[key], **options}, "allow_partial": allow_partial})
     session.attach(model)
     return session
 

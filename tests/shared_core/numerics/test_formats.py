@@ -1,6 +1,5 @@
 """Every bit pattern against its definition: exact rationals written from the standards, ml_dtypes, torch, numpy."""
 
-import json
 import math
 from decimal import Decimal, getcontext
 from fractions import Fraction
@@ -10,9 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import eff, told_by
 
-from shared_core.cli import app
 from shared_core.cli.formats import markdown
 from shared_core.errors import ConfigError
 from shared_core.numerics import FORMATS, decode, encode, lookup, round_to
@@ -254,18 +252,17 @@ def test_refusals_name_the_nearest():
 
 
 def test_command_prints_the_table():
-    runner = CliRunner()
-    table = runner.invoke(app, ["formats"])
+    table = eff("formats")
     assert table.exit_code == 0
     assert all(name in table.output for name in FORMATS)
-    rows = json.loads(runner.invoke(app, ["formats", "--json"]).output)
+    rows = told_by("formats")
     assert [row["format"] for row in rows] == list(FORMATS)
     assert rows[7] == {
         "format": "fp8_e4m3", "bits": 8, "exponent bits": 4, "mantissa bits": 3, "bias": 7,
         "smallest normal": 2.0**-6, "smallest subnormal": 2.0**-9, "largest": 448.0, "relative error": 0.0625,
         "decades": pytest.approx(math.log10(448 * 512)), "NaN/Inf share": 2 / 256,
     }  # fmt: skip
-    assert runner.invoke(app, ["formats", "--markdown"]).output == markdown()
+    assert eff("formats", "--markdown").output == markdown()
 
 
 def test_the_document_holds_the_printed_table_and_every_source():

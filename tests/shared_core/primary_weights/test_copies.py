@@ -7,7 +7,6 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.primary_weights.copies import Copies
 from shared_core.primary_weights.optimizer_swap import Exchange
@@ -164,7 +163,7 @@ def test_a_model_cast_in_the_middle_of_training_keeps_its_copies():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session = Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}}))
+    session = Session({"primary_weights": {"kind": "fp32_copy"}})
     session.attach(model)
     session.begin([optimizer], total_steps=10)
 

@@ -6,9 +6,9 @@ import bitsandbytes
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 STEPS = 10
@@ -34,15 +34,11 @@ def steps(model, optimizer, session, indices):
         x = torch.randn(8, 16, generator=generator).to(model[0].weight.dtype)
         with session.forward():
             loss = F.cross_entropy(model(x).float(), torch.randint(8, (8,), generator=generator))
-        session.loss(loss).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, loss)
 
 
 def begin(model, make, recipe, state=None):
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(model)
     optimizer = make(model.parameters())
     if state is not None:

@@ -7,7 +7,6 @@ import torch
 from primary_weights_runs import KINDS, OPTIMIZERS, begin, by_session, loss_of, net
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.primary_weights import PrimaryWeightsConfig, replace_parameters_
@@ -138,10 +137,10 @@ def test_a_discarded_step_changes_nothing():
 def test_a_float32_model_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(MatchError, match=r"must be loaded in 16 bit.*got float32; load it so"):
-        Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}})).attach(model)
+        Session({"primary_weights": {"kind": "fp32_copy"}}).attach(model)
     half = nn.Linear(2, 2).half().requires_grad_(False)
     with pytest.raises(MatchError, match="none that are trainable"):
-        Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}})).attach(half)
+        Session({"primary_weights": {"kind": "fp32_copy"}}).attach(half)
 
 
 def test_an_optimizer_without_16_bit_parameters_is_refused():
@@ -203,7 +202,7 @@ def test_damaged_state_is_refused(damage):
     state = copy.deepcopy(session.state_dict())
     damage(state["techniques"]["primary_weights"])
     session.detach()
-    other = Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}}))
+    other = Session({"primary_weights": {"kind": "fp32_copy"}})
     other.attach(model)
     with pytest.raises(CheckpointError, match="primary_weights"):
         other.load_state_dict(state)

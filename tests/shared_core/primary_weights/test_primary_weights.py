@@ -5,7 +5,6 @@ import torch
 from primary_weights_runs import KINDS, OPTIMIZERS, STEPS, begin, by_session, loss_of, net
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 HALF = (torch.float16, torch.bfloat16)
@@ -165,7 +164,7 @@ def test_the_draws_come_from_the_runs_own_generator():
         torch.manual_seed(len(runs))
         weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        session = Session(Recipe.from_dict({"primary_weights": {"kind": "stochastic_rounding"}}), seed=seed)
+        session = Session({"primary_weights": {"kind": "stochastic_rounding"}}, seed=seed)
         session.attach(nn.ParameterList([weight]))
         session.begin([optimizer], total_steps=1)
         before = torch.get_rng_state()

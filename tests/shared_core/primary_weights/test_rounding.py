@@ -10,7 +10,6 @@ from primary_weights_runs import STEPS, loss_of, net
 from torch import nn
 
 from shared_core.activation_checkpointing.profiler import LiveBytes
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.primary_weights import slices
@@ -21,7 +20,7 @@ NARROW = [{**options, "state_dtype": "bfloat16"} for options in (KAHAN, DRAWN)]
 
 
 def begin(model, optimizer, options, state=None, total_steps=STEPS, **more):
-    session = Session(Recipe.from_dict({"primary_weights": options, **more}))
+    session = Session({"primary_weights": options, **more})
     session.attach(model)
     if state is not None:
         session.prepare_optimizers([optimizer])

@@ -261,7 +261,7 @@ def ddp_by_session(rank, view, kind="fp32_copy", set_to_none=True, scaled=True):
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scale = {"loss_scale": {"kind": "static", "init_scale": 1024.0}} if scaled else {}
-    session = Session(Recipe.from_dict({"primary_weights": {"kind": kind}, **scale}))
+    session = Session({"primary_weights": {"kind": kind}, **scale})
     session.attach(model)
     session.begin([optimizer], total_steps=6)
     for index in range(6):

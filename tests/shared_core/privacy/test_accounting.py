@@ -128,7 +128,7 @@ class Stream(IterableDataset):
 
 
 def test_loaders_that_cannot_be_sampled_are_refused():
-    session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
+    session = Session({"dp": {"noise_multiplier": 1.0}})
     session.attach(nn.Linear(3, 2))
     technique, data = session.techniques["dp"], TensorDataset(torch.zeros(10, 3))
     with pytest.raises(CompatibilityError, match="Stream"):
@@ -143,7 +143,7 @@ def test_loaders_that_cannot_be_sampled_are_refused():
         session.begin([], total_steps=5)
     technique.loader(DataLoader(data, batch_size=2))
     with pytest.raises(TrainingError, match=r"loader=\.\.\."):
-        Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}})).techniques["dp"].rows  # noqa: B018
+        Session({"dp": {"noise_multiplier": 1.0}}).techniques["dp"].rows  # noqa: B018
 
 
 @pytest.mark.parametrize(

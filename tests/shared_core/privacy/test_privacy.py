@@ -507,7 +507,7 @@ def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
 )
 def test_what_sees_the_data_past_the_noise_is_refused(other):
     with pytest.raises(CompatibilityError, match="dp"):
-        Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **other})).attach(nn.Linear(3, 2))
+        Session({"dp": {"noise_multiplier": 1.0}, **other}).attach(nn.Linear(3, 2))
 
 
 def test_what_is_outside_the_guarantee_is_told():

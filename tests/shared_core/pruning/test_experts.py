@@ -109,7 +109,7 @@ def test_what_needs_an_experts_inputs_is_refused(option):
     with pytest.raises(
         MatchError, match=r"MixtralExperts \(MixtralExperts (multiplies each expert's own|holds products)"
     ):
-        Session(Recipe.from_dict({"prune": {"sparsity": 0.5, **option}})).attach(mixture("mixtral"))
+        Session({"prune": {"sparsity": 0.5, **option}}).attach(mixture("mixtral"))
     with pytest.raises(CompatibilityError, match=r"got model\.layers\.0\.mlp\.experts: MixtralExperts"):
         prune(mixture("mixtral"), {"sparsity": 0.5, "include": [UP], **option}, rows(1))
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.loss_scaling import LossScaler
 
@@ -32,7 +31,7 @@ def train(recipe, optimizer, *, scaled=False, compiled=False):
     model = nn.Sequential(
         nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
     )
-    session = Session(Recipe.from_dict({"prune": recipe}))
+    session = Session({"prune": recipe})
     session.attach(model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     session.begin([optimizer], total_steps=STEPS)
@@ -110,7 +109,7 @@ def test_masked_gradients_train_as_zeros_and_adam_takes_no_roots_of_zeros(fused,
     model, rows = nn.Linear(300, 300), torch.randn(8, 300)
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused) for net in (model, plain)]
-    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 0}}))
+    session = Session({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 0}})
     session.attach(model)
     session.begin([optimizers[0]], total_steps=5, clips_gradients=True)
     mask = model.weight.detach() != 0

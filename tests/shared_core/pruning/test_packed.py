@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 from typer.testing import CliRunner
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.cli import app
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lottery_ticket import read_ticket
@@ -82,7 +83,7 @@ def loss_of(net, step):
 
 def train(net, options, *, steps=STEPS, stop=None, state=None):
     """Train and return (optimizer, session, the state at step `stop`)."""
-    session = Session(Recipe.from_dict({"prune": options}))
+    session = Session({"prune": options})
     session.attach(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, fused=True)
     if state is not None:
@@ -227,11 +228,7 @@ def test_a_ticket_holds_them(tmp_path):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         session.begin([optimizer], total_steps=4)
         for step in range(4):
-            session.loss(loss_of(net, step)).backward()
-            session.before_step()
-            optimizer.step()
-            session.after_step()
-            optimizer.zero_grad()
+            plain_step(session, optimizer, loss_of(net, step))
         session.finish()
 
     out = tmp_path / "round"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from plain_loop import plain_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import leave, run_two_ranks
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.pruning.scorers import SCORERS, make_scorer
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
 def train(options, rank):
     torch.manual_seed(0)
     model = Net()
-    session = Session(Recipe.from_dict({"prune": options}), seed=1)
+    session = Session({"prune": options}, seed=1)
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     session.begin([optimizer], total_steps=8)
@@ -52,11 +52,7 @@ def train(options, rank):
     generator = torch.Generator().manual_seed(10 + rank)
     for _ in range(8):
         x, y = torch.randn(4, 1, 6, 6 + 4 * rank, generator=generator), torch.randint(3, (4,), generator=generator)
-        session.loss(nn.functional.cross_entropy(network(x), y)).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, nn.functional.cross_entropy(network(x), y))
     state = session.techniques["prune"].state_dict()
     return {"weights": dict(model.named_parameters()), "masks": state["masks"]}
 

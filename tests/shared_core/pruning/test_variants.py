@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 STEPS = 12
@@ -68,7 +67,7 @@ class Run:
     def __init__(self, options, kind=torch.optim.AdamW, state=None, clips=True):
         torch.manual_seed(0)
         self.model = Net()
-        self.session = Session(Recipe.from_dict({"prune": options}), seed=3)
+        self.session = Session({"prune": options}, seed=3)
         self.session.attach(self.model)
         self.optimizer = kind(self.model.parameters(), lr=0.01, weight_decay=0.1)
         self.taken, self.clips = 0, clips

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from codes import assert_codes_close, code_step
+from plain_loop import begun_session, plain_step
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from shared_core import Recipe, Session
 from shared_core.quantization import apply_ranges, conversion_report, convert
 from shared_core.quantization.post_training.quantize import quantize_with_report
 from shared_core.quantization.post_training.sensitivity import round_weight, weighted_layers
@@ -45,17 +45,11 @@ def inputs(count=5):
 
 def trained(net, options, steps=4):
     """Train a net with qat, to its end if that comes within these steps; return its session."""
-    session = Session(Recipe.from_dict({"qat": {"begin": 1, **options}}))
-    session.attach(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=4)
+    session, optimizer = begun_session({"qat": {"begin": 1, **options}}, net, 4)
     for _ in range(steps):
         with session.forward():
             session.loss((net(inputs()) - inputs()[..., :OUT]).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     if steps == 4:
         session.finish()
     return session

@@ -6,11 +6,11 @@ import pytest
 import torch
 from mixtures import KINDS, fit, losses, mixture, rows, stacks
 from peft import LoraConfig, get_peft_model
+from plain_loop import begun_session
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges, convert, quantize, quantize_with_report
 from shared_core.quantization.functional.quantizers import quantize_input, quantize_weight
@@ -118,9 +118,7 @@ def test_training_sees_the_quantised_stacks_however_they_are_multiplied(kind, im
     net, baked = mixture(kind), mixture(kind)
     for model in (net, baked):
         model.set_experts_implementation(implementation)
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8_weight"}}))
-    session.attach(net)
-    session.begin([torch.optim.SGD(net.parameters())], total_steps=2)
+    session, _ = begun_session({"qat": {"scheme": "int8_weight"}}, net, 2, lr=1e-3)
     session.techniques["qat"].bank.quantizing = True
     found = net(IDS, labels=IDS)
     baked.load_state_dict(session.techniques["qat"].bake(net.state_dict()))

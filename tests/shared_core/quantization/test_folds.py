@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import MatchError
 from shared_core.quantization import apply_ranges, convert
@@ -50,7 +50,7 @@ def batch(number):
 
 
 def start(model, **options):
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8", **options}}))
+    session = Session({"qat": {"scheme": "int8", **options}})
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     session.begin([optimizer], total_steps=20)
@@ -61,11 +61,7 @@ def train(session, optimizer, model, steps):
     model.train()
     for step in steps:
         x, labels = batch(step)
-        session.loss(nn.functional.cross_entropy(model(x), labels)).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, nn.functional.cross_entropy(model(x), labels))
 
 
 def test_blocks_of_an_untraceable_model_are_found():

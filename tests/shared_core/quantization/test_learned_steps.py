@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 
 def start(make_optimizer, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 8)).double()
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8", **options}}))
+    session = Session({"qat": {"scheme": "int8", **options}})
     session.attach(model)
     optimizer = make_optimizer(model.parameters())
     session.begin([optimizer], total_steps=12)
@@ -21,11 +21,7 @@ def start(make_optimizer, **options):
 
 
 def step(model, session, optimizer, x, target):
-    session.loss((model(x) - target).square().mean()).backward()
-    session.before_step()
-    optimizer.step()
-    session.after_step()
-    optimizer.zero_grad()
+    plain_step(session, optimizer, (model(x) - target).square().mean())
 
 
 def entry_of(session):
@@ -111,10 +107,7 @@ def test_no_step_takes_a_scale_below_zero():
 def test_a_folded_weight_with_the_smallest_code_lies_on_the_grid_that_the_receipt_tells():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8", "range": "lsq_plus"}}))
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    session.begin([optimizer], total_steps=1)
+    session, optimizer = begun_session({"qat": {"scheme": "int8", "range": "lsq_plus"}}, model, 1, lr=0.0)
     with torch.no_grad():
         model[0].weight_magnitude.mul_(0.5)  # rows reach past both ends of the codes
     step(model, session, optimizer, torch.randn(8, 8), torch.randn(8, 4))

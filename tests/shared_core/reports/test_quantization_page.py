@@ -6,14 +6,13 @@ import re
 import sys
 
 import pytest
+from commands import eff
 from quantization_digits import accuracy, batches, data, trained
 from reports import part, report_of
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats.plain import read_deployment
-from shared_core.cli import app
 from shared_core.errors import MissingExtraError
 from shared_core.quantization import BitPlan, QatConfig, apply_ranges, quantize, quantize_with_report
 from shared_core.quantization.post_training.adversarial import adversarial_accuracy
@@ -55,7 +54,7 @@ def run(tmp_path, monkeypatch):
 
     def invoke(model, *args):
         line = ["quantize", f"report_task:{model}", "--weights", "trained.safetensors", *args]
-        return CliRunner().invoke(app, line, catch_exceptions=False)
+        return eff(*line)
 
     return invoke
 

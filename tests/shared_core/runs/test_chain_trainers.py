@@ -1,6 +1,5 @@
 """Chains over whole trainings of both trainers, by the command line, in processes of their own."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,18 +7,15 @@ import pytest
 import torch
 import yaml
 from chain_script import train_hf, train_lightning
-from typer.testing import CliRunner
+from commands import told_by
 
-from shared_core.cli import app
 from shared_core.runs.trained_model import count_parameters
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "trainers" / "chain_script.py")
 
 
 def chain(*arguments):
-    done = CliRunner().invoke(app, ["chain", "--json", *map(str, arguments)])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)["stages"]
+    return told_by("chain", *arguments)["stages"]
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from chain_stage import write_safetensors
+from commands import eff
 from lottery_runs import train
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, MissingExtraError, TrainingError
 from shared_core.files.journal import write_object
@@ -68,7 +67,7 @@ def chain(tmp_path, out, *more):
     stage = SUPPORT / "trainers" / "chain_stage.py"
     options = ["--teacher", tmp_path / "big", "--students", "20", "10", "--out", out, *more]
     command = ["env", sys.executable, "-S", stage, tmp_path, "{student}", "{out}"]
-    return CliRunner().invoke(app, ["chain", *map(str, [*options, "--", *command])])
+    return eff("chain", *options, "--", *command)
 
 
 def stages(out):

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import eff
 from lottery_runs import train
 from reports import part, report_of
-from typer.testing import CliRunner
 
 from shared_core import Recipe
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.runs import LotterySearch
 from shared_core.runs.lottery import parse_round
@@ -193,10 +192,9 @@ def test_the_command_line_refuses_before_it_trains(tmp_path):
         (["--out", tmp_path / "o", "--control", "none", "--", "python", script], "controls must be of"),
         (["--out", tmp_path / "o"], "command must be given"),
     ):
-        done = CliRunner().invoke(app, ["lottery", *map(str, arguments)])
-        assert isinstance(done.exception, ConfigError)
-        assert message in str(done.exception)
+        with pytest.raises(ConfigError, match=message):
+            eff("lottery", *arguments)
     flags = ["--out", tmp_path / "o", "--", "python", script, "--prune_sparsity", "0.5"]
-    done = CliRunner().invoke(app, ["lottery", *map(str, flags)])
-    assert isinstance(done.exception, CompatibilityError)
+    with pytest.raises(CompatibilityError):
+        eff("lottery", *flags)
     assert not (tmp_path / "o").exists()

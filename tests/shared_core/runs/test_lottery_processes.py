@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import eff
 from lottery_runs import train
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.runs import LotterySearch
 
@@ -77,7 +76,7 @@ def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, sc
 
     line = ["--rounds", 1, "--rate", 0.5, "--rewind_to", 2, "--out", tmp_path / "out"]
     plot = tmp_path / "curve.svg"
-    done = CliRunner().invoke(app, ["lottery", *map(str, line), "--plot", str(plot), "--", *command])
+    done = eff("lottery", *line, "--plot", plot, "--", *command)
     assert "lottery tickets: val_loss" in done.stdout
     assert "round-01" in done.stderr
     assert "<svg" in plot.read_text()

@@ -65,10 +65,10 @@ def test_the_best_checkpoint_of_lightning_or_the_newest(tmp_path):
 
 
 def test_a_receipt_tells_the_last_validation_and_is_written_where_it_is_asked_for(tmp_path, monkeypatch):
-    from shared_core import Recipe, Session
+    from shared_core import Session
 
     model = nn.Linear(8, 4)
-    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
+    session = Session({"prune": {"sparsity": 0.5}})
     session.attach(model)
     session.evaluated({"eval_loss": 9.0})
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=4)
@@ -125,10 +125,10 @@ def test_other_weights_are_refused(stored, message):
 
 
 def test_a_student_whose_layers_are_replaced_is_not_copied():
-    from shared_core import Recipe, Session
+    from shared_core import Session
 
     student = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     plain = student.state_dict()
-    Session(Recipe.from_dict({"qat": {"scheme": "int8"}})).attach(student)
+    Session({"qat": {"scheme": "int8"}}).attach(student)
     with pytest.raises(CheckpointError, match="here by FakeQuantLinear"):
         same_class_teacher(plain, student, "runs/x")

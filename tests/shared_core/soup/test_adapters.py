@@ -1,17 +1,17 @@
 """Soups of LoRA adapters: what PEFT loads from them is the mean of what it loads from the ingredients."""
 
 import copy
+import functools
 import json
 
+import commands
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats import open_ingredient
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup import AdapterWeights, greedy_soup, save_soup, uniform_soup
 from shared_core.soup.reports import path_json
@@ -242,9 +242,7 @@ def test_the_command_takes_a_run_of_adapters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [adapter(tmp_path / "run" / f"checkpoint-{i}", i) for i in (1, 2)]
 
-    def eff(*arguments):
-        return CliRunner().invoke(app, ["soup", *arguments], catch_exceptions=False)
-
+    eff = functools.partial(commands.eff, "soup")
     result = eff("run", "--kind", "uniform", "--out", "soup")
     check_mean(tmp_path / "soup", folders, [1, 1])
     assert "rank" not in result.stdout

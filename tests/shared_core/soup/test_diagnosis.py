@@ -1,17 +1,17 @@
 """Diagnosis of ingredients, and their evaluation in parallel processes."""
 
+import functools
 import json
 import math
 import os
 import sys
 
+import commands
 import pytest
 import torch
 from rich.console import Console
 from soup_runs import runs
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup import diagnose, diagnosis_table, greedy_soup
 
@@ -134,8 +134,7 @@ def room(tmp_path, monkeypatch):
     sys.modules.pop("parallel_task", None)
 
 
-def eff(*arguments):
-    return CliRunner().invoke(app, ["soup", "0.pt", "1.pt", "2.pt", "3.pt", *arguments], catch_exceptions=False)
+eff = functools.partial(commands.eff, "soup", "0.pt", "1.pt", "2.pt", "3.pt")
 
 
 def test_the_command_tells_a_diagnosis(room):

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
+from commands import eff
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from shared_core.checkpoint_formats import open_ingredient
-from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup import logged_metrics, rank_by_logged
 
@@ -104,7 +103,7 @@ def test_the_command(run, monkeypatch):
     (run.parent / "ranked_task.py").write_text(TASK)
     scored = ["soup", str(run), "--eval", "ranked_task:score", "--model", "ranked_task:Net"]
     arguments = [*scored, "--json", "--journal", "journal.json", "--rank-by"]
-    result = CliRunner().invoke(app, [*arguments, "eval_accuracy", "--out", "one"], catch_exceptions=False)
+    result = eff(*arguments, "eval_accuracy", "--out", "one")
     assert sys.modules["ranked_task"].seen == [2.0, 2.0, 2.5, 1.5]  # the first one twice, then averages alone
     path = json.loads(result.stdout)
     assert path["ingredients"] == [f"{run}/checkpoint-2"]
@@ -112,7 +111,7 @@ def test_the_command(run, monkeypatch):
     for rank_by, kind, match in (("eval_fid:min", CheckpointError, "its rank_by were 'eval_accuracy'"),
                                  ("eval_fid:low", ConfigError, "metric:min")):  # fmt: skip
         with pytest.raises(kind, match=match):
-            CliRunner().invoke(app, [*arguments, rank_by, "--out", "two"], catch_exceptions=False)
+            eff(*arguments, rank_by, "--out", "two")
     with pytest.raises(ConfigError, match="--rank-by must stand without --order"):
-        CliRunner().invoke(app, [*arguments, "a", "--order", "given", "--out", "two"], catch_exceptions=False)
+        eff(*arguments, "a", "--order", "given", "--out", "two")
     sys.modules.pop("ranked_task")

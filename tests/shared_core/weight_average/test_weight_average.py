@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.optim import swa_utils
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import BareServices
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
@@ -48,9 +48,7 @@ class Run:
     def __init__(self, model=None, total=20, state=None, more=None, **options):
         self.model = model or make_model()
         self.services = Services(self.model)
-        self.session = Session(
-            Recipe.from_dict({"average": {"kind": "ema", **options}, **(more or {})}), services=self.services
-        )
+        self.session = Session({"average": {"kind": "ema", **options}, **(more or {})}, services=self.services)
         self.session.attach(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         if state is not None:
@@ -329,16 +327,10 @@ def test_tied_frozen_and_integer_tensors():
 def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind, every):
     model, x = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2)), torch.randn(8, 20)
     average, prune = {"begin": 1, "every": every}, {"sparsity": 0.5, "schedule": "one_shot", "begin": 5}
-    session = Session(Recipe.from_dict({"average": {"kind": kind, **average}, "prune": prune}))
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=8)
+    session, optimizer = begun_session({"average": {"kind": kind, **average}, "prune": prune}, model, 8)
     for _ in range(8):
         model(x).square().mean().backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     dead = {name: value == 0 for name, value in model.named_parameters() if name.endswith("weight")}
     assert sum(int(mask.sum()) for mask in dead.values()) == 220
     baked = session.bake(model.state_dict())
@@ -422,17 +414,10 @@ def test_steps_after_the_planned_ones_are_told_and_averaged():
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     recipe = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "average": {"kind": "swa", "begin": 1}}
-    session = Session(Recipe.from_dict(recipe))
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=3)
+    session, optimizer = begun_session(recipe, model, 3)
     seen = []
     for _ in range(6):
-        session.loss(model(torch.randn(2, 8)).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(torch.randn(2, 8)).square().mean())
         assert int((model.weight == 0).sum()) == 16
         seen.append(model.weight.detach().double())
         with session.swapped("evaluate"):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 import shared_core.weight_clustering.clustering as bundles
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 
@@ -26,16 +26,13 @@ class Net(nn.Module):
 
 def trained(average):
     model = Net()
-    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 2, "min_size": 1}} | average))
+    session = Session({"cluster": {"bits": 3, "begin": 2, "min_size": 1}} | average)
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session.begin([optimizer], total_steps=12)
     for step in range(12):
         model(torch.randn(8, 4, 5, 5), both=step % 2 == 0).square().mean().backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     session.finish()
     return model.state_dict()
 

@@ -5,7 +5,6 @@ import torch
 from share_runs import make_net, make_session
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.weight_clustering import ClusterConfig
@@ -23,7 +22,7 @@ class Tied(nn.Module):
 
 
 def targets(model, **options):
-    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 0, "min_size": 100, **options}}))
+    session = Session({"cluster": {"bits": 3, "begin": 0, "min_size": 100, **options}})
     session.attach(model)
     return session.techniques["cluster"]._targets
 
@@ -73,7 +72,7 @@ def test_sharing_must_wait_for_pruning_to_end():
 
 def test_lbfgs_is_refused():
     model = make_net()
-    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 0, "min_size": 100}}))
+    session = Session({"cluster": {"bits": 3, "begin": 0, "min_size": 100}})
     session.attach(model)
     with pytest.raises(CompatibilityError, match="cluster: optimizer must not be LBFGS"):
         session.begin([torch.optim.LBFGS(model.parameters())], total_steps=5)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.engine.services import BareServices
 
 ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
@@ -37,7 +37,7 @@ def data(count=8, size=12):
 def start(model, recipe="delayed", state=None, *, optimizer=torch.optim.SGD, lr=0.05, run_environment=(), **options):
     """Return a session with FP8, and the scaler that hfp8 needs, that has begun on a model, and its optimizer."""
     scaler = LOSS_SCALE if recipe == "hfp8" else {}
-    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe, **options}, **scaler}), services=Quiet(), seed=3)
+    session = Session({"fp8": {"recipe": recipe, **options}, **scaler}, services=Quiet(), seed=3)
     session.attach(model, run_environment)
     if state is not None:
         session.load_state_dict(state)

@@ -44,7 +44,7 @@ class Run:
         self.rank = rank
         # DDP's buckets are others from the second step on: PowerSGD must not care
         self.ddp = ddp or DistributedDataParallel(make_net(), bucket_cap_mb=0.005)
-        self.session = Session(Recipe.from_dict(recipe), services=Services(self.ddp), seed=3)
+        self.session = Session(recipe, services=Services(self.ddp), seed=3)
         self.net = self.ddp.module
         self.session.attach(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=RATE)
@@ -132,7 +132,7 @@ def refused(rank):
     lines = []
     for make in (
         lambda: Run(rank, {"comm": {"hook": "bf16"}}, ddp=with_foreign_hook()),
-        lambda: Session(Recipe.from_dict({"comm": {"hook": "powersgd"}})).attach(nn.Linear(2, 2), ["fsdp2"]),
+        lambda: Session({"comm": {"hook": "powersgd"}}).attach(nn.Linear(2, 2), ["fsdp2"]),
         lambda: without_sync(Run(rank, {"comm": {"hook": "bf16"}})),
         begin_without_ddp,
     ):
@@ -150,7 +150,7 @@ def with_foreign_hook():
 
 
 def begin_without_ddp():
-    session = Session(Recipe.from_dict({"comm": {"hook": "bf16"}}))
+    session = Session({"comm": {"hook": "bf16"}})
     session.attach(make_net())
     session.begin([], total_steps=STEPS)
 

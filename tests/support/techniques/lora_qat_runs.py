@@ -4,12 +4,12 @@ import torch
 from lora_runs import X
 from plain_loop import plain_step
 
-from shared_core import Recipe, Session
+from shared_core import Session
 
 
 def session(lora=None, **qat):
     lora = {"rank": 2, "alpha": 6.0, "base": "none", **(lora or {})}
-    return Session(Recipe.from_dict({"qat": {"scheme": "int8", **qat}, "lora": lora}), seed=1)
+    return Session({"qat": {"scheme": "int8", **qat}, "lora": lora}, seed=1)
 
 
 def make_optimizer(model):

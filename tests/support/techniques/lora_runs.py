@@ -4,7 +4,7 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core import Recipe, Session
+from shared_core import Session
 
 BASES = ("nf4", "fp4", "int8", "none")
 X = torch.randn(6, 40, generator=torch.Generator().manual_seed(5))
@@ -18,7 +18,7 @@ def net(dtype=torch.float32):
 
 
 def session(**options):
-    return Session(Recipe.from_dict({"lora": {"rank": 2, "alpha": 6.0, **options}}), seed=1)
+    return Session({"lora": {"rank": 2, "alpha": 6.0, **options}}, seed=1)
 
 
 def run(model, steps=3, state=None, optimizer_state=None, stop=None, **options):

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 KINDS = ("fp32_copy", "stochastic_rounding", "kahan")
@@ -43,7 +42,7 @@ def loss_of(model, index):
 
 
 def begin(model, optimizer, kind="fp32_copy", **more):
-    session = Session(Recipe.from_dict({"primary_weights": {"kind": kind}, **more}))
+    session = Session({"primary_weights": {"kind": kind}, **more})
     session.attach(model)
     session.begin([optimizer], total_steps=STEPS)
     return session

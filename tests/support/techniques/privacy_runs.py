@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core import Recipe, Session
+from shared_core import Session
 
 
 class Run:
@@ -31,7 +31,7 @@ class Run:
         self.x = torch.randn(num_examples, 3, generator=generator, dtype=dtype) if inputs is None else inputs
         self.y = torch.randn(num_examples, 2, generator=generator, dtype=dtype)
         recipe = {"dp": {"seed": 1, "delta": 1e-3, **options}}
-        self.session = Session(Recipe.from_dict(recipe))
+        self.session = Session(recipe)
         self.session.attach(model)
         shard(model)
         self.technique = self.session.techniques["dp"]

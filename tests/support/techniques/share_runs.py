@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 OPTIMIZERS = {
@@ -25,7 +24,7 @@ def make_net(seed=0, dtype=torch.float32):
 
 def make_session(model, optimizer="adamw", total_steps=40, state=None, prune=None, clips=False, **options):
     recipe = {"cluster": {"bits": 3, "begin": 10, "min_size": 100, **options}}
-    session = Session(Recipe.from_dict(recipe | ({"prune": prune} if prune else {})))
+    session = Session(recipe | ({"prune": prune} if prune else {}))
     session.attach(model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     if state is not None:

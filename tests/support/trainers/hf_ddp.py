@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from hf_gradients import InOrder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import SequentialSampler
-from transformers import Trainer
 from two_ranks import be_a_rank
 
 from hf_eff import EffTrainer, EffTrainingArguments, attach
@@ -28,11 +27,6 @@ STEPS, BATCH = 6, 4
 def with_features():
     """Return a recipe whose teacher has other widths: its projections are in no output of the student."""
     return {"distill": {"teacher": make_language_model(seed=9, hidden_size=32), "hidden": PROJECTED}}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, dataset=None):
-        return SequentialSampler(self.train_dataset)
 
 
 class EffInOrder(InOrder, EffTrainer):

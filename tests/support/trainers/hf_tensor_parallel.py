@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import AutoModelForCausalLM, Trainer
+from hf_gradients import InOrder
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from hf_eff import attach, prepare
 from shared_core.errors import CompatibilityError
@@ -39,13 +40,6 @@ SHARDED = ("prune average", "qat")
 """Recipes that four processes train."""
 LOOPS = ("prune average", "qat", "distill", "checkpointing")
 REFUSED = {"lsq": {"qat": {"scheme": "int8", "range": "lsq"}}, "lora": {"lora": {"base": "none", "rank": 2}}}
-
-
-class InOrder(Trainer):
-    """Takes the data in order."""
-
-    def _get_train_sampler(self, dataset=None):
-        return SequentialSampler(self.train_dataset)
 
 
 def cut_model(recipe):

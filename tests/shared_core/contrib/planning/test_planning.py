@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import eff, told_by
 from torch import nn
 from two_ranks import run_two_ranks
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.config.options import TechniqueConfig
 from shared_core.contrib.planning import Cost, ModelShape, PlannedRun, costs, plan
 from shared_core.contrib.planning.costs import memory_costs
@@ -136,9 +135,8 @@ def test_logits_in_chunks_are_not_counted_whole_on_a_model_that_is_there():
     ],
 )
 def test_bad_input_is_refused(arguments, told):
-    error = CliRunner().invoke(app, ["plan", *arguments]).exception
-    assert isinstance(error, ConfigError)
-    assert told in str(error)
+    with pytest.raises(ConfigError, match=told):
+        eff("plan", *arguments)
 
 
 def test_config_errors_name_the_file(tmp_path):
@@ -172,15 +170,14 @@ def test_an_encoder_with_a_decoder_is_refused():
 def test_the_command_sums_fits_and_refuses_pairs(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("average: {kind: ema}\nprune: {sparsity: 0.5}\n")
-    line = ["plan", "--params", "7e9", "--gpus", "8", "--recipe", str(recipe), "--json"]
-    told = CliRunner().invoke(app, [*line, "--memory", "1000"])
-    assert told.exit_code == 0
-    found = json.loads(told.stdout)
+    line = ["plan", "--params", "7e9", "--gpus", "8", "--recipe", recipe]
+    found = told_by(*line, "--memory", "1000")
     assert found["fits"] is True
     assert found["held"] == pytest.approx(sum(cost["held"] for cost in found["costs"]))
-    assert CliRunner().invoke(app, [*line, "--memory", "1"]).exit_code == 1
+    assert eff(*line, "--memory", "1").exit_code == 1
     recipe.write_text("# nothing yet\n")
     with pytest.raises(ConfigError, match="must switch on at least one technique; leave --recipe out"):
-        CliRunner().invoke(app, line, catch_exceptions=False)
+        eff(*line)
     recipe.write_text("lora: {rank: 8}\nprune: {sparsity: 0.5}\n")
-    assert isinstance(CliRunner().invoke(app, line).exception, CompatibilityError)
+    with pytest.raises(CompatibilityError):
+        eff(*line)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from mixtures import KINDS, mixture, rows
+from plain_loop import plain_step
 
-from shared_core import Recipe, Session
+from shared_core import Session
 from shared_core.errors import CheckpointError
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -13,7 +14,7 @@ RECIPES = ({"prune": {"sparsity": 0.5}}, {"qat": {"scheme": "int8_weight"}})
 
 def run(net, recipe, chosen, state=None, compiled=False):
     """Train a step a choice, in which all tokens go to two experts; return the session and its state in the end."""
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(recipe)
     session.attach(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if state is not None:
@@ -30,11 +31,7 @@ def run(net, recipe, chosen, state=None, compiled=False):
     ids = torch.stack([row["input_ids"] for row in rows(2)])
     for experts in chosen:
         pair.copy_(torch.tensor(experts))
-        session.loss(forward(ids, labels=ids).loss).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, forward(ids, labels=ids).loss)
     with session.swapped("evaluate"), torch.no_grad():
         pair.fill_(3)
         net.eval()(ids)

@@ -4,7 +4,6 @@ import torch
 from plain_loop import plain_step
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
 
@@ -29,7 +28,7 @@ def run(steps, state=None, weights=None):
     model = Centred()
     if weights is not None:
         model.load_state_dict(weights)
-    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "begin": 1, "end": 2}}))
+    session = Session({"prune": {"sparsity": 0.5, "begin": 1, "end": 2}})
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if state is not None:

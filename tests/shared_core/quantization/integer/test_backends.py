@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from codes import WIDEST
+from plain_loop import plain_step
 from torch import nn
 from torchao.quantization import Int8Tensor
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.quantization import conversion_report, convert, quantize
@@ -161,16 +161,12 @@ def test_rows_may_be_one_or_none_and_nan_stays_nan(scheme):
 
 def test_a_model_in_training_converts_with_its_codes_and_the_model_stays():
     model = make_net()
-    session = Session(Recipe.from_dict({"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}))
+    session = Session({"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}})
     session.attach(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     session.begin([optimizer], total_steps=3)
     for _ in range(3):
-        session.loss(model(inputs()).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(inputs()).square().mean())
     before = copy.deepcopy(model.state_dict())
     reference, fast = convert(model), convert(model, backend="torchao")
     assert torch.equal(fast[0].weight.qdata, reference[0].weight_codes)

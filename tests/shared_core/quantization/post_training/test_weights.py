@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import plain_step
 from quantization_digits import accuracy, batches, data, trained
 from torch import nn
 
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.quantization import BitPlan, convert, layer_sensitivity, plan_bits, quantize, quantize_with_report
 from shared_core.quantization.post_training.quantize import least_error_scale
@@ -149,16 +149,12 @@ def test_a_bit_plan_is_taken_by_quantize_and_by_training():
     report = quantize_with_report(model, partly.qat_options(), batches())[1]
     assert {entry["name"]: entry["weight_bits"] for entry in report.layers} == {"1": 4, "7": 8}
     learner = copy.deepcopy(model).train()
-    session = Session(Recipe.from_dict({"qat": plan.qat_options()}))
+    session = Session({"qat": plan.qat_options()})
     session.attach(learner)
     optimizer = torch.optim.Adam(learner.parameters(), lr=1e-4)
     session.begin([optimizer], total_steps=3)
     for _ in range(3):
-        session.loss(F.cross_entropy(learner(images[:64]), labels[:64])).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, F.cross_entropy(learner(images[:64]), labels[:64]))
     session.finish()
     for name, bits in plan.bits.items():
         for row in learner.get_submodule(name).weight.detach():

@@ -1,15 +1,13 @@
 """Programs for ExecuTorch: exact where arithmetic on codes says so, on XNNPACK's integers where they fit."""
 
-import json
 import sys
 
 import pytest
 import torch
+from commands import eff, told_by
 from quantization_export_runs import Tokens, conv2d, conv3d, examples, expected, mlp, trained
 from torch import nn
-from typer.testing import CliRunner
 
-from shared_core.cli import app
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_executorch
@@ -93,8 +91,6 @@ def test_the_command(tmp_path, monkeypatch):
         "import torch\ndef build():\n    return torch.nn.Linear(4, 2), torch.ones(1, 4)\n"
     )
     line = ["export", "program_task:build", "--out", str(tmp_path / "m.pte"), "--format", "executorch"]
-    told = CliRunner().invoke(app, [*line, "--json"])
-    assert told.exit_code == 0
-    assert json.loads(told.stdout)["relative_change"] < 1e-5
-    assert "portable kernels: none" in CliRunner().invoke(app, line).stdout
+    assert told_by(*line)["relative_change"] < 1e-5
+    assert "portable kernels: none" in eff(*line).stdout
     sys.modules.pop("program_task")
