@@ -27,7 +27,7 @@ _OF_LAYERS = ("layers", "factorised layers", "weights")
 """`Touched.what` of techniques that work on one layer or weight after the other; others are of the run as a whole."""
 _CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NORM = re.compile(r"Norm(\dd|s)?$")
-_NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)quer(y|ies)$", re.IGNORECASE)
+_NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)(log|quer(y|ies))$", re.IGNORECASE)
 _TOLD = 6
 _FROZEN = "frozen weights"
 
@@ -132,7 +132,8 @@ def count(model: nn.Module) -> Counted:
 
     The former are the weights of linear, convolutional and recurrent layers, attention's packed ones, and matrices or
     stacks of them in modules of other libraries and the user's own, such as experts, unless the parameter's name says
-    that it is a table, a position or a token. A tensor that an embedding holds is the embedding's, tied or not.
+    that it is a table, a position, a token or a logarithm (Mamba's ``A_log``). A tensor that an embedding holds is the
+    embedding's, tied or not.
 
     Args:
         model: Before techniques attach.
@@ -322,4 +323,4 @@ def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
         return "others"
     if _NO_MATRIX.search(type(module).__name__):
         return "embeddings"
-    return None  # of a user's module: what is no table, position or token
+    return None  # of a user's module: what is no table, position, token or logarithm

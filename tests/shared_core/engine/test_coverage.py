@@ -72,6 +72,7 @@ class Positions(nn.Module):
         super().__init__()
         self.position_embeddings = nn.Parameter(torch.ones(5, 4))
         self.relative_table = nn.Parameter(torch.ones(2, 3, 4))
+        self.A_log = nn.Parameter(torch.ones(3, 4))
 
 
 def tied():
@@ -95,7 +96,7 @@ def tied():
          {"embeddings": 20, "norms": 8, "others": 1}),
         (lambda: Experts(4, 8), 256, {"others": 8}),
         (Plain, 32, {}),
-        (Positions, 0, {"others": 44}),
+        (Positions, 0, {"others": 56}),
         (tied, 16, {"embeddings": 32}),
         (lambda: weight_norm(nn.Linear(4, 3, bias=False)), 12, {"others": 3}),
     ],
