@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
+from typing import TextIO
 
 # What a terminal obeys: C0 but for tab and newline, C1, what ends lines or reorders them, and halves of characters.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -18,11 +22,28 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+_results: list[TextIO] = []
+
+
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+    """Surround a command whose output a program reads: what else is printed goes to stderr.
+
+    The user's functions may print what they like.
+    """
+    _results.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.pop()
+
+
 def echo(text: object = "", *, nl: bool = True, err: bool = False) -> None:
     """Print a line of a command, to stderr with `err`; without `nl` no newline ends it."""
     import typer
 
-    typer.echo(printable(str(text)), nl=nl, err=err)
+    typer.echo(printable(str(text)), file=_results[-1] if _results and not err else None, nl=nl, err=err)
 
 
 def markdown_text(text: str) -> str:

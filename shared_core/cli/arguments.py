@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 from shared_core.cli.flags import describe_flags
 from shared_core.config.options import Options, option, type_text
 from shared_core.errors import ConfigError
+from shared_core.printing import results_alone
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -172,7 +173,8 @@ def takes(options: type[_Options]) -> Callable[[Callable[..., None]], Callable[.
         def call(context: typer.Context | None = None, **given: Any) -> None:
             asked = options(**{name: value for name, value in given.items() if value not in (None, [], ())})
             beside = None if context is None else context.meta.get(BESIDE)
-            command(asked) if beside is None else command(asked, beside)
+            with results_alone() if getattr(asked, "as_json", False) else contextlib.nullcontext():
+                command(asked) if beside is None else command(asked, beside)
 
         context = _keyword("context", inspect.Parameter.empty, typer.Context)
         return _with_parameters(call, [context, *(_parameter(field, options) for field in dataclasses.fields(options))])

@@ -63,8 +63,8 @@ def lottery(asked: LotteryOptions) -> None:
     (safetensors), curve.json, curve.csv and curve.png.
     """
     from shared_core.engine.receipt import is_quiet
-    from shared_core.libraries import optional
     from shared_core.reports.console import Console
+    from shared_core.reports.plots import check_plot
     from shared_core.runs import LotterySearch, executor_of
 
     command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
@@ -72,7 +72,7 @@ def lottery(asked: LotteryOptions) -> None:
     if out is None:
         raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
     if plot is not None:
-        optional("matplotlib", "plots", "lottery plot")
+        check_plot(plot, "eff lottery")
     options: dict[str, Any] = {name: getattr(asked, name) for name in _SEARCH}
     options |= {"controls": asked.control, "control_rounds": _numbers(asked.control_rounds)}
     search = LotterySearch(asked.rounds, asked.rate, asked.rewind_to, **options)

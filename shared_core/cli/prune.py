@@ -41,7 +41,7 @@ class PruneOptions(JudgedOptions, LossOptions):
 
     key: ClassVar[str] = "eff prune"
 
-    batches: int = option(100, "Calibration batches to run, at most.")
+    batches: int = option(100, "Calibration batches to run, at most.", low=1)
     seed: int = option(0, "Of the draws of random and shapley.")
     shrink: bool = option(False, "Also remove the pruned neurons, channels or heads: a smaller model.")
 

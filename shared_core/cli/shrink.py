@@ -46,7 +46,7 @@ class ShrinkOptions(LossOptions):
     intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
     attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
     key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
-    batches: int = option(100, "Calibration batches to run, at most.")
+    batches: int = option(100, "Calibration batches to run, at most.", low=1)
     criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
     layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
     seed: int = option(0, "Of random choices.")

@@ -270,9 +270,9 @@ class Checkpoints:
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
         """Return those that the options name; the main process tells what is left out."""
         from shared_core.checkpoint_formats import expand
+        from shared_core.reports.plots import check_plot
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients
-        from shared_core.soup.reports import check_plot
         from shared_core.soup.saving import check_beside, check_target
         from shared_core.soup.uniform import check_weights
 
@@ -291,8 +291,7 @@ class Checkpoints:
         if options.journal is not None:
             check_writable(options.journal, "eff soup: --journal")
         if options.plot is not None:
-            check_plot(options.plot)
-            check_writable(options.plot, "eff soup: --plot")
+            check_plot(options.plot, "eff soup")
         shares = None if options.weights is None else _numbers(options.weights)
         check_weights(shares, len(opened))
         usable, remask, notes = masked_ingredients(opened, keep_unpruned=options.unpruned)

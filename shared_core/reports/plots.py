@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from shared_core.errors import ConfigError
+from shared_core.files.atomic import check_writable
+from shared_core.libraries import optional
 from shared_core.reports.page import Plot, cell_text
 
 _BARS = 60  # more would not be read
@@ -112,3 +116,23 @@ def _short(name: str) -> str:
     """Return a name as a plot has room for it; a leading underscore would keep it out of the legend."""
     name = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
     return f"\u200b{name}" if name.startswith("_") else name
+
+
+def check_plot(file: Path, where: str) -> None:
+    """Refuse a file for a plot that matplotlib cannot write, or nobody.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+        ConfigError: If its ending names no format.
+    """
+    optional("matplotlib", "plots", where)
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in kinds or file.is_dir():
+        raise ConfigError(
+            where,
+            f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}",
+            "rename it",
+        )
+    check_writable(file, f"{where}: --plot")

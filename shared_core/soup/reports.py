@@ -15,7 +15,6 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
 from shared_core.soup.adapters import AdapterWeights
@@ -118,20 +117,6 @@ def path_plot(result: SoupResult, file: str | Path) -> Path:
     with atomic_write(file) as temporary:
         figure.savefig(temporary)
     return Path(file)
-
-
-def check_plot(file: Path) -> None:
-    """Raise an error unless a plot can be drawn into a file of this name: `MissingExtraError`, `ConfigError`."""
-    optional("matplotlib", "plots", "soup plot")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix[1:].lower() not in kinds or file.is_dir():
-        raise ConfigError(
-            "eff soup",
-            f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}",
-            "rename it",
-        )
 
 
 def diagnosis_table(found: Diagnosis) -> Table:

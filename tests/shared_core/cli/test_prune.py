@@ -278,7 +278,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
       "prune_task:loss"], ConfigError, "must return .model, example_inputs."),
     ([*SPARSE, "--criterion", "taylor", "--calibration", "prune_task:images"], ConfigError, "loss must be a scalar"),
     ([*SPARSE, "--criterion", "taylor", "--calibration", "prune_task:pairs", "--batches", "0"], ConfigError,
-     "num_batches must be in"),
+     "--batches must be in"),
     ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
     (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
