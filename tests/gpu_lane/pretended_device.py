@@ -143,12 +143,13 @@ def _on_device(values: Tensor, is_parameter: bool, requires_grad: bool) -> Tenso
 class DeviceGenerator(torch.Generator):
     """A generator of either device; operators see the part of it that is C++, so that its address tells the device."""
 
-    on_device: ClassVar[set[int]] = set()
+    on_device: ClassVar[dict[int, Any]] = {}
+    """Those of the device by address; kept, as another at the address of one that is gone would be taken for it."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         made = super().__new__(cls, "cpu")
-        change = cls.on_device.add if torch.device(device).type == "cuda" else cls.on_device.discard
-        change(made._cdata)
+        if torch.device(device).type == "cuda":
+            cls.on_device[made._cdata] = made
         return made
 
     @property
