@@ -583,6 +583,7 @@ def _run_child(writer: int, function: Callable[[PretendedDevice], Any]) -> None:
     """Run the function and end the process."""
     try:
         ctypes.CDLL(str(_guard())).install_guard()
+        torch.utils._device._device_constructors()  # listed once: what takes the default device, before it is patched
         _patch()
         device = PretendedDevice()
         _current.append(device)

@@ -44,7 +44,8 @@ def _set(module: nn.Module, name: str, value: Tensor | float) -> None:
     if not isinstance(value, Tensor) or (value.is_cpu and value.dim() == 0):
         # made on the device: a copy to it would wait
         value = torch.full((), float(value), dtype=parameter.dtype, device=parameter.device)
-    fill_(parameter, torch.as_tensor(value, dtype=parameter.dtype).expand(parameter.shape))
+    # by `to`: `as_tensor` would bring it to the default device, which is the CPU in `begin`
+    fill_(parameter, value.to(parameter.dtype).expand(parameter.shape))
 
 
 def learned_value(module: nn.Module, name: str) -> Tensor:
