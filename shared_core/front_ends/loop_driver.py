@@ -244,8 +244,16 @@ class LoopDriver:
     def on_backward(self, method: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call the script's ``backward`` with the loss that the techniques train on."""
         self.begin()
-        if self._is_stepping:  # the optimizer's own evaluations, as of LBFGS
-            return method(self.session.loss(loss), *args, **kwargs)
+        # not the optimizer's own evaluations, as of LBFGS
+        weighing = not self._is_stepping and self._count_micro_batch()
+        # The script may have divided by the number of micro-batches; a technique adds to the loss of one.
+        parts = self.accumulate if self.divides_loss and weighing else 1
+        with self.autocast():  # the forward ran in it, and other models of a loss belong there too
+            loss = self.session.loss(loss) if parts == 1 else self.session.loss(loss * parts) / parts
+        return method(loss, *args, **kwargs)
+
+    def _count_micro_batch(self) -> bool:
+        """Return whether a technique weighs the losses of a step, which then must be as many as planned."""
         if self.is_complete:
             raise TrainingError(
                 self.name,
@@ -253,15 +261,6 @@ class LoopDriver:
                 f"clip where the optimizer steps; {self.accumulates}",
             )
         self.micro_batches += 1
-        weighing = self._refuse_more_than_planned()
-        # The script may have divided by the number of micro-batches; a technique adds to the loss of one.
-        parts = self.accumulate if self.divides_loss and weighing else 1
-        with self.autocast():  # the forward ran in it, and other models of a loss belong there too
-            loss = self.session.loss(loss) if parts == 1 else self.session.loss(loss * parts) / parts
-        return method(loss, *args, **kwargs)
-
-    def _refuse_more_than_planned(self) -> bool:
-        """Return whether a technique weighs the losses of a step, which then must be as many as planned."""
         weighing = [key for key, technique in self.session.techniques.items() if technique.weighs_loss]
         if weighing and self.micro_batches > self.accumulate:
             raise TrainingError(
