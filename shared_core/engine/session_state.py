@@ -68,9 +68,9 @@ def restore(state: Mapping[str, Any], context: Context, history: History, expert
         experts.load_state_dict(state.get("experts", {}))
     context.step, context.skipped = step, skipped
     refuse_foreign(saved, context.techniques)
-    for key in context.techniques.keys() & saved.keys():
+    for key in context.techniques:
         with reading(key):
-            if not isinstance(saved[key], Mapping):
+            if not isinstance(saved.get(key, {}), Mapping):
                 raise TypeError(f"{saved[key]!r} is no mapping")
     for key, drawing in offering(context.techniques, DrawsBatches):
         if key in saved:

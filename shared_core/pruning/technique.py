@@ -19,7 +19,7 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.numerics.deferred_checks import read_together
-from shared_core.pruning.config import UNITS, PruneConfig
+from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import (
     MaskPolicy,
@@ -300,7 +300,7 @@ class Pruning(Technique):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore all but the masks, which are checked."""
-        check_saved(dict(state["masks"]), self._targets.weights(), of_units=self.config.granularity in UNITS)
+        check_saved(dict(state["masks"]), self._targets.weights(), of_units=self.config.prunes_units)
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
         self._own = {name: float(share) for name, share in state.get("own", {}).items()}
