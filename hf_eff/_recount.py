@@ -48,7 +48,7 @@ class Recount:
     def saved(self, folder: Path, where: Where) -> None:
         """Count in a saved folder, on the process that saves; a folder of PEFT holds adapters alone."""
         session, trainer = self.session, self._trainer
-        if session.context is None or not session.has_claims(where) or not trainer.args.should_save:
+        if session.context is None or not session.claims.any_hold(where) or not trainer.args.should_save:
             return
         if is_peft(trainer.model):
             return

@@ -390,7 +390,7 @@ class Recount:
             raise ReceiptError(found)
 
     def _verify_file(self, path: Path, where: Where) -> None:
-        if not self._session.has_claims(where):
+        if not self._session.claims.any_hold(where):
             return
         try:
             weights = _weights_in(path)

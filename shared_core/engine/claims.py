@@ -271,112 +271,122 @@ def _cut(rows: Tensor, group: int) -> Tensor:
     return rows.reshape(-1, group)
 
 
-Claims = Mapping[str, Mapping[str, Claim]]
-"""Technique → name in the model's state dict → what is said of that tensor."""
-
 _TOLD = 5
 
 
-def differences(
-    claims: Claims,
-    weights: Mapping[str, Tensor],
-    where: Where = Where.END,
-    *,
-    lacking: bool = True,
-    gather: bool = True,
-) -> list[str]:
-    """Return how weights differ from what is said of them, a line each; a tensor at a time is looked at.
+class Claims:
+    """What a receipt says of final weights, tensor by tensor.
 
     Args:
-        claims: What is said.
-        weights: Under the names of the model's state dict; values may be read only when asked for.
-        where: What the weights are of.
-        lacking: Whether a tensor that is not there is a difference: a file may leave some out.
-        gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
+        said: Technique → name in the model's state dict → the claim.
 
     Example:
-        >>> import torch
-        >>> differences({"cluster": {"w": FewValues(1, 1)}}, {"w": torch.tensor([1.0, 2.0])})
+        >>> Claims({"cluster": {"w": FewValues(1, 1)}}).differences({"w": torch.tensor([1.0, 2.0])})
         ['cluster: w: 2 distinct values beside 0, at most 1 were asked for']
     """
-    there, lines = {plain_name(name): name for name in weights}, []
-    for name in dict.fromkeys(name for said in claims.values() for name in said):
-        said = [(key, said[name]) for key, said in claims.items() if name in said and said[name].holds >= where]
-        if not said or name not in there:
-            lines += [f"{key}: {name} is not there" for key, one in said if lacking and not isinstance(one, Gone)]
-            continue
-        tensor = weights[there[name]].detach()
-        if not is_sharded(tensor) or gather:
-            # One tensor at a time: sharded ones are gathered whole.
-            tensor = whole(tensor)
-            lines += [f"{key}: {name}: {wrong}" for key, one in said if (wrong := one.wrong(tensor, where))]
-    return lines
 
+    def __init__(self, said: Mapping[str, Mapping[str, Claim]]) -> None:
+        self._said = said
 
-def settled(claims: Claims, model: nn.Module) -> Claims:
-    """Return claims with what tensors are now where it is said that they stay so.
+    @classmethod
+    def settled(cls, said: Mapping[str, Mapping[str, Claim]], model: nn.Module) -> Claims:
+        """Return claims with what tensors are now where it is said that they stay so.
 
-    Those of tensors that were merged into others when techniques were detached are left out. Sharded tensors are
-    gathered one by one; then every process must call it.
+        Those of tensors that were merged into others when techniques were detached are left out. Sharded tensors are
+        gathered one by one; then every process must call it.
 
-    Args:
-        claims: What techniques said when they had finished.
-        model: As training leaves it.
-    """
-    there = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    wanted = {name for said in claims.values() for name, one in said.items() if isinstance(one, Same)}
-    # After all techniques have finished: this is what training ended with.
-    found = {name: Same.as_(whole(value.detach())) for name, value in there.items() if name in wanted}
-    return {
-        key: {
-            name: found.get(name, one) if isinstance(one, Same) else one
-            for name, one in said.items()
-            if name in found or not isinstance(one, Same)
-        }
-        for key, said in claims.items()
-    }
+        Args:
+            said: By techniques when they had finished.
+            model: As training leaves it.
+        """
+        there = {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        wanted = {name for claims in said.values() for name, one in claims.items() if isinstance(one, Same)}
+        # After all techniques have finished: this is what training ended with.
+        found = {name: Same.as_(whole(value.detach())) for name, value in there.items() if name in wanted}
+        return cls(
+            {
+                key: {
+                    name: found.get(name, one) if isinstance(one, Same) else one
+                    for name, one in claims.items()
+                    if name in found or not isinstance(one, Same)
+                }
+                for key, claims in said.items()
+            }
+        )
 
+    def any_hold(self, where: Where) -> bool:
+        """Return whether anything is said that weights of such a moment can be compared with."""
+        return any(claim.holds >= where for claims in self._said.values() for claim in claims.values())
 
-def any_holds(claims: Claims, where: Where) -> bool:
-    """Return whether anything is said that weights of such a moment can be compared with."""
-    return any(claim.holds >= where for said in claims.values() for claim in said.values())
+    def differences(
+        self,
+        weights: Mapping[str, Tensor],
+        where: Where = Where.END,
+        *,
+        lacking: bool = True,
+        gather: bool = True,
+    ) -> list[str]:
+        """Return how weights differ from what is said of them, a line each; a tensor at a time is looked at.
 
+        Args:
+            weights: Under the names of the model's state dict; values may be read only when asked for.
+            where: What the weights are of.
+            lacking: Whether a tensor that is not there is a difference: a file may leave some out.
+            gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
+        """
+        there, lines = {plain_name(name): name for name in weights}, []
+        for name in dict.fromkeys(name for claims in self._said.values() for name in claims):
+            said = [
+                (key, claims[name])
+                for key, claims in self._said.items()
+                if name in claims and claims[name].holds >= where
+            ]
+            if not said or name not in there:
+                lines += [f"{key}: {name} is not there" for key, one in said if lacking and not isinstance(one, Gone)]
+                continue
+            tensor = weights[there[name]].detach()
+            if not is_sharded(tensor) or gather:
+                # One tensor at a time: sharded ones are gathered whole.
+                tensor = whole(tensor)
+                lines += [f"{key}: {name}: {wrong}" for key, one in said if (wrong := one.wrong(tensor, where))]
+        return lines
 
-def verify(
-    claims: Claims,
-    model: nn.Module,
-    weights: Mapping[str, Tensor] | None,
-    what: str,
-    changed_by: Iterable[str],
-    where: Where,
-    *,
-    gather: bool,
-) -> None:
-    """Count again in final weights what is said of them; the arguments are those of `Session.verify`."""
-    if weights is None and gather:
-        reshard_(model)
-    found = model.state_dict() if weights is None else weights
-    refuse(differences(claims, found, where, lacking=weights is None, gather=gather), what, changed_by)
+    def verify(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Tensor] | None,
+        what: str,
+        changed_by: Iterable[str],
+        where: Where,
+        *,
+        gather: bool,
+    ) -> None:
+        """Count again in final weights what is said of them.
 
+        Args:
+            model: As training left it.
+            weights: Of a file, under the names of the model's state dict; None: those of the model itself.
+            what: The model or the file, for the message.
+            changed_by: Classes of the callbacks that may have changed them.
+            where: Of which moment they are.
+            gather: As in `differences`.
 
-def refuse(lines: list[str], what: str, changed_by: Iterable[str]) -> None:
-    """Refuse weights that are not what the receipt says.
-
-    Args:
-        lines: Of `differences`.
-        what: The model or the file.
-        changed_by: Classes of the callbacks that may have changed it.
-
-    Raises:
-        ReceiptError: If there are lines.
-    """
-    if not lines:
-        return
-    others = ", ".join(dict.fromkeys(changed_by))
-    who = f"it may have been changed by {others}; a callback" if others else "no other callback was there; a hook"
-    more = f"; and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
-    raise ReceiptError(
-        what,
-        f"weights must be what the receipt says, got {'; '.join(lines[:_TOLD])}{more}",
-        f"{who} that writes into weights must do so before training ends",
-    )
+        Raises:
+            ReceiptError: If they are not what the receipt says.
+        """
+        if not self.any_hold(where):
+            return
+        if weights is None and gather:
+            reshard_(model)
+        found = model.state_dict() if weights is None else weights
+        lines = self.differences(found, where, lacking=weights is None, gather=gather)
+        if not lines:
+            return
+        others = ", ".join(dict.fromkeys(changed_by))
+        who = f"it may have been changed by {others}; a callback" if others else "no other callback was there; a hook"
+        more = f"; and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
+        raise ReceiptError(
+            what,
+            f"weights must be what the receipt says, got {'; '.join(lines[:_TOLD])}{more}",
+            f"{who} that writes into weights must do so before training ends",
+        )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shared_core.engine.optimizer_parameters import own_parameters, shapes_of, unheld, unheld_note, untrained_modules
+from shared_core.engine.protocols import LeavesUnheld, offering
 from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
 from shared_core.errors import MatchError
 from shared_core.modules.matching import named_by, own_class, plain_name
@@ -233,27 +237,64 @@ def _too_small(config: TechniqueConfig, weight: Weight) -> str:
     return f"smaller than min_size {least}" if weight.numel < least and "min_size" in config.changed() else ""
 
 
-def of_run(counted: Counted, context: Context, *, allow_partial: bool) -> dict[str, Reach]:
-    """Return by key what each technique of layers reaches.
+class Coverage(dict[str, Reach]):
+    """By key what the techniques of a run reach that work on layers; measured again once optimizers are known."""
 
-    Args:
-        counted: From `count`, before techniques attached.
-        context: All techniques are attached.
-        allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted = Counted()
+        self._trained: set[tuple[nn.Module, str]] = set()
+        self._knows_held = False
 
-    Raises:
-        MatchError: If one reaches less.
-    """
-    found: dict[str, Reach] = {}
-    for key, technique in context.techniques.items():
-        frozen = technique.reaches_frozen
-        one = reach(counted, context.touched[key], technique.config, context.model, reaches_frozen=frozen)
-        if one is None:
-            continue
-        found[key] = one
-        if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
-            raise error
-    return found
+    def look_at(self, context: Context) -> None:
+        """Count the weights of the user's model, before techniques replace layers and move weights."""
+        self._counted = count(context.model)
+        context.shapes = {module: shapes_of(module) for module in context.model.modules()}
+        owned = own_parameters(context.model)
+        self._trained = {(owner, name) for owner, name, value in owned if value.requires_grad}
+
+    def measure(self, context: Context, *, allow_partial: bool) -> None:
+        """Measure what each technique reaches.
+
+        Args:
+            context: All techniques are attached.
+            allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+
+        Raises:
+            MatchError: If one reaches less.
+        """
+        self.clear()
+        for key, technique in context.techniques.items():
+            touched, frozen = context.touched[key], technique.reaches_frozen
+            one = reach(self._counted, touched, technique.config, context.model, reaches_frozen=frozen)
+            if one is None:
+                continue
+            self[key] = one
+            if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
+                raise error
+
+    def learn_held(self, context: Context, timed: Callable[[str], AbstractContextManager[None]]) -> str:
+        """Have techniques leave alone what no optimizer holds, and return a line that tells it; "" if nothing is left.
+
+        The first call of a run decides: techniques give optimizers copies in place of parameters later.
+
+        Args:
+            context: With the optimizers.
+            timed: Counts the time of a technique, by its key.
+        """
+        if self._knows_held:
+            return ""
+        self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
+        if not context.unheld:
+            return ""
+        # Before techniques take out what they added to them.
+        told = unheld_note(context.model, context.unheld)
+        places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
+        for key, leaving in offering(context.techniques, LeavesUnheld):
+            with timed(key), torch.device("cpu"):
+                context.touched[key] = leaving.leave_unheld(context)
+        self._counted = replace(self._counted, unheld=places)
+        return told
 
 
 def after_training(

@@ -25,19 +25,23 @@ def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
 
 
 class MicroBatchMeans:
-    """Averages over one micro-batch at a time, and remembers how many positions those of a step counted.
+    """Averages over one micro-batch at a time, and tells once if those of a step counted different positions.
+
+    Args:
+        front_end: Who trains.
 
     Example:
         >>> import torch
-        >>> means, counts = MicroBatchMeans(), []
+        >>> means, counts = MicroBatchMeans("hf"), []
         >>> for total, count in ((6.0, 3), (4.0, 1)):
         ...     means.open()
         ...     counts.append(means.normalise(torch.tensor(total), count).item())
-        >>> counts, means.close(), means.close()
-        ([2.0, 4.0], (1, 3), None)
+        >>> counts, means.close()[:50], means.close()
+        ([2.0, 4.0], 'the micro-batches of a step counted 1 to 3 positio', '')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, front_end: str) -> None:
+        self._front_end = front_end
         self._counts: list[Tensor | int] = []
         self._is_new = self._is_told = False
         self._spread: Tensor | None = None
@@ -60,24 +64,30 @@ class MicroBatchMeans:
             self._is_new = False
         return mean_over_micro_batch(total, count)
 
-    def close(self) -> tuple[int, int] | None:
+    def close(self) -> str:
         """End a step; return what `differing` does, of counts that are at hand: others are not waited for."""
         counts, self._counts = self._counts, []
         if self._is_told or len(counts) < 2:
-            return None
+            return ""
         home = next((count.device for count in counts if isinstance(count, Tensor)), None)
         both = torch.stack(torch.stack([torch.as_tensor(count, device=home).reshape(()) for count in counts]).aminmax())
         seen = self._spread
         self._spread = both if seen is None else torch.where(seen[0] == seen[1], both, seen)
-        return self.differing() if both.is_cpu else None
+        return self.differing() if both.is_cpu else ""
 
-    def differing(self) -> tuple[int, int] | None:
-        """Return the least and the most positions of a step's micro-batches, the first time that they differ."""
+    def differing(self) -> str:
+        """Return a line the first time that a step's micro-batches counted different positions, else an empty one."""
         if self._is_told or self._spread is None:
-            return None
+            return ""
         least, most = self._spread.tolist()
         self._is_told = least != most
-        return (least, most) if self._is_told else None
+        if not self._is_told:
+            return ""
+        other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+        return (
+            f"the micro-batches of a step counted {least} to {most} positions: each is averaged by itself and weighs "
+            f"the same, in what is added to the loss as in a task loss that is a mean{other}"
+        )
 
 
 class StepMeans:

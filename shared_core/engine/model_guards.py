@@ -168,13 +168,16 @@ def refuse_scripted(model: nn.Module, where: str) -> None:
             )
 
 
-def refuse_other_optimizers(optimizers: Iterable[Any], where: str) -> None:
-    """Refuse what is no optimizer of torch and does not look like one: techniques read its groups and its state.
+def optimizers_of(given: Any, where: str) -> tuple[torch.optim.Optimizer, ...]:
+    """Return a list of optimizers as it was given: techniques read their groups and their state.
 
     Raises:
-        TrainingError: Names the first one's class.
+        TrainingError: If it is no list, or one is no optimizer of torch and does not look like one.
     """
-    for optimizer in optimizers:
+    if isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable):
+        raise TrainingError(where, "optimizers must be a list, got one", "pass [optimizer]")
+    found = tuple(given)
+    for optimizer in found:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state")):
             inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "opt", None)
             raise TrainingError(
@@ -185,6 +188,7 @@ def refuse_other_optimizers(optimizers: Iterable[Any], where: str) -> None:
                 if isinstance(inner, torch.optim.Optimizer)
                 else "make one of torch.optim, or of a library whose optimizers are subclasses of it",
             )
+    return found
 
 
 def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from shared_core.engine.model_guards import refuse_other_optimizers
+from shared_core.engine.model_guards import optimizers_of
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.modules.matching import plain_name
 
@@ -335,8 +335,7 @@ def attach_with(
     Raises:
         TrainingError: If no optimizer holds a parameter of the model, or one is not torch's; else as `Session.attach`.
     """
-    optimizers = tuple(optimizers)
-    refuse_other_optimizers(optimizers, session.front_end)
+    optimizers = optimizers_of(optimizers, session.front_end)
     parameters = OptimizerParameters(model, optimizers)
     if parameters.is_empty:
         raise TrainingError(

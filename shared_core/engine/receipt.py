@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shared_core.engine.protocols import TrainsPeers, offering
 from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
@@ -23,6 +25,8 @@ from shared_core.printing import printable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from shared_core.engine.session import Session
 
 RECEIPT_FILE = "eff_receipt.json"
 RECEIPT_KEY = "eff_receipt"
@@ -85,7 +89,7 @@ class Receipt:
     """Record of what happened in a run, as plain values under `values`.
 
     Args:
-        values: See `Session.receipt`.
+        values: See `of`.
         writers: What techniques write into the same folder, such as the other students of a distillation.
         run: Stands for the run: receipts of another one of this process are kept.
     """
@@ -95,6 +99,30 @@ class Receipt:
     ) -> None:
         self.values, self._writers, self._run = dict(values), tuple(writers), run
         self._told = ""
+
+    @classmethod
+    def of(cls, session: Session) -> Receipt:
+        """Return what was asked of a session, what it has touched and run so far, and what that cost."""
+        context = session.context
+        applied, skipped = context.furthest if context else (0, 0)
+        values = {
+            "recipe": session.recipe.to_dict(),
+            "front_end": session.front_end,
+            "finished": session.is_finished,
+            "environment": environment(),
+            "steps": {"applied": applied, "skipped": skipped, "planned": context and context.total_steps},
+            "wall_seconds": round(time.perf_counter() - session.started, 3),
+            "seconds": {key: round(spent, 4) for key, spent in session.hooks.seconds.items()},
+            "techniques": session.reports(),
+            "unreached": session.ending.unreached(context) if context and session.has_begun else {},
+            "final_evaluation": session.validation.finals(context),
+            "coverage": {key: reach.to_dict() for key, reach in session.coverage.items()},
+            "experts_without_tokens": session.experts.without_tokens(),
+            **session.history.told(),
+            "notes": list(session.notes),
+        }
+        writers = [one.write for _, one in offering(session.techniques, TrainsPeers)] if session.has_begun else ()
+        return cls(values, writers, session.run)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]

@@ -7,7 +7,6 @@ a checkpoint's weights before they are loaded, since techniques may have changed
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +19,8 @@ from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
 from shared_core.distributed.sharded_tensors import is_tensor_parallel, place_gradients_, reshard_
 from shared_core.distributed.shared_buffers import join_buffers_
-from shared_core.engine import claims, compatibility, coverage, model_guards
-from shared_core.engine.claims import Where
+from shared_core.engine import compatibility, coverage, model_guards
+from shared_core.engine.claims import Claims, Where
 from shared_core.engine.hooks import Hooks
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.observers.ending import Ending, not_finite_note
@@ -31,25 +30,17 @@ from shared_core.engine.observers.pace import Pace
 from shared_core.engine.observers.step_watch import StepWatch
 from shared_core.engine.observers.validation import Validation
 from shared_core.engine.optimizer_modes import OptimizerModes
-from shared_core.engine.optimizer_parameters import (
-    joined_note,
-    own_parameters,
-    shapes_of,
-    unheld,
-    unheld_note,
-    untrained_modules,
-)
+from shared_core.engine.optimizer_parameters import joined_note
 from shared_core.engine.protocols import (
     Bakes,
     Deploys,
-    LeavesUnheld,
     LooksFirst,
     PreparesOptimizer,
     SeesMetrics,
     TrainsPeers,
     offering,
 )
-from shared_core.engine.receipt import Receipt, environment
+from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.services import BareServices, Services
@@ -102,17 +93,15 @@ class Session:
             key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
-        self._run = object()
+        self.run = object()
         self._eval_depth = 0
         self.notes: list[str] = []
-        self.coverage: dict[str, coverage.Reach] = {}
+        self.coverage = coverage.Coverage()
         """By key what a technique of layers reaches of the weights that multiply activations."""
         self.is_changed = False
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
-        self._counted = coverage.Counted()
-        self._trained: set[tuple[nn.Module, str]] = set()
-        self._is_tensor_parallel = self._knows_held = False
+        self._is_tensor_parallel = False
         self.has_begun = False
         """Whether `begin` was called in this run."""
         self.is_finished = False
@@ -123,11 +112,12 @@ class Session:
         self._restored: Mapping[str, Any] = {}
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
-        self._steps, self._experts, self._history = StepWatch(), ExpertUse(), History()
-        self._pace, self._validation, self._ending = Pace(), Validation(), Ending()
-        self._means = MicroBatchMeans()
-        self._claims: claims.Claims = {}
-        self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
+        self.steps, self.experts, self.history = StepWatch(), ExpertUse(), History()
+        self.pace, self.validation, self.ending = Pace(), Validation(), Ending()
+        self._means = MicroBatchMeans(self.front_end)
+        self.claims = Claims({})
+        """What the receipt says of final weights, once the run ended."""
+        self.started, self.hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
     def is_attached(self) -> bool:
@@ -171,7 +161,7 @@ class Session:
 
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
-            MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
+            MatchError: If a technique matches nothing, or too little (`coverage.ENOUGH`); the model is as it was.
             TrainingError: If another session is attached to the model, or this one to another model.
         """
         environment = {*run_environment, *_layers_in_parts(model)}
@@ -189,16 +179,16 @@ class Session:
         context, reduced = self._look_at(model, resumed or {}), model_guards.trained_in_ddp(model)
         try:
             for key, technique in self.techniques.items():
-                with self._hooks.timed(key), torch.device("cpu"):
+                with self.hooks.timed(key), torch.device("cpu"):
                     context.touched[key] = technique.attach(context)
             model_guards.refuse_not_reduced(model, reduced)
             # a checkpoint's run was looked at when it began, and knew what optimizers hold
-            self._measure_coverage(context, allow_partial=self.recipe.allow_partial or bool(resumed))
+            self.coverage.measure(context, allow_partial=self.recipe.allow_partial or bool(resumed))
         except BaseException:
             context.undo.close()
             raise
         if self.coverage:
-            self._experts.watch(model)
+            self.experts.watch(model)
         self.context = context
 
     def _look_at(self, model: nn.Module, resumed: Mapping[str, Any]) -> Context:
@@ -208,14 +198,11 @@ class Session:
         context = Context(model, self.front_end, self._services, techniques=self.techniques, resumed=resumed)
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
-        context.drop = self._hooks.leave_out
+        context.drop = self.hooks.leave_out
         context.generator.manual_seed(self._seed)
         context.modes = OptimizerModes(functools.partial(self._weights_moved, context))
-        # Techniques replace layers and move weights.
         if self.techniques:
-            self._counted = coverage.count(model)
-            context.shapes = {module: shapes_of(module) for module in model.modules()}
-            self._trained = {(owner, name) for owner, name, value in own_parameters(model) if value.requires_grad}
+            self.coverage.look_at(context)
         # A teacher that is a copy of the student must be one of the plain model. On the CPU, whatever default device
         # the script has set, or Lightning sets around configure_model.
         with torch.device("cpu"):
@@ -255,12 +242,7 @@ class Session:
         context = self._attached("begin")
         if self.is_finished:
             raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
-        if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
-            raise TrainingError(
-                "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
-            )
-        optimizers = tuple(optimizers)
-        model_guards.refuse_other_optimizers(optimizers, self.front_end)
+        optimizers = model_guards.optimizers_of(optimizers, self.front_end)
         environment = _layers_in_parts(context.model)  # since `attach`, perhaps
         compatibility.check(self.recipe, environment)
         self._is_tensor_parallel = bool(environment)
@@ -275,8 +257,8 @@ class Session:
         acting = next((key for key, plan in plans.items() if plan.acts_on_gradients), "")
         if context.adds_parameters:
             acting = acting or "session"  # no hook of the optimizer is on parameters that were made after it
-        self._steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")
-        self._started = self._started if self.has_begun else time.perf_counter()
+        self.steps.watch(context.model, context.optimizers, acting, is_bare=self.front_end == "bare")
+        self.started = self.started if self.has_begun else time.perf_counter()
         context.default_device = torch.get_default_device()
         self.begin_again()
         self.has_begun = True
@@ -292,7 +274,7 @@ class Session:
         for key, technique in self.techniques.items():
             state = self._restored.get(key)
             guard = contextlib.nullcontext() if state is None else reading(key)
-            with self._hooks.timed(key), guard, torch.device("cpu"):
+            with self.hooks.timed(key), guard, torch.device("cpu"):
                 context.plans[key] = technique.plan(context)  # first: a later technique goes by it
                 technique.begin(context, state)
         self._restored = {}
@@ -300,25 +282,9 @@ class Session:
             forget_compiled()
 
     def _leave_unheld(self, context: Context) -> None:
-        """Have techniques leave alone what no optimizer holds; the first call of a run decides."""
-        if self._knows_held or not self.techniques:
-            return
-        # Once: techniques give optimizers copies in place of parameters.
-        self._knows_held, context.unheld = True, unheld(context.model, context.optimizers, self._trained)
-        if not context.unheld:
-            return
-        # Before techniques take out what they added to them.
-        told = unheld_note(context.model, context.unheld)
-        places = frozenset([*context.unheld.values(), *untrained_modules(context.model, context.unheld)])
-        for key, leaving in offering(self.techniques, LeavesUnheld):
-            with self._hooks.timed(key), torch.device("cpu"):
-                context.touched[key] = leaving.leave_unheld(context)
-        self._counted = dataclasses.replace(self._counted, unheld=places)
-        self._measure_coverage(context, allow_partial=self.recipe.allow_partial)
-        self.note(told)
-
-    def _measure_coverage(self, context: Context, *, allow_partial: bool) -> None:
-        self.coverage = coverage.of_run(self._counted, context, allow_partial=allow_partial)
+        if self.techniques and (told := self.coverage.learn_held(context, self.hooks.timed)):
+            self.coverage.measure(context, allow_partial=self.recipe.allow_partial)
+            self.note(told)
 
     @property
     def peers(self) -> list[nn.Module]:
@@ -328,26 +294,26 @@ class Session:
     @property
     def needs_forward(self) -> bool:
         """Whether a technique still works in the forward or the loss of micro-batches."""
-        return bool(self._hooks.forward or self._hooks.loss)
+        return bool(self.hooks.forward or self.hooks.loss)
 
     @property
     def needs_gradients(self) -> bool:
         """True while a technique has work before optimizer steps."""
-        return bool(self._hooks.before_step)
+        return bool(self.hooks.before_step)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
-        hooks, context = self._hooks.forward, self.context
+        hooks, context = self.hooks.forward, self.context
         if context is None or not self._is_live:
             return contextlib.nullcontext()
-        is_compared = self._steps.is_comparing
+        is_compared = self.steps.is_comparing
         # One technique is the usual case: an ExitStack costs more than its hook.
         if not is_compared and len(hooks) < 2:
             return hooks[0][1](context) if hooks else contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
             if is_compared:  # of the first steps, weights are noted after the forward
-                self._steps.forget()
-                stack.callback(self._steps.mark)
+                self.steps.forget()
+                stack.callback(self.steps.mark)
             for _, forward in hooks:
                 stack.enter_context(forward(context))
             # pop_all hands the contexts over: entered here, left by the caller.
@@ -361,28 +327,28 @@ class Session:
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
                 over the micro-batch, so that each of a step's micro-batches weighs the same.
         """
-        if not self._hooks.loss or not self._is_live:
-            self._steps.mark()
+        if not self.hooks.loss or not self._is_live:
+            self.steps.mark()
             return task_loss
         context = self._attached("loss")
         self._means.open()
         context.normalise = normalise or self._means.normalise
-        task_loss = self._hooks.mixed(task_loss, context)
-        self._steps.mark()
+        task_loss = self.hooks.mixed(task_loss, context)
+        self.steps.mark()
         return task_loss
 
     def before_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
-        self._tell_counts(self._means.close())
         context = self._attached("before_step")
-        self._steps.before_step()
-        context.takes_gradients_in_backward = bool(self._steps.inside_backward)
+        self.note(self._means.close())
+        self.steps.before_step()
+        context.takes_gradients_in_backward = bool(self.steps.inside_backward)
         if self._is_tensor_parallel:
             place_gradients_(context.model)
         if self._is_live:
-            self._hooks.call(self._hooks.before_step, context)
+            self.hooks.call(self.hooks.before_step, context)
         if context.discard_step:
-            if name := self._steps.inside_backward:
+            if name := self.steps.inside_backward:
                 raise TrainingError(
                     "session",
                     f"a step with gradients that are not finite must be discarded, but {name} made it inside backward",
@@ -391,14 +357,6 @@ class Session:
             # The trainer goes on to step: it must change nothing.
             for optimizer in context.optimizers:
                 optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
-
-    def _tell_counts(self, counts: tuple[int, int] | None) -> None:
-        if counts is not None:
-            other = "; Session.loss(normalise=...) averages otherwise" if self.front_end == "bare" else ""
-            self.note(
-                f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
-                f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
-            )
 
     def after_step(self, applied: bool = True) -> bool:
         """Tell that the optimizer stepped; return whether the step counts: a discarded one does not.
@@ -412,7 +370,7 @@ class Session:
         context = self._attached("after_step")
         # A discarded step did happen in the trainer's eyes, with no gradients.
         applied, context.discard_step = applied and not context.discard_step, False
-        self._steps.after_step(skipped=not applied)
+        self.steps.after_step(skipped=not applied)
         if applied:
             context.step += 1
             if context.is_beyond_plan:
@@ -423,7 +381,7 @@ class Session:
         else:
             context.skipped += 1
         if self._is_live:
-            self._hooks.call(self._hooks.after_step, context, applied)
+            self.hooks.call(self.hooks.after_step, context, applied)
         return applied
 
     @contextlib.contextmanager
@@ -448,7 +406,7 @@ class Session:
         self.is_saving = True
         try:
             self._refuse_changed()
-            self._experts.join()
+            self.experts.join()
             optimizers = self.context.optimizers if self.context else ()
             with unstepped(optimizers), self._swap(purpose):
                 yield
@@ -457,7 +415,7 @@ class Session:
 
     def _swap(self, purpose: Purpose) -> contextlib.ExitStack:
         live = self.context if self._is_live else None
-        return contextlib.ExitStack() if live is None else self._hooks.entered(live, purpose)
+        return contextlib.ExitStack() if live is None else self.hooks.entered(live, purpose)
 
     def before_eval(self) -> None:
         """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
@@ -477,38 +435,30 @@ class Session:
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Say once that optimizer steps come at another rate than planned; see `Pace.look_ahead`."""
-        self._pace.look_ahead(self._attached("look_ahead"), done, stops_as_planned=stops_as_planned)
+        self.pace.look_ahead(self._attached("look_ahead"), done, stops_as_planned=stops_as_planned)
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
-        self._history.validated(self.step, metrics if self.has_begun else {})
+        self.history.validated(self.step, metrics if self.has_begun else {})
         if self.context is not None and self._is_live:
-            self._validation.saw(self.context, metrics)
+            self.validation.saw(self.context, metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
-                with self._hooks.timed(key):
+                with self.hooks.timed(key):
                     seeing.evaluated(self.context, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Check at the start that evaluation reports what the recipe, and `also` (metrics by option), need.
-
-        Args:
-            evaluate: As in `Validation.preflight`.
-            also: Metrics that the trainer needs itself, by option.
-
-        Raises:
-            ConfigError: If one is not reported.
-        """
+        """Check at the start that evaluation reports what the recipe, and `also` (by option), need."""
         wanted = {**self.recipe.needed_metrics(), **(also or {})}
-        self._validation.preflight(self._attached("preflight"), wanted, evaluate)
+        self.validation.preflight(self._attached("preflight"), wanted, evaluate)
 
     def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
         """Evaluate the finished model where no validation has seen it; see `Validation.of_final`."""
         if self.context is not None:
-            self._validation.of_final(self.context, evaluate, after_steps=anew)
+            self.validation.of_final(self.context, evaluate, after_steps=anew)
 
     def may_be_best(self) -> bool:
         """Return whether the weights of now hold what was asked for: others do not compete for the best."""
-        return self.context is None or not self.has_begun or self._ending.may_be_best(self.context)
+        return self.context is None or not self.has_begun or self.ending.may_be_best(self.context)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing.
@@ -528,18 +478,18 @@ class Session:
         self.settle_optimizers()
         self._refuse_changed()
         self.join_buffers()
-        self._experts.join()
-        self._tell_counts(self._means.differing())
-        self._ending.tell(self.context)
-        self.note(self._experts.told())
+        self.experts.join()
+        self.note(self._means.differing())
+        self.ending.tell(self.context)
+        self.note(self.experts.told())
         # In the order of the end, which is not that of attaching: see `finishes_after`.
         for key in in_order(self.techniques, "finish"):
-            with self._hooks.timed(key):
+            with self.hooks.timed(key):
                 self.techniques[key].finish(self.context)
         claimed = {key: one.claims(self.context) for key, one in self.techniques.items()}
         self.detach()
         # digests of what stock layers hold
-        self._claims = claims.settled(claimed, self.context.model)
+        self.claims = Claims.settled(claimed, self.context.model)
         self.note(not_finite_note(self.context.model))
 
     def settle_optimizers(self) -> None:
@@ -555,10 +505,6 @@ class Session:
             self._joined = place
             join_buffers_(context.model)
 
-    def has_claims(self, where: Where) -> bool:
-        """Return whether the receipt says anything that weights of such a moment can be compared with."""
-        return claims.any_holds(self._claims, where)
-
     def verify(
         self,
         weights: Mapping[str, Tensor] | None,
@@ -568,22 +514,11 @@ class Session:
         where: Where = Where.END,
         gather: bool = True,
     ) -> None:
-        """Count again in final weights what the receipt says of them; a note there tells a difference too.
-
-        Args:
-            weights: Of a file, under the names of the model's state dict; None: those of the model itself.
-            what: The model or the file, for the message.
-            changed_by: Classes of the callbacks that may have changed them.
-            where: Of which moment they are.
-            gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
-
-        Raises:
-            ReceiptError: If they are not what the receipt says.
-        """
-        if self.context is None or not self.has_claims(where):
+        """Count again in final weights what the receipt says of them, as `Claims.verify`, and note a difference."""
+        if self.context is None:
             return
         try:
-            claims.verify(self._claims, self.context.model, weights, what, changed_by, where, gather=gather)
+            self.claims.verify(self.context.model, weights, what, changed_by, where, gather=gather)
         except ReceiptError as error:
             self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
             raise
@@ -592,11 +527,11 @@ class Session:
         """Leave stock modules behind without baking: the run was cut short."""
         if self.context is None or self.is_finished:
             return
-        self._steps.close()
-        self._experts.close()
+        self.steps.close()
+        self.experts.close()
         self.context.modes.leave()
         try:
-            self._final_reports = self._final_reports or self._reports()  # stock layers have nothing left to tell
+            self._final_reports = self.reports()  # stock layers have nothing left to tell
         finally:
             self.context.undo.close()
             self.is_finished = True
@@ -626,7 +561,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return state_of(context, self.recipe, self._history, self._experts)
+        return state_of(context, self.recipe, self.history, self.experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, after `attach`. A changed recipe is told, not hidden.
@@ -638,10 +573,10 @@ class Session:
         """
         context = self._attached("load_state_dict")
         context.reached = context.furthest
-        recipe = restore(state, context, self._history, self._experts)
+        recipe = restore(state, context, self.history, self.experts)
         self._restored = state["techniques"]
         if self.has_begun:
-            self._validation.restored(context)
+            self.validation.restored(context)
         with reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
@@ -650,9 +585,9 @@ class Session:
 
     def figures(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
-        self._tell_counts(self._means.differing())
+        self.note(self._means.differing())
         found = {name: value for one in self.techniques.values() for name, value in one.figures().items()}
-        return self._history.logged(self.step, found)
+        return self.history.logged(self.step, found)
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once, an empty one never."""
@@ -662,31 +597,11 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        planned = self.context and self.context.total_steps
-        applied, skipped = self.context.furthest if self.context else (0, 0)
-        return Receipt(
-            {
-                "recipe": self.recipe.to_dict(),
-                "front_end": self.front_end,
-                "finished": self.is_finished,
-                "environment": environment(),
-                "steps": {"applied": applied, "skipped": skipped, "planned": planned},
-                "wall_seconds": round(time.perf_counter() - self._started, 3),
-                "seconds": {key: round(spent, 4) for key, spent in self._hooks.seconds.items()},
-                "techniques": self._final_reports or self._reports(),
-                "unreached": self._ending.unreached(self.context) if self.context and self.has_begun else {},
-                "final_evaluation": self._validation.finals(self.context),
-                "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
-                "experts_without_tokens": self._experts.without_tokens(),
-                **self._history.told(),
-                "notes": list(self.notes),
-            },
-            [one.write for _, one in offering(self.techniques, TrainsPeers)] if self.has_begun else (),
-            self._run,
-        )
+        return Receipt.of(self)
 
-    def _reports(self) -> dict[str, Any]:
-        return {key: technique.report() for key, technique in self.techniques.items()}
+    def reports(self) -> dict[str, Any]:
+        """Return by key what techniques report of themselves: of a run that is over, what they did before its end."""
+        return self._final_reports or {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_moved(self, context: Context) -> None:
         reshard_(context.model)

@@ -399,7 +399,7 @@ def test_a_session_refuses_wrong_order_and_a_second_model():
     model = net()
     session.attach(model)
     session.attach(model)
-    with pytest.raises(TrainingError, match="list of optimizers"):
+    with pytest.raises(TrainingError, match="optimizers must be a list"):
         session.begin(torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
     with pytest.raises(TrainingError, match="attached to one model only"):
         session.attach(net())

@@ -198,7 +198,7 @@ def test_an_optimizer_of_another_library_is_refused_before_anything_is_changed(w
     session.attach(model)
     with pytest.raises(TrainingError, match=says):
         session.begin([wrong(model.parameters())], total_steps=4)
-    with pytest.raises(TrainingError, match="begin must have a list of optimizers"):
+    with pytest.raises(TrainingError, match="optimizers must be a list"):
         session.begin(Keras([]), total_steps=4)
     session.detach()
 
