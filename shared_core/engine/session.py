@@ -303,21 +303,11 @@ class Session:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
-        hooks, context = self.hooks.forward, self.context
-        if context is None or not self._is_live:
+        if self.context is None or not self._is_live:
             return contextlib.nullcontext()
-        is_compared = self.steps.is_comparing
-        # One technique is the usual case: an ExitStack costs more than its hook.
-        if not is_compared and len(hooks) < 2:
-            return hooks[0][1](context) if hooks else contextlib.nullcontext()
-        with contextlib.ExitStack() as stack:
-            if is_compared:  # of the first steps, weights are noted after the forward
-                self.steps.forget()
-                stack.callback(self.steps.mark)
-            for _, forward in hooks:
-                stack.enter_context(forward(context))
-            # pop_all hands the contexts over: entered here, left by the caller.
-            return stack.pop_all()
+        around = self.hooks.around_forward(self.context)
+        # of the first steps, weights are noted after the forward
+        return self.steps.marking(around) if self.steps.is_comparing else around
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.
@@ -348,15 +338,7 @@ class Session:
         if self._is_live:
             self.hooks.call(self.hooks.before_step, context)
         if context.discard_step:
-            if name := self.steps.inside_backward:
-                raise TrainingError(
-                    "session",
-                    f"a step with gradients that are not finite must be discarded, but {name} made it inside backward",
-                    "use an optimizer that steps after backward, such as AdamW",
-                )
-            # The trainer goes on to step: it must change nothing.
-            for optimizer in context.optimizers:
-                optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
+            self.steps.discard()
 
     def after_step(self, applied: bool = True) -> bool:
         """Tell that the optimizer stepped; return whether the step counts: a discarded one does not.
@@ -373,11 +355,7 @@ class Session:
         self.steps.after_step(skipped=not applied)
         if applied:
             context.step += 1
-            if context.is_beyond_plan:
-                self.note(
-                    f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, "
-                    "and everything without an end of its own continues"
-                )
+            self.pace.stepped(context)
         else:
             context.skipped += 1
         if self._is_live:

@@ -11,6 +11,14 @@ class Pace:
     def __init__(self) -> None:
         self._early_skips, self._is_on_plan = 0, True
 
+    def stepped(self, context: Context) -> None:
+        """Say if more steps were applied than planned."""
+        if context.is_beyond_plan:
+            context.note(
+                f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, "
+                "and everything without an end of its own continues"
+            )
+
     def look_ahead(self, context: Context, done: float, *, stops_as_planned: bool = True) -> None:
         """Compare the steps so far with the plan.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -89,9 +90,13 @@ class StepWatch:
         if self.is_comparing:
             self._marked = _digests(self._parameters)
 
-    def forget(self) -> None:
-        """Forget the note: a forward comes next, which may write into weights itself."""
+    @contextlib.contextmanager
+    def marking(self, forward: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Surround a forward, which may write into weights itself: they are noted after it."""
         self._marked = {}
+        with forward:
+            yield
+        self.mark()
 
     def before_step(self) -> None:
         """Check that backward moved no weight; the session's optimizers step next.
@@ -104,6 +109,22 @@ class StepWatch:
             now = _digests(self._parameters)
             if now != self._marked:
                 self._refuse_inside(self._names, ", and load the weights again, which have moved")
+
+    def discard(self) -> None:
+        """Have the step that comes change nothing: the trainer makes it all the same.
+
+        Raises:
+            TrainingError: If an optimizer made it inside backward.
+        """
+        if self.inside_backward:
+            raise TrainingError(
+                "session",
+                "a step with gradients that are not finite must be discarded, but "
+                f"{self.inside_backward} made it inside backward",
+                "use an optimizer that steps after backward, such as AdamW",
+            )
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
 
     def after_step(self, *, skipped: bool = False) -> None:
         """Check that one of the session's optimizers made the step.
