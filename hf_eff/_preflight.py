@@ -37,7 +37,7 @@ def preflight(trainer: Trainer, session: Session, services: TrainerServices) -> 
     if session.recipe and best is not None and args.eval_strategy != IntervalStrategy.NO:
         also["hf: metric_for_best_model"] = best if best.startswith("eval_") else f"eval_{best}"
     if trainer.state.global_step == 0:
-        session.preflight(lambda: _names(trainer, services), also)
+        session.validation.preflight(lambda: _names(trainer, services), also)
 
 
 def _names(trainer: Trainer, services: TrainerServices) -> list[str]:

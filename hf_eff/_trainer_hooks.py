@@ -313,7 +313,7 @@ class SessionCallback(TrainerCallback):
         session.finish()
         self._steps.follow()
         if trainer.args.eval_strategy != IntervalStrategy.NO:
-            session.validate_final(self._services.evaluate)
+            session.validation.of_final(self._services.evaluate)
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
@@ -352,7 +352,7 @@ class SessionCallback(TrainerCallback):
         before = state.best_metric, state.best_global_step
         is_best = method(*args, **kwargs)
         compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
-        if not compared or session.may_be_best():
+        if not compared or session.ending.may_be_best():
             return is_best
         self._passed_over = True
         state.best_metric, state.best_global_step = before
@@ -426,7 +426,7 @@ class SessionCallback(TrainerCallback):
         """Look now and then whether steps are applied as planned: many may be skipped."""
         # At powers of two, where n & (n - 1) is 0: often enough early, where a plan that cannot be met should be told.
         if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
-            self.session.look_ahead(min(state.global_step / state.max_steps, 1.0))
+            self.session.pace.look_ahead(min(state.global_step / state.max_steps, 1.0))
 
     # --- evaluation, saving, logging
 

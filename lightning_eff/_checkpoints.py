@@ -232,7 +232,7 @@ class BestCheckpoints:
     def _save(self, callback: Any, original: Callable[..., None], trainer: Any, candidates: dict[str, Tensor]) -> None:
         """Save what is not compared too, for a run to go on from, with the worst score: any other replaces it."""
         # Lightning (2.6) writes the last checkpoint only where it has saved one of the best.
-        if self._session.may_be_best() or callback.monitor not in candidates:
+        if self._session.ending.may_be_best() or callback.monitor not in candidates:
             original(trainer, candidates)
             return
         if callback not in self._passed_over:
@@ -242,7 +242,7 @@ class BestCheckpoints:
 
     def _stop(self, callback: Any, original: Callable[..., Any], current: Tensor) -> Any:
         """Stop for what is not finite or diverges alone: neither patience nor the best score count."""
-        if self._session.may_be_best():
+        if self._session.ending.may_be_best():
             return original(current)
         names = ("best_score", "wait_count", "patience", "stopping_threshold")
         before = {name: getattr(callback, name) for name in names}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
     """Check that validation logs what techniques go by."""
     if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
-        session.preflight(lambda: _names(trainer, services))
+        session.validation.preflight(lambda: _names(trainer, services))
 
 
 def _names(trainer: Any, services: LightningServices) -> list[str]:

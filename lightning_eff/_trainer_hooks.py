@@ -317,7 +317,7 @@ class EffCallback(Callback):
         seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         looks = seen & (seen - 1) == 0 or trainer.is_last_batch
         if looks and (done := _run_environment.share_done(trainer, pl_module, batch_idx)) is not None:
-            session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
+            session.pace.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         # After the window: figures are of applied steps, and Lightning logs at its own interval.
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.figures().items():
@@ -411,7 +411,7 @@ class EffCallback(Callback):
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
         self._final, trainer._eff_leader = session.state_dict(), self
         if self._services.can_validate:
-            session.validate_final(self._services.evaluate, anew=self._best.is_missing)
+            session.validation.of_final(self._services.evaluate, after_steps=self._best.is_missing)
         self._best.save_last()
         if self._recount is not None:
             self._recount.keep_final()

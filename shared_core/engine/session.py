@@ -113,7 +113,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._joined: tuple[int, int] | None = None
         self.steps, self.experts, self.history = StepWatch(), ExpertUse(), History()
-        self.pace, self.validation, self.ending = Pace(), Validation(), Ending()
+        self.pace, self.validation, self.ending = Pace(self), Validation(self), Ending(self)
         self._means = MicroBatchMeans(self.front_end)
         self.claims = Claims({})
         """What the receipt says of final weights, once the run ended."""
@@ -212,7 +212,7 @@ class Session:
 
     def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
-        context = self._attached("prepare_optimizers")
+        context = self.attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
         self._leave_unheld(context)
         for _, preparing in offering(self.techniques, PreparesOptimizer):
@@ -239,7 +239,7 @@ class Session:
         Raises:
             ConfigError: If a position does not fit the run.
         """
-        context = self._attached("begin")
+        context = self.attached("begin")
         if self.is_finished:
             raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
         optimizers = model_guards.optimizers_of(optimizers, self.front_end)
@@ -270,7 +270,7 @@ class Session:
 
         Weights must be loaded, and optimizers if steps follow.
         """
-        context = self._attached("begin_again")
+        context = self.attached("begin_again")
         for key, technique in self.techniques.items():
             state = self._restored.get(key)
             guard = contextlib.nullcontext() if state is None else reading(key)
@@ -320,7 +320,7 @@ class Session:
         if not self.hooks.loss or not self._is_live:
             self.steps.mark()
             return task_loss
-        context = self._attached("loss")
+        context = self.attached("loss")
         self._means.open()
         context.normalise = normalise or self._means.normalise
         task_loss = self.hooks.mixed(task_loss, context)
@@ -329,7 +329,7 @@ class Session:
 
     def before_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
-        context = self._attached("before_step")
+        context = self.attached("before_step")
         self.note(self._means.close())
         self.steps.before_step()
         context.takes_gradients_in_backward = bool(self.steps.inside_backward)
@@ -349,13 +349,13 @@ class Session:
         Raises:
             TrainingError: If another optimizer made the step.
         """
-        context = self._attached("after_step")
+        context = self.attached("after_step")
         # A discarded step did happen in the trainer's eyes, with no gradients.
         applied, context.discard_step = applied and not context.discard_step, False
         self.steps.after_step(skipped=not applied)
         if applied:
             context.step += 1
-            self.pace.stepped(context)
+            self.pace.stepped()
         else:
             context.skipped += 1
         if self._is_live:
@@ -411,32 +411,14 @@ class Session:
         if self._eval_depth == 0:
             self._evaluation.close()
 
-    def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
-        """Say once that optimizer steps come at another rate than planned; see `Pace.look_ahead`."""
-        self.pace.look_ahead(self._attached("look_ahead"), done, stops_as_planned=stops_as_planned)
-
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self.history.validated(self.step, metrics if self.has_begun else {})
         if self.context is not None and self._is_live:
-            self.validation.saw(self.context, metrics)
+            self.validation.saw(metrics)
             for key, seeing in offering(self.techniques, SeesMetrics):
                 with self.hooks.timed(key):
                     seeing.evaluated(self.context, metrics)
-
-    def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
-        """Check at the start that evaluation reports what the recipe, and `also` (by option), need."""
-        wanted = {**self.recipe.needed_metrics(), **(also or {})}
-        self.validation.preflight(self._attached("preflight"), wanted, evaluate)
-
-    def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
-        """Evaluate the finished model where no validation has seen it; see `Validation.of_final`."""
-        if self.context is not None:
-            self.validation.of_final(self.context, evaluate, after_steps=anew)
-
-    def may_be_best(self) -> bool:
-        """Return whether the weights of now hold what was asked for: others do not compete for the best."""
-        return self.context is None or not self.has_begun or self.ending.may_be_best(self.context)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing.
@@ -458,7 +440,7 @@ class Session:
         self.join_buffers()
         self.experts.join()
         self.note(self._means.differing())
-        self.ending.tell(self.context)
+        self.ending.tell()
         self.note(self.experts.told())
         # In the order of the end, which is not that of attaching: see `finishes_after`.
         for key in in_order(self.techniques, "finish"):
@@ -472,13 +454,13 @@ class Session:
 
     def settle_optimizers(self) -> None:
         """Have optimizers with modes leave the weights of evaluation in the model, for good: final ones come next."""
-        context = self._attached("settle_optimizers")
+        context = self.attached("settle_optimizers")
         if any(type(technique).claims is not Technique.claims for technique in self.techniques.values()):
             context.modes.settle()
 
     def join_buffers(self) -> None:
         """Give every process the main one's buffers, on which final weights may depend; each must call it."""
-        context, place = self._attached("join_buffers"), (self.step, self.skipped)
+        context, place = self.attached("join_buffers"), (self.step, self.skipped)
         if self.techniques and not self._is_tensor_parallel and self._joined != place:
             self._joined = place
             join_buffers_(context.model)
@@ -538,7 +520,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
-        context = self._attached("state_dict")
+        context = self.attached("state_dict")
         return state_of(context, self.recipe, self.history, self.experts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -549,12 +531,12 @@ class Session:
         Raises:
             CheckpointError: If the state is not a session's.
         """
-        context = self._attached("load_state_dict")
+        context = self.attached("load_state_dict")
         context.reached = context.furthest
         recipe = restore(state, context, self.history, self.experts)
         self._restored = state["techniques"]
         if self.has_begun:
-            self.validation.restored(context)
+            self.validation.restored()
         with reading("session"):
             changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
@@ -585,7 +567,8 @@ class Session:
         reshard_(context.model)
         context.project()
 
-    def _attached(self, verb: str) -> Context:
+    def attached(self, verb: str) -> Context:
+        """Return the run; an error if a method that needs one comes before `attach`."""
         if self.context is None:
             raise TrainingError("session", f"attach must come before {verb}", "call session.attach(model) first")
         return self.context
@@ -593,7 +576,7 @@ class Session:
     def _refuse_changed(self) -> None:
         # not in every step: to go through a model takes long
         if self._is_live:
-            context = self._attached("begin")
+            context = self.attached("begin")
             model_guards.refuse_changed(context.ask_plans(), context)
             if joined := joined_note(context.unheld, context.optimizers):
                 self.note(joined)

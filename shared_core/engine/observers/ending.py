@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_finite, local_part
-from shared_core.engine.technique import Context
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
 
 
 class Ending:
     """Asks the plans what is missing, and keeps the answer of the run's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._final: dict[str, str] | None = None
         self._tells_of_best = True
 
-    def unreached(self, context: Context) -> dict[str, str]:
+    def unreached(self) -> dict[str, str]:
         """Return by technique what the model, or at the end the final one, lacks of that which was asked for."""
         if self._final is not None:
             return dict(self._final)
+        context = self._session.context
+        if context is None or not self._session.has_begun:
+            return {}
         missing = {key: plan.missing for key, plan in context.ask_plans().items()}
         found = {key: text if isinstance(text, str) else text() for key, text in missing.items()}
         return {key: text for key, text in found.items() if text}
 
-    def may_be_best(self, context: Context) -> bool:
+    def may_be_best(self) -> bool:
         """Return whether the weights of now hold what was asked for: others are not compared. Warns the first time."""
-        unreached = self.unreached(context)
+        unreached = self.unreached()
         if unreached and self._tells_of_best:
             self._tells_of_best = False
             so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
-            context.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
+            self._session.note(
+                f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}"
+            )
         return not unreached
 
-    def tell(self, context: Context) -> None:
+    def tell(self) -> None:
         """Note what is missing before techniques finish, and keep it for the receipt."""
-        self._final = unreached = self.unreached(context)
+        context = self._session.attached("finish")
+        self._final = unreached = self.unreached()
         planned, (applied, skipped) = context.total_steps, context.furthest
         is_short = planned is not None and applied + skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from shared_core.engine.technique import Context
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
 
 
 class Pace:
     """Says once, as soon as it is clear, that optimizer steps come at another rate than planned."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._early_skips, self._is_on_plan = 0, True
 
-    def stepped(self, context: Context) -> None:
+    def stepped(self) -> None:
         """Say if more steps were applied than planned."""
+        context = self._session.attached("after_step")
         if context.is_beyond_plan:
             context.note(
                 f"training goes on after the {context.total_steps} planned steps: schedules stay where they ended, "
                 "and everything without an end of its own continues"
             )
 
-    def look_ahead(self, context: Context, done: float, *, stops_as_planned: bool = True) -> None:
+    def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Compare the steps so far with the plan.
 
         Args:
-            context: The run.
             done: The share of the run's data that was trained on, by which the trainer will end the run.
             stops_as_planned: Whether it also ends after the planned number of steps.
         """
+        context = self._session.attached("look_ahead")
         total = context.total_steps or 0
         expected, applied = done * total, context.step
         if done < 0.25:

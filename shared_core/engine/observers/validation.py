@@ -3,73 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import figures
-from shared_core.engine.technique import Context
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
 
 
 class Validation:
     """Knows the metrics of the last validation and whether it saw the model as it is now."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._last: tuple[int, dict[str, float]] | None = None
         self._final: dict[str, float] = {}
 
-    def saw(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
+    def saw(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Take what a validation of the present weights found; several of one step (one a data set) add up."""
+        context = self._session.attached("evaluated")
         before = self._last[1] if self._last and self._last[0] == context.step else {}
         self._last, context.unvalidated = (context.step, before | figures(metrics)), False
 
-    def restored(self, context: Context) -> None:
+    def restored(self) -> None:
         """Weights of a checkpoint are in the model: others than those that were last validated, unless of that step."""
+        context = self._session.attached("load_state_dict")
         context.unvalidated |= not (self._last and self._last[0] == context.step)
 
-    def is_current(self, context: Context) -> bool:
-        """Return whether the last validation saw the model as it is now."""
-        return bool(not context.unvalidated and self._last and self._last[0] == context.step)
+    @property
+    def is_current(self) -> bool:
+        """Whether the last validation saw the model as it is now."""
+        context = self._session.context
+        return bool(context and not context.unvalidated and self._last and self._last[0] == context.step)
 
-    def finals(self, context: Context | None) -> dict[str, float]:
+    def finals(self) -> dict[str, float]:
         """Return the figures of the final model, as far as any are known."""
-        last = self._last if context and self.is_current(context) else None
-        return self._final or dict(last[1] if last else {})
+        return self._final or dict(self._last[1] if self._last and self.is_current else {})
 
-    def preflight(self, context: Context, wanted: Mapping[str, str], evaluate: Callable[[], Iterable[str]]) -> None:
-        """Check at the start of a run, by one evaluated batch, that evaluation will report what is needed.
+    def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
+        """Check at the start of a run, by one evaluated batch, that evaluation will report what the recipe needs.
 
         Where the user's evaluation fails on so little data, a note says that its first run will tell. Nothing is
         evaluated in a resumed run, or where nothing needs it.
 
         Args:
-            context: The run.
-            wanted: Metrics that are needed, by option.
             evaluate: Evaluates one batch and leaves no trace; returns the names of the metrics, on every process.
+            also: Metrics that the trainer needs itself, by option.
 
         Raises:
             ConfigError: If one is not reported.
         """
-        if not wanted or context.step:
+        wanted = {**self._session.recipe.needed_metrics(), **(also or {})}
+        if not wanted or self._session.step:
             return
         names, reason = reported_names(evaluate)
         if names is not None:
             check_all(wanted, names)
             return
-        context.note(
+        self._session.note(
             f"whether evaluation reports {', '.join(sorted(set(wanted.values())))} is only known after its first run: "
             f"one batch could not be evaluated at the start ({reason})"
         )
 
-    def of_final(self, context: Context, evaluate: Callable[[], Mapping[str, float]], *, after_steps: bool) -> None:
+    def of_final(self, evaluate: Callable[[], Mapping[str, float]], *, after_steps: bool = False) -> None:
         """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
 
         Args:
-            context: The run.
             evaluate: Returns the metrics of the weights of now, on every process.
             after_steps: Whether steps of training after the last validation count, too.
         """
-        if context.unvalidated or (after_steps and not self.is_current(context)):
+        context = self._session.context
+        if context is not None and (context.unvalidated or (after_steps and not self.is_current)):
             self._final = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
             found = ", ".join(f"{name} {value:.6g}" for name, value in self._final.items())
-            context.note(f"the final model was evaluated after its last change: {found}")
+            self._session.note(f"the final model was evaluated after its last change: {found}")
