@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shared_core.activation_checkpointing.model_blocks import find_blocks as find_blocks
 from shared_core.errors import CompatibilityError, MatchError, TrainingError, nearest
 from shared_core.modules.matching import plain_name
 

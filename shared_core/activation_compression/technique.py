@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from shared_core.activation_compression.config import NO_USE, ActivationsConfig
-from shared_core.activation_compression.host_offload import CudaLane, HostMover
-from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
+from shared_core.activation_compression.saved_tensors import Counts, CudaLane, HeldMemory, HostMover, Ledger, Packing
 from shared_core.distributed.collectives import rank
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique

@@ -11,11 +11,10 @@ from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.loss_scaling.activation_flush import FlushProbe
 from shared_core.loss_scaling.config import LossScaleConfig
 from shared_core.loss_scaling.histograms import HistogramProbe
 from shared_core.loss_scaling.scaler import LossScaler
-from shared_core.loss_scaling.telemetry import UnderflowTelemetry
+from shared_core.loss_scaling.underflow import FlushProbe, UnderflowTelemetry
 
 
 class LossScaling(Technique):

@@ -18,20 +18,31 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_
+from shared_core.primary_weights.copies import (
+    Copies,
+    CopiesOfShards,
+    Draws,
+    WideGradients,
+    compensated,
+    restore_,
+    round_compensated_,
+)
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
     Exchange,
+    Part,
+    SlicedStep,
     are_same,
     check_match,
     dtype_name,
     is_trained_in_16_bit,
     moments,
+    narrow_moments_,
     parameters_of,
+    slices,
     trained_in_16_bit,
+    updates_each_by_itself,
 )
-from shared_core.primary_weights.rounding import Draws, compensated, round_compensated_
-from shared_core.primary_weights.slices import Part, SlicedStep, narrow_moments_, slices, updates_each_by_itself
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "

@@ -13,7 +13,7 @@ from shared_core.activation_checkpointing.profiler import LiveBytes
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.primary_weights import slices
-from shared_core.primary_weights.rounding import compensated, round_compensated_
+from shared_core.primary_weights.copies import compensated, round_compensated_
 
 KAHAN, DRAWN = {"kind": "kahan"}, {"kind": "stochastic_rounding"}
 NARROW = [{**options, "state_dtype": "bfloat16"} for options in (KAHAN, DRAWN)]
