@@ -128,23 +128,10 @@ def _are_stages(group: _Group) -> bool:
 PROFILED_STEPS = 2  # the first one of a process is slow: kernels are chosen, memory is taken
 
 
-def plan_segments(
-    model: nn.Module,
-    budget: str,
-    example_inputs: Any = None,
-    step: Callable[[], object] | None = None,
-    names: Sequence[str] | None = None,
-) -> SegmentPlan:
-    """Return the segments to checkpoint in a model so that its activations keep within a budget.
-
-    Example:
-        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
-        >>> plan = plan_segments(net, "budget:0.7", torch.ones(64, 8))
-        >>> plan.peak <= 0.7 * plan.full_peak, 0 < plan.share < 1
-        (True, True)
-    """
+def plan_segments(model: nn.Module, budget: str, *profiled: Any, **options: Any) -> SegmentPlan:
+    """Return the segments to checkpoint in a model within a budget of activations, by `profile_blocks`."""
     parsed = parse_budget(budget)
-    return parsed.plan(profile_blocks(model, example_inputs, step, names))
+    return parsed.plan(profile_blocks(model, *profiled, **options))
 
 
 def profile_blocks(
@@ -164,11 +151,6 @@ def profile_blocks(
             holds is not in the figures.
         step: Instead of inputs: runs one forward and backward of the model.
         names: Of the blocks, in the order in which they run; by default what `find_blocks` finds.
-
-    Example:
-        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
-        >>> [block.saved for block in profile_blocks(net, torch.ones(64, 8)).blocks[:2]]
-        [2048, 2048]
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(
@@ -215,7 +197,6 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _without_trace(model: nn.Module) -> Iterator[None]:
-    # Profiling runs real steps: gradients, buffers, modes and random state are put back.
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     try:
@@ -228,7 +209,7 @@ def _without_trace(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-_COLUMNS = ("input", "saved", "inner", "seconds", "tail")
+_COLUMNS = {"input": int, "saved": int, "inner": int, "seconds": float, "tail": float}
 
 
 class LazyBudget:
@@ -238,25 +219,10 @@ class LazyBudget:
     counts. The plan changes no result, so it may come in the middle of a window. Every process decides by the most
     bytes and times of all, and so alike. A resumed run applies the saved plan at once, unless it has another budget or
     other blocks.
-
-    Example:
-        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
-        >>> applied = []
-        >>> lazy = LazyBudget(net, "budget:0.7", [str(i) for i in range(8)], applied.extend)
-        >>> for _ in range(3):
-        ...     lazy.before_forward()
-        ...     net(torch.ones(64, 8)).sum().backward()
-        ...     lazy.after_backward()
-        >>> lazy.plan.segments == tuple(applied), lazy.measured_peak > 0
-        (True, True)
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budget: str,
-        names: Sequence[str],
-        apply: Callable[[Sequence[Sequence[str]]], object],
+        self, model: nn.Module, budget: str, names: Sequence[str], apply: Callable[[Sequence[Sequence[str]]], object]
     ) -> None:
         self._model, self._budget, self._apply = model, parse_budget(budget), apply
         self._asked = {"budget": budget, "names": list(names)}
@@ -364,18 +330,10 @@ def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
     rows = [[*(float(getattr(block, name)) for name in _COLUMNS), float(not block.follows)] for block in cost.blocks]
     figures = torch.tensor([[cost.head] + [0] * len(_COLUMNS), *rows], dtype=torch.float64)
     (head, *_), *rows = all_reduce_(figures.to(device), "max").tolist()
-    blocks = (
-        BlockCost(
-            name=block.name,
-            input=int(most[0]),
-            saved=int(most[1]),
-            inner=int(most[2]),
-            seconds=most[3],
-            tail=most[4],
-            follows=not most[5],
-        )
-        for block, most in zip(cost.blocks, rows, strict=True)
-    )
+    blocks = []
+    for block, (*most, breaks) in zip(cost.blocks, rows, strict=True):
+        found: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_COLUMNS.items(), most, strict=True)}
+        blocks.append(BlockCost(name=block.name, **found, follows=not breaks))
     return StepCost(blocks=tuple(blocks), head=int(head))
 
 
@@ -428,12 +386,6 @@ def apply_policy(
     check_policy(policy)
     blocks = chosen_blocks(model, include)
     if policy.startswith(BUDGET):
-        if example_inputs is None:
-            raise ConfigError(
-                "checkpointing",
-                f"example_inputs must be one micro-batch for policy {policy}, got None",
-                "pass (args, kwargs)",
-            )
         return apply_segments(model, plan_segments(model, policy, example_inputs, names=blocks).segments)
     contexts = selective_contexts if policy == "selective" else None
     return apply_segments(model, _segments(model, policy, blocks, k), contexts=contexts)

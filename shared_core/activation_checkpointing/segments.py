@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,6 @@ class Snapshot:
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
-        # Without a record of what moves, every buffer is copied; after the first forward only those that did.
         self._now = {
             (module, name): (
                 buffer,
@@ -114,8 +113,6 @@ class ForwardState:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
-        # Random state and autocast must be those of the forward, or dropout masks and dtypes differ in the
-        # recomputation.
         devices = {value.device for value in values if isinstance(value, Tensor)}
         self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self._cpu = torch.get_rng_state()
@@ -206,7 +203,6 @@ class _Input:
     """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # requires_grad is kept apart: the detached tensor has lost it, and the recomputed graph needs it.
         self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
 
     def is_changed(self) -> bool:
@@ -278,8 +274,6 @@ class Region:
         contexts: Contexts | None = None,
     ) -> Any:
         """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
-        # Arguments as a flat list: tensors become references (inputs of the region, or outputs of an earlier call of
-        # it).
         values, spec = tree_flatten((args, kwargs))
         inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
         computed: dict[_Output, Tensor] = {}
@@ -306,9 +300,8 @@ class Region:
         snapshot.close()
         self._kept_elsewhere += kept.num_bytes if kept else 0
         # A changed input would give other values in backward; refused now, where the block's name is known.
-        for kept_input in inputs.values():
-            if kept_input.is_changed():
-                raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
+        changed = any(kept_input.is_changed() for kept_input in inputs.values())
+        _refuse_change(changed, name, "its input must not be changed in place inside it", "inplace=False helps, or ")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
@@ -330,20 +323,19 @@ class Region:
             # The first tensor that backward asks for runs the whole region again and fills all slots.
             self._recompute()
         value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
-        if value is None or version_of(value) != slot.version:
-            raise _changed(self.calls[0].name, "a tensor needed for its gradient must not be changed in place", "")
-        return value
+        changed = value is None or version_of(value) != slot.version
+        _refuse_change(changed, self.calls[0].name, "a tensor needed for its gradient must not be changed in place")
+        return cast("Tensor", value)
 
     def _recompute(self) -> None:
         for call in self.calls:
             if isinstance(call.block, FSDPModule):
                 call.block.unshard()  # backward gathers the last block's weights alone
-            if any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves):
-                raise _changed(call.name, "its input must not be changed in place before backward", "copy it first")
-            if _weights_version(call.block) != call.weights:
-                raise _changed(
-                    call.name, "its weights must not be changed between forward and backward", "step afterwards"
-                )
+            changed = any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves)
+            rule = "its input must not be changed in place before backward"
+            _refuse_change(changed, call.name, rule, "copy it first, or ")
+            rule = "its weights must not be changed between forward and backward"
+            _refuse_change(_weights_version(call.block) != call.weights, call.name, rule, "step afterwards, or ")
         kept: list[Tensor] = []
 
         # The n-th tensor saved now is the n-th of the forward: saved tensors come in one order if the block does the
@@ -379,8 +371,7 @@ class Region:
     def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
         if self._packed is None:
             return 0
-        # Saved bytes: the recomputed storages, without weights and outputs that live on, less the inputs held
-        # instead.
+        # The recomputed storages, without weights and outputs that live on, less the inputs held instead.
         inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
         held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
@@ -412,16 +403,13 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
     except RuntimeError as error:
         # torch's words (2.13)
         if "Trying to backward an extra time" in str(error):
-            raise TrainingError(
-                "checkpointing",
-                f"{call.name}: with selective, backward must run once and a Function must read ctx.saved_tensors "
-                "once, got a second time (retain_graph?)",
-                "take block",
-            ) from error
-        if "selective activation checkpoint has been mutated" not in str(error):
+            rule = "with selective, backward must run once and a Function must read ctx.saved_tensors once"
+            found = "a second time (retain_graph?)"
+        elif "selective activation checkpoint has been mutated" in str(error):
+            rule, found = "what selective keeps, outputs of layers, must not be changed in place", "a change"
+        else:
             raise
-        rule = "what selective keeps, outputs of layers, must not be changed in place"
-        raise _changed(call.name, rule, "take block") from error
+        raise TrainingError("checkpointing", f"{call.name}: {rule}, got {found}", "take block") from error
 
 
 def version_of(tensor: Tensor) -> int:
@@ -449,12 +437,10 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _changed(name: str, rule: str, remedy: str) -> TrainingError:
-    return TrainingError(
-        "checkpointing",
-        f"{name}: {rule}, got a change; recomputed values would be others",
-        f"{remedy}, or leave the block out" if remedy else "leave the block out",
-    )
+def _refuse_change(is_changed: bool, name: str, rule: str, remedy: str = "") -> None:
+    if is_changed:
+        told = f"{name}: {rule}, got a change; recomputed values would be others"
+        raise TrainingError("checkpointing", told, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:
@@ -534,11 +520,9 @@ def _checked(
     model: nn.Module, modules: dict[str, nn.Module], segments: tuple[tuple[str, ...], ...]
 ) -> dict[str, nn.Module]:
     names = [name for segment in segments for name in segment]
-    if not names:
-        raise MatchError("checkpointing", "segments must name at least one block, got none")
-    for name in names:
-        if name not in modules:
-            raise MatchError("checkpointing", f"segments must name modules, got {name!r}{nearest(name, modules)}")
+    unknown = (f"{name!r}{nearest(name, modules)}" for name in names if name not in modules)
+    if wrong := next(unknown, "" if names else "none"):
+        raise MatchError("checkpointing", f"segments must name modules, one at least, got {wrong}")
     blocks = {name: modules[name] for name in names}
     inside = [id(module) for block in blocks.values() for module in block.modules()]
     if len(blocks) < len(names) or len(set(inside)) < len(inside):

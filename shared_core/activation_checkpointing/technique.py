@@ -76,9 +76,8 @@ class ActivationCheckpointing(Technique):
         return Plan(guards=self.handle.blocks if self.handle else {})
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
-        wanted = [segment for segment in segments if segment]
-        if wanted and self._model is not None:
-            self.handle = apply_segments(self._model, wanted)
+        if any(segments) and self._model is not None:
+            self.handle = apply_segments(self._model, segments)
 
     @contextlib.contextmanager
     def forward(self, context: Context) -> Iterator[None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -31,41 +31,19 @@ _IN_FLIGHT = 4
 _AHEAD = 2
 
 
-class Lane(Protocol):
-    """Where copies run beside the computation."""
-
-    def host_like(self, part: Tensor) -> Tensor:
-        """Return host memory that a copy can write without the computation waiting for it."""
-        ...
-
-    def run(self, copy: Callable[[], None]) -> Any:
-        """Start a copy after everything the computation has started so far; return its event."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let the computation go on only after the copy."""
-        ...
-
-
 class CudaLane:
-    """A stream of its own on a CUDA device.
-
-    Args:
-        device: The device.
-    """
+    """A stream of its own on a CUDA device, where copies run beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_like(self, part: Tensor) -> Tensor:
-        """Return pinned memory; torch keeps and reuses it."""
-        # Pinned: only then is copy_(non_blocking=True) asynchronous. torch's allocator of pinned memory reuses
-        # blocks.
+        """Return pinned memory, which alone is copied without waiting; torch keeps and reuses it."""
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
 
     def run(self, copy: Callable[[], None]) -> Any:
-        """Start a copy on the stream."""
+        """Start a copy after everything the computation has started so far; return its event."""
         # The values that are to be copied may still be in computation on the present stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -73,7 +51,7 @@ class CudaLane:
         return self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let the present stream wait for the copy."""
+        """Let the computation go on only after the copy."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
@@ -118,16 +96,9 @@ class Moved:
         """Return the tensors on their device, and start fetching those that backward will want next."""
         if self.source is not None:
             self._check_source()
-        if self._was_changed:
-            raise TrainingError(
-                "activations",
-                "a tensor that backward needs must not be modified in place after forward saved it, got one that was "
-                "modified while it was copied to the host",
-                "leave out the in-place operation",
-            )
+        _refuse_changed(self._was_changed, "modified while it was copied to the host")
         self.fetch()
-        # Backward goes through what was saved from the last to the first: what was saved before this one is wanted
-        # next.
+        # Backward goes from the last to the first: what was saved before this one is wanted next.
         earlier: Moved | None = self
         for _ in range(_AHEAD):
             earlier = earlier._before() if earlier is not None and earlier._before is not None else None
@@ -149,7 +120,7 @@ class HostMover:
     of the two before it.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: CudaLane) -> None:
         self.lane = lane
         # weakly: once backward is through with one, its copy is of no interest, and its memory is
         self._under_way: deque[tuple[weakref.ref[Moved], Any]] = deque()
@@ -188,15 +159,7 @@ WEIGHT, NOTHING = "weights", "nothing to leave out"
 
 
 class Counts:
-    """Number of tensors stored in each form, their bytes before and after, and why others were left alone.
-
-    Example:
-        >>> counts = Counts()
-        >>> counts.store("bits", 800, 100)
-        >>> counts.leave("small", 200)
-        >>> counts.share_saved
-        0.7
-    """
+    """Number of tensors stored in each form, their bytes before and after, and why others were left alone."""
 
     def __init__(self) -> None:
         self.forwards = self.shared = 0
@@ -262,14 +225,7 @@ _MAX_FRAMES = 8
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter, a view of one, or its copy in another type.
-
-    Example:
-        >>> import torch
-        >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-        >>> is_weight(layer.weight.t()), is_weight(layer.weight.to(torch.bfloat16)), is_weight(layer(x))
-        (True, True, False)
-    """
+    """Return whether a tensor is a parameter, a view of one, or its copy in another type."""
     # A view of a parameter has it as _base, also without a graph (frozen weights).
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
@@ -313,12 +269,6 @@ class HeldMemory:
     To go through all of them takes longer than all else that a forward begins with. So their storages are remembered,
     and looked up again when a parameter is saved that lies in another one: it was replaced, or moved. Buffers, which
     modules replace as they compute, are looked up for every forward.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> held = HeldMemory(norm)
-        >>> norm.running_mean in held, norm.weight.detach() in held, torch.ones(2) in held
-        (True, True, False)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -333,8 +283,6 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
-        # Buffers are replaced by some modules in every forward; parameters seldom, so these are looked up when one is
-        # met.
         if self._buffers:
             self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
@@ -407,16 +355,6 @@ class Ledger:
         held: The memory of parameters and buffers.
         mover: Takes packed memory to the host; None: it stays.
         generator: The source of int8's rounding on a device; torch's global one if None.
-
-    Example:
-        >>> from torch.autograd.graph import saved_tensors_hooks
-        >>> counts, x = Counts(), torch.ones(64, requires_grad=True)
-        >>> ledger = Ledger(ActivationsConfig(pack="exact", min_size=1), counts)
-        >>> with saved_tensors_hooks(ledger.pack, ledger.unpack):
-        ...     loss = torch.where(x > 2, x, 2 * x).sum()
-        >>> loss.backward()
-        >>> x.grad[0], counts.kinds, counts.share_saved
-        (tensor(2.), {'bits'}, 0.875)
     """
 
     def __init__(
@@ -451,7 +389,6 @@ class Ledger:
         # A ReLU's result is decided when the next tensor is saved: the following layer often saves the same one as
         # its input.
         self._decide(key)
-        # A handle refers weakly: memory that autograd has let go is not found again.
         known = self._memories.get(key)
         memory = known() if known is not None else None
         # With signs alone the values are gone: who needs them stores them anew.
@@ -589,11 +526,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _unchanged(memory: Memory) -> Tensor:
     # torch checks this only where no hook is
-    if memory.tensor is None or memory.tensor._version != memory.version:
-        raise TrainingError(
-            "activations",
-            "a tensor that backward needs must not be modified in place after forward saved it, got one saved at "
-            f"version {memory.version}",
-            "leave out the in-place operation",
-        )
-    return memory.tensor
+    changed = memory.tensor is None or memory.tensor._version != memory.version
+    _refuse_changed(changed, f"saved at version {memory.version}")
+    return cast("Tensor", memory.tensor)
+
+
+def _refuse_changed(is_changed: bool, found: str) -> None:
+    if is_changed:
+        rule = "a tensor that backward needs must not be modified in place after forward saved it, got one"
+        raise TrainingError("activations", f"{rule} {found}", "leave out the in-place operation")

@@ -1,7 +1,4 @@
-"""The process group, as techniques use it; with one process every function returns its input.
-
-Small collectives, a check that many tensors are finite, and the state that differs between processes.
-"""
+"""The process group, as techniques use it: small collectives, and the state that differs between processes."""
 
 from __future__ import annotations
 
@@ -18,21 +15,12 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every element of every tensor is finite; one read of the device for all of them.
-
-    Args:
-        tensors: Floating point, dense, any shapes, dtypes and devices; none, or empty ones, are finite.
-
-    Example:
-        >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.ones(2), torch.tensor(math.nan)])
-        (True, False)
-    """
+    """Return whether every element of every dense tensor is finite; one read of the device for all of them."""
     # Empty tensors (a process's part of a small parameter) have no largest element.
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return True
-    # the largest magnitude is not finite where an element is not
-    # One fused kernel for all tensors and one read at the end; isfinite on each would make a mask as large as it.
+    # The largest magnitude is not finite where an element is not. One fused kernel for all tensors and one read at the end; isfinite on each would make a mask as large as it.
     largest = torch._foreach_norm(filled, math.inf)
     return bool(torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all())
 

@@ -13,12 +13,9 @@ from shared_core.distributed.collectives import broadcast_, local_part, world_si
 
 @torch.no_grad()
 def join_buffers_(model: nn.Module) -> None:
-    """Give every process the main one's buffers; each must call it.
+    """Give every process the main one's buffers of the module inside DDP; each must call it.
 
     DDP does so as the next forward begins, so that those of the last one (statistics of batch norms) differ.
-
-    Args:
-        model: The module inside DDP.
     """
     if world_size() == 1:
         return
@@ -133,12 +130,7 @@ def put_gradient(parameter: Tensor, part: Tensor) -> None:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether layers of a model hold parts of their weights in forward too, with or without FSDP2 around them.
-
-    Example:
-        >>> is_tensor_parallel(nn.Linear(2, 2))
-        False
-    """
+    """Return whether layers hold parts of their weights in forward too, with or without FSDP2 around them."""
     cut: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     # FSDP2 alone cuts along one axis of the mesh; without it there is nothing else that cuts
     return bool(cut) and (
@@ -169,7 +161,6 @@ def reshard_(model: nn.Module) -> None:
 
     FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
     """
-    # Gathered parameters after a forward are other tensors, and would be overwritten by the next gathering.
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()

@@ -38,8 +38,7 @@ class PowerSgd:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, rank: int, seed: int) -> None:
-        # PowerSGD of Vogels et al. (2019, arXiv:1905.13727, algorithm 1). Shapes below: a gradient as M (rows,
-        # columns), P (rows, rank), Q (columns, rank).
+        # Shapes below: a gradient as M (rows, columns), P (rows, rank), Q (columns, rank).
         self._rank, self._seed = rank, seed
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self._places = {name: place for place, name in enumerate(parameters)}
@@ -59,12 +58,7 @@ class PowerSgd:
         return 2 * (rows + columns) * self._rank < rows * columns
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
-        """Return when the gradients are overwritten by their average, and the bytes that this process sends for it.
-
-        Args:
-            parameters: Some of those given at the start.
-            gradients: Theirs, in the same order; changed in place.
-        """
+        """Return when the gradients are overwritten by their average, and the bytes that this process sends for it."""
         names = [self._name_of[parameter] for parameter in parameters]
         whole = [gradient for name, gradient in zip(names, gradients, strict=True) if name not in self.compressed]
         low = {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in self.compressed}
@@ -75,11 +69,7 @@ class PowerSgd:
         if flat.device.type == "cpu":
             # gloo would call back from threads of its own, and processes could begin their collectives in other orders
             sending.wait()
-        # Error feedback: what was lost in earlier steps is added before compression, so that it is sent later and
-        # never dropped.
         matrices = self._with_errors(low)
-        # Q of the last step is a warm start: one step of subspace iteration each time follows the slowly turning
-        # gradient.
         queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
         # P = M Q of this process; the sum over processes is that of the mean M, as the product is linear.
         left = [matrices[name] @ queries[name] for name in low]

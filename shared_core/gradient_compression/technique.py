@@ -159,15 +159,15 @@ class GradientCompression(Technique):
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
-        found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
-        if not found:
+        modules = wrapped.modules() if wrapped is not None else ()
+        ddp: Any = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+        if ddp is None:
             raise CompatibilityError(
                 "comm",
                 f"model must be wrapped in DistributedDataParallel or sharded by FSDP2, got {type(wrapped).__name__}",
                 "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
                 "the DDP module",
             )
-        ddp: Any = found[0]
         # DDP's buckets hold the parameters of its own module, so names must be of those.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
@@ -199,22 +199,21 @@ class GradientCompression(Technique):
 
     def before_step(self, context: Context) -> None:
         """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike."""
+        rule = remedy = ""
         if not self._step["gradients"]:
-            raise TrainingError(
-                "comm",
-                "gradients must be reduced in every step, but were not in this one",
-                "leave DDP's no_sync() for the last micro-batch, or leave comm out",
+            rule = "gradients must be reduced in every step, but were not in this one"
+            remedy = "leave DDP's no_sync() for the last micro-batch, or leave comm out"
+        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
+        elif self._scatter is not None and self._step["sent"] == self._step["gradients"]:
+            rule = (
+                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
+                "already, by its mixed precision (reduce_dtype)"
             )
+            remedy = "leave comm out, or set reduce_dtype to float32"
+        if rule:
+            raise TrainingError("comm", rule, remedy)
         self._last = dict(self._step)
         self._step.update(dict.fromkeys(self._step, 0))
-        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
-        if self._scatter is not None and self._last["sent"] == self._last["gradients"]:
-            raise TrainingError(
-                "comm",
-                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
-                "already, by its mixed precision (reduce_dtype)",
-                "leave comm out, or set reduce_dtype to float32",
-            )
         self._total = {name: total + self._last[name] for name, total in self._total.items()}
         if self.config.hook != "fp16" or not self._overflowed():
             self._in_a_row = 0
@@ -297,10 +296,6 @@ class GradientCompression(Technique):
                 "error_bytes": sum(value.nbytes for value in self.power_sgd.errors.values()),
             }
         return report
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
 
 
 def _value(buffer: Tensor, future: Future[Any]) -> Tensor:

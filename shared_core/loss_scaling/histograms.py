@@ -97,12 +97,7 @@ class Log2Histogram:
 
 
 def smallest_exponents(format: str) -> tuple[int, int]:
-    """Return log2 of a format's smallest normal and smallest subnormal number.
-
-    Example:
-        >>> smallest_exponents("fp16"), smallest_exponents("fp8_e5m2")
-        ((-14, -24), (-14, -16))
-    """
+    """Return log2 of a format's smallest normal and smallest subnormal number."""
     limits = torch.finfo(FORMATS[format])
     normal = limits.smallest_normal
     # a subnormal number is a multiple of the smallest one, which is one ulp of the smallest normal

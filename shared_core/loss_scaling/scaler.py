@@ -20,6 +20,12 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floors import AutoScale, floor_text, make_floor
 
+# torch's words
+_NOT_UNSCALED = {
+    OptState.UNSCALED: "unscale_() has already been called on this optimizer since the last update().",
+    OptState.STEPPED: "unscale_() is being called after step().",
+}
+
 
 class LossScaleError(TrainingError):
     """Gradients overflowed in so many steps in a row that scaling down no longer helps."""
@@ -103,9 +109,7 @@ class LossScaler(GradScaler):
             device, init_scale=checked.init_scale, growth_factor=checked.growth_factor,
             backoff_factor=checked.backoff_factor, growth_interval=checked.growth_interval, enabled=enabled,
         )  # fmt: skip
-        self._kind = checked.kind
-        self._min_scale = checked.min_scale
-        self._max_skips = checked.max_skips
+        self._kind, self._min_scale, self._max_skips = checked.kind, checked.min_scale, checked.max_skips
         self._floor = make_floor(checked) if checked.kind == "enhanced" else None
         self._auto = AutoScale(checked) if checked.kind == "auto" else None
         self.num_steps = 0
@@ -151,12 +155,9 @@ class LossScaler(GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        # kernels of accelerators may divide inexactly in float32, those of the CPU do not
-        # 1/S is exact for powers of two only; in float64 it is rounded once.
+        if state["stage"] in _NOT_UNSCALED:
+            raise RuntimeError(_NOT_UNSCALED[state["stage"]])
+        # kernels of accelerators may divide inexactly in float32; in float64 1/S is rounded once
         factor = scale.reciprocal() if scale.is_cpu or scale.is_mps else scale.double().reciprocal().float()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), False)
         state["stage"] = OptState.UNSCALED
@@ -333,11 +334,13 @@ class LossScaler(GradScaler):
         """Return torch's entries, which GradScaler loads too, and the counters; empty if not enabled."""
         state = super().state_dict()
         if state:
-            state["num_steps"] = self.num_steps
-            state["skipped_steps"] = self.skipped_steps
-            state["skips_in_a_row"] = [*self._in_a_row.values(), *self._restored_in_a_row]
-            state["applied_steps"] = self.applied_steps
-            state["scale_range"] = list(self.scale_range or ())
+            state |= {
+                "num_steps": self.num_steps,
+                "skipped_steps": self.skipped_steps,
+                "skips_in_a_row": [*self._in_a_row.values(), *self._restored_in_a_row],
+                "applied_steps": self.applied_steps,
+                "scale_range": list(self.scale_range or ()),
+            }
             if self._floor is not None:
                 state["floor"] = self._floor.state_dict()
             if self._auto is not None:
@@ -379,10 +382,7 @@ class LossScaler(GradScaler):
         state = super().__getstate__()
         # a session's method and ids of optimizers mean nothing elsewhere
         state["widen_gradients"] = None
-        state["_in_a_row"], state["_restored_in_a_row"] = (
-            {},
-            [*self._in_a_row.values(), *self._restored_in_a_row],
-        )
+        state |= {"_in_a_row": {}, "_restored_in_a_row": [*self._in_a_row.values(), *self._restored_in_a_row]}
         return state
 
 

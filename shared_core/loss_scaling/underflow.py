@@ -6,10 +6,11 @@ half-precision backward made zero, by a second backward in fp32.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -33,13 +34,6 @@ class Figures:
     zeros: int = 0
     subnormal: int = 0
     amax: float = 0.0
-
-    def add(self, other: Figures) -> None:
-        """Add another layer's counts."""
-        self.elements += other.elements
-        self.zeros += other.zeros
-        self.subnormal += other.subnormal
-        self.amax = max(self.amax, other.amax)
 
     def shares(self, scale: float, largest: float) -> dict[str, float | None]:
         """Return the shares of subnormal and zero elements and the head-room in bits, None where all are zero."""
@@ -115,10 +109,8 @@ class UnderflowTelemetry:
     @property
     def total(self) -> Figures:
         """The counts of all layers together."""
-        total = Figures()
-        for figures in self.layers.values():
-            total.add(figures)
-        return total
+        elements, zeros, subnormal, amax = zip(*map(astuple, [Figures(), *self.layers.values()]), strict=True)
+        return Figures(sum(elements), sum(zeros), sum(subnormal), max(amax))
 
     def figures(self) -> dict[str, float]:
         """Return the figures of all layers together; nothing before the first measurement."""
@@ -147,7 +139,7 @@ class UnderflowTelemetry:
         return {
             "step": self.step,
             "scale": self.scale,
-            "layers": {name: [f.elements, f.zeros, f.subnormal, f.amax] for name, f in self.layers.items()},
+            "layers": {name: list(astuple(figures)) for name, figures in self.layers.items()},
             "histograms": self.histograms,
         }
 
@@ -238,8 +230,6 @@ class FlushProbe:
 
     def arm(self) -> None:
         """Record the next forward in train mode: that of the first module with children that is called."""
-        # Which module the user's loop calls is not known: the first one called that has children is the model or its
-        # core.
         self._clear()
         if self._model is not None:
             self._waiting = [
@@ -302,7 +292,7 @@ class FlushProbe:
         if self._model is None:
             return False
         names = [name for name, _ in self._leaves(self._model)]
-        # Counts of all processes are summed in one tensor, with two flags: any process can veto.
+        # Counts of all processes are summed in one tensor. Any process can veto by
         # the last row: whether some process could not measure this time, and whether one never can
         counts = torch.zeros(len(names) + 1, 2, dtype=torch.int64)
         counts[-1] = torch.tensor((not self._usable(), self._is_hopeless()))
@@ -356,7 +346,8 @@ class FlushProbe:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         device = next(model.parameters()).device
         try:
-            with _EarlierRandomState(model, self._rng), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            autocast = torch.autocast(device.type, enabled=False)
+            with _earlier_random_state(model, self._rng), torch.enable_grad(), autocast:
                 # the class's own forward: trainers put autocast around the instance's
                 ends = tree_leaves(type(model).forward(model, *args, **kwargs))
                 # `grad`, not `backward`: it adds to no parameter's gradient and wakes no hook of DDP
@@ -423,20 +414,12 @@ def _rng_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-class _EarlierRandomState:
-    """Runs a block from an earlier random state, and gives the present one back."""
-
-    def __init__(self, model: nn.Module, state: tuple[Tensor, Tensor | None]) -> None:
-        self._model, self._state = model, state
-
-    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+@contextlib.contextmanager
+def _earlier_random_state(model: nn.Module, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Run a block from an earlier random state, and leave the present one as it is."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if state[1] is not None else []):
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], next(self._model.parameters()).device)
-
-    def __enter__(self) -> None:
-        self._now = _rng_state(self._model)
-        self._set(self._state)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(self._now)
+            torch.cuda.set_rng_state(state[1], device)
+        yield

@@ -34,12 +34,7 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
 def call_model(
     model: nn.Module, inputs: Any, where: str = "model: inputs", remedy: str = "give them without labels"
 ) -> Any:
-    """Return the model's output, as `call` does.
-
-    Example:
-        >>> call_model(nn.Identity(), (torch.ones(1),))
-        tensor([1.])
-    """
+    """Return the model's output, as `call` does."""
     with naming(inputs, where, remedy):
         return call(model, inputs)
 
@@ -110,14 +105,6 @@ def without_cache(configs: Iterable[Any]) -> Iterator[None]:
 
     No loss needs keys and values, and they take memory. transformers (5.23) ignores where documents of a packed batch
     begin as soon as there is a cache, so that tokens attend across documents.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(use_cache=True)
-        >>> with without_cache([config]):
-        ...     inside = config.use_cache
-        >>> inside, config.use_cache
-        (False, True)
     """
     switched = [config for config in configs if config.use_cache]
     for config in switched:
@@ -352,7 +339,10 @@ def _hessians(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 def _solve(layers: Mapping[str, nn.Module], found: dict[str, Tensor], solve: Solve, where: str) -> None:
     for name, layer in layers.items():
         if name not in found:
-            raise TrainingError(where, f"calibration must reach {name}, got no input", "skip it, or use other batches")
-        if not bool(torch.isfinite(found[name].diagonal()).all()):
-            raise TrainingError(where, f"inputs of {name} must be finite, got NaN or infinity", "look for the batch")
-        solve(name, layer, found.pop(name))
+            rule, remedy = f"calibration must reach {name}, got no input", "skip it, or use other batches"
+        elif not bool(torch.isfinite(found[name].diagonal()).all()):
+            rule, remedy = f"inputs of {name} must be finite, got NaN or infinity", "look for the batch"
+        else:
+            solve(name, layer, found.pop(name))
+            continue
+        raise TrainingError(where, rule, remedy)

@@ -102,13 +102,7 @@ class Matched:
 
 
 def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Return the model with modules replaced wherever it holds them, in place; a new one where it is replaced itself.
-
-    Example:
-        >>> first, second = nn.ReLU(), nn.GELU()
-        >>> replaced(nn.Sequential(first, first), {first: second})[1] is second
-        True
-    """
+    """Return the model with modules replaced in place wherever it holds them; a new one where it is replaced itself."""
     for parent in [*model.modules()]:
         # In `_modules`, under each name that holds it: setattr would go through the user's own __setattr__.
         for name, child in parent._modules.items():
@@ -136,25 +130,12 @@ def plain_name(name: str) -> str:
 
 
 def weight_of(name: str, module: nn.Module) -> nn.Parameter:
-    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
-
-    Example:
-        >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
-        torch.Size([9, 3])
-    """
-    weight = module._parameters[name.rpartition(".")[2]]
-    if weight is None:
-        raise KeyError(name)
-    return weight
+    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several."""
+    return cast("nn.Parameter", module._parameters[name.rpartition(".")[2]])
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, without what FSDP2 makes of it when it shards the module.
-
-    Example:
-        >>> own_class(nn.Linear(2, 2)).__name__
-        'Linear'
-    """
+    """Return a module's class, without what FSDP2 makes of it when it shards the module."""
     first, *others = type(module).__bases__
     # FSDP2 makes a class with (FSDPModule, the class) as bases.
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
@@ -314,12 +295,7 @@ def chosen_modules(config: Any, model: nn.Module, types: tuple[type[nn.Module], 
 
 
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the modules that patterns name, as `match_modules` reads them.
-
-    Example:
-        >>> sorted(named_by(["last", "ReLU"], {"a": nn.ReLU(), "b": nn.Linear(1, 1), "c": nn.Linear(1, 1)}))
-        ['a', 'c']
-    """
+    """Return the names of the modules that patterns name, as `match_modules` reads them."""
     places = dict(zip(_PLACES, [*modules][:1] + [*modules][-1:], strict=False))
     asked = list(patterns)
     named = {places[pattern] for pattern in asked if pattern in places}
@@ -330,20 +306,7 @@ def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[s
 def options_by_module(
     where: str, overrides: Iterable[tuple[str, str, str]], layers: Mapping[str, nn.Module], what: str
 ) -> dict[str, dict[str, str]]:
-    """Return for each layer the options that its overrides set; of two that set one option the later one counts.
-
-    Args:
-        where: The technique, for errors.
-        overrides: (pattern, option, value), patterns as `match_modules` reads them.
-        layers: By name, in registration order.
-        what: What they are, for errors.
-
-    Example:
-        >>> layers = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
-        >>> entries = [("*", "sparsity", "0.5"), ("last", "sparsity", "0")]
-        >>> options_by_module("prune", entries, layers, "pruned layer")
-        {'a': {'sparsity': '0.5'}, 'b': {'sparsity': '0'}}
-    """
+    """Return for each layer the options that overrides, (pattern, option, value), set; of two the later one counts."""
     options: dict[str, dict[str, str]] = {name: {} for name in layers}
     for pattern, option, value in overrides:
         hit = named_by([pattern], layers)

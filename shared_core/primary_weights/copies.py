@@ -42,13 +42,9 @@ class Draws:
         self._generators: dict[int, dict[str, torch.Generator]] = {}
 
     def round_(self, parameter: Tensor, name: str, target: Tensor, source: Tensor) -> Tensor:
-        """Write float32 values, stochastically rounded, into the next rows of a tensor; return these.
+        """Write float32 values, stochastically rounded, into the next rows of a parameter's weights or state.
 
-        Args:
-            parameter: Whose weights or state that is.
-            name: What of it: each has its numbers.
-            target: 16 bit, what this process holds; the first call for a tensor is of its first rows.
-            source: Of the target's shape.
+        `name` tells which, and `target` is what this process holds of it; its first rows must come first.
         """
         begun = self._generators.setdefault(id(parameter), {})
         if name not in begun:
@@ -85,11 +81,6 @@ def compensated(weight: Tensor, lost: Tensor) -> Tensor:
     Args:
         weight: fp16 or bf16.
         lost: Same shape, bf16.
-
-    Example:
-        >>> weight, lost = torch.tensor([1.0, 0.0]).bfloat16(), torch.tensor([0.001, 0.001]).bfloat16()
-        >>> compensated(weight, lost)
-        tensor([1.0010, 0.0000])
     """
     wide, extra = weight.float(), lost.float()
     # Half of it: c may be half an ulp, and a tie would round to the other neighbour.
@@ -110,13 +101,6 @@ def round_compensated_(weight: Tensor, lost: Tensor, values: Tensor) -> None:
 
     Source: Kahan, 1965, *Further remarks on reducing truncation errors*; for weights: Zamirai et al., 2020,
     *Revisiting BFloat16 Training*, arXiv:2010.06192.
-
-    Example:
-        >>> weight, lost = torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)
-        >>> for _ in range(8):  # bfloat16's neighbour of 1 is 0.0078125 away
-        ...     round_compensated_(weight, lost, compensated(weight, lost) + 0.001)
-        >>> weight.item(), round(lost.item(), 5)
-        (1.0078125, 0.00021)
     """
     weight.copy_(values)
     # Beyond the largest value there is nothing to keep.
@@ -142,16 +126,6 @@ class Copies:
     Args:
         parameters: fp16 or bf16, each once.
         known: Copies of some of the parameters, whose values are to be kept.
-
-    Example:
-        >>> parameter = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-        >>> copies = Copies([parameter])
-        >>> copies.values[0].data[0] = 1.001
-        >>> parameter[1] = 3.0
-        >>> copies.follow_()
-        True
-        >>> copies.values[0].data
-        tensor([1.0010, 3.0000])
     """
 
     @torch.no_grad()

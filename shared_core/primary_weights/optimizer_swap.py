@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ def _replace_(optimizer: torch.optim.Optimizer, new: Mapping[int, Tensor], state
     for group in optimizer.param_groups:
         # In place: schedulers and trainers may hold the list.
         group["params"][:] = [new.get(id(old), old) for old in group["params"]]
-    # State is kept by tensor, so it moves to the new keys. Collected before the clear: `state` may be the optimizer's
-    # own dict.
+    # Collected before the clear: `state` may be the optimizer's own dict.
     moved = [(new.get(id(key), key), value) for key, value in optimizer.state.items()]
     state.clear()
     state.update(moved)
@@ -103,7 +102,6 @@ class Exchange:
             optimizer.state = there.state
         else:
             self._contents[side] = _Contents(optimizer)
-            # copy.copy keeps the class (defaultdict); its contents are replaced next.
             unused = there.state if there and there.state is not optimizer.state else copy.copy(optimizer.state)
             _replace_(optimizer, self._other[side], unused)
             self._contents[1 - side] = _Contents(optimizer)
@@ -168,14 +166,7 @@ _TENSORWISE_OF_OTHERS = ("transformers.optimization.Adafactor", "bitsandbytes.op
 
 
 def updates_each_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter from its own gradient and state alone.
-
-    Example:
-        >>> updates_each_by_itself(torch.optim.AdamW([torch.zeros(2)]))
-        True
-        >>> updates_each_by_itself(torch.optim.LBFGS([torch.zeros(2)]))
-        False
-    """
+    """Return whether an optimizer is known to update each parameter from its own gradient and state alone."""
     kind = type(optimizer)
     if f"{kind.__module__}.{kind.__name__}".startswith(_TENSORWISE_OF_OTHERS):
         # Overrides of bitsandbytes are by the parameter's place or identity, which slices do not have.
@@ -199,13 +190,7 @@ class Part(NamedTuple):
 
 
 def slices(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[list[Part]]:
-    """Yield what steps together: a large parameter alone, by rows if elements step by themselves; small ones together.
-
-    Example:
-        >>> parameters = [torch.zeros(9), torch.zeros(1 << 19), torch.zeros(2), torch.zeros(3)]
-        >>> [[part.rows for part in parts] for parts in slices(torch.optim.SGD(parameters), parameters)]
-        [[(0, 9)], [(0, 262144)], [(262144, 524288)], [(0, 2), (0, 3)]]
-    """
+    """Yield what steps together: large parameters alone, by rows if elements step by themselves, small ones joined."""
     by_rows = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
     together: list[Part] = []
     filled = 0
@@ -307,8 +292,7 @@ class SlicedStep:
         """
         optimizer = self.optimizer
         groups, state = optimizer.param_groups, optimizer.state
-        # State by the float32 stand-ins, for those that have some; missing entries are made by the optimizer as in
-        # its first step.
+        # By the float32 stand-ins; missing entries are made by the optimizer as in its first step.
         self._new |= {id(part.parameter) for part in values if part.parameter not in state}
         known = [(part, new) for part, new in values.items() if id(part.parameter) not in self._new]
         optimizer.state = defaultdict(dict, {new: _state_of(part, state[part.parameter]) for part, new in known})
@@ -343,11 +327,8 @@ def _with_parameters(groups: list[dict[str, Any]], members: list[list[Tensor]]) 
 
 def _is_elementwise(value: object, like: Tensor) -> bool:
     # A scalar's count of steps has the scalar's shape; 8-bit states of torchao are subclasses, and stay as they are.
-    return isinstance(value, Tensor) and value.shape == like.shape and value.dim() > 0 and _is_plain(value)
-
-
-def _is_plain(value: Tensor) -> bool:
-    return type(local_part(value)) in (Tensor, nn.Parameter)
+    is_alike = isinstance(value, Tensor) and value.shape == like.shape and value.dim() > 0
+    return is_alike and type(local_part(cast("Tensor", value))) in (Tensor, nn.Parameter)
 
 
 def _state_of(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,17 +336,13 @@ def _state_of(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         if _is_elementwise(value, part.parameter):
             view = part.of(value)
-            found[key] = view.float() if _is_16_bit(view) else view
+            found[key] = view.float() if view.dtype in HALF else view
         elif isinstance(value, Tensor) and not part.is_last:
             # Each part steps from the same count; the last one's is kept.
             found[key] = value.clone()
         else:
             found[key] = value
     return found
-
-
-def _is_16_bit(value: Tensor) -> bool:
-    return value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _keep(

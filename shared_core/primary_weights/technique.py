@@ -164,11 +164,9 @@ class PrimaryWeights(Technique):
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
         if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
-            raise CompatibilityError(
-                "primary_weights",
-                f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported",
-                "use an optimizer without these modes, or leave primary_weights out",
-            )
+            rule = f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported"
+            remedy = "use an optimizer without these modes, or leave primary_weights out"
+            raise CompatibilityError("primary_weights", rule, remedy)
         if self.config.kind != "fp32_copy":
             self._slice_steps()
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
@@ -223,8 +221,7 @@ class PrimaryWeights(Technique):
     def before_step(self, context: Context) -> None:
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
-        self._optimizers = context.optimizers
-        sliced = self._sliced
+        self._optimizers, sliced = context.optimizers, self._sliced
         # Sliced only if one optimizer trains all of it: with two, whose step would rounding belong to?
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
@@ -424,13 +421,13 @@ class PrimaryWeights(Technique):
         return Draws(generator, self._places[1])
 
     def _check_step(self) -> None:
+        problem: str | None
         if not self._is_in:
-            raise TrainingError(
-                "primary_weights",
-                "before_step must come before the optimizer's step, got a step without it",
-                "call session.before_step() when the gradients are complete",
+            problem = (
+                "before_step must come before the optimizer's step, got a step without it; call session.before_step() "
+                "when the gradients are complete"
             )
-        if self._in_slices:
+        elif self._in_slices:
             ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
             # ready is None once the closure ran: the optimizer's own writes raised the versions, which then says
             # nothing.
@@ -555,9 +552,7 @@ class PrimaryWeights(Technique):
             "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
             "copy_bytes": sum(kept.numel() * kept.element_size() for kept in self._kept().values()),
             "widened_bytes_at_once": self._widened,
-            "left_alone": dict(
-                Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
-            ),
+            "left_alone": dict(Counter(dtype_name(p.dtype) + ("" if p.requires_grad else ", frozen") for p in others)),
             "gradients": self._format_of_gradients(),
             "small_updates": _share(self._small_updates),
             "small_updates_step": self._small_updates.get("step"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from shared_core import Session
 from shared_core.activation_checkpointing import apply_segments, profiler
-from shared_core.activation_checkpointing import memory_budget as lazy_budget
+from shared_core.activation_checkpointing import policies as lazy_budget
 from shared_core.activation_checkpointing.config import Budget, parse_budget
 from shared_core.activation_checkpointing.policies import LazyBudget, plan_segments
 from shared_core.activation_checkpointing.profiler import measure_peak

@@ -12,7 +12,7 @@ from torch import nn
 from shared_core.activation_checkpointing.profiler import LiveBytes
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.primary_weights import slices
+from shared_core.primary_weights import optimizer_swap
 from shared_core.primary_weights.copies import compensated, round_compensated_
 
 KAHAN, DRAWN = {"kind": "kahan"}, {"kind": "stochastic_rounding"}
@@ -96,8 +96,8 @@ def test_a_weight_that_others_wrote_counts_alone():
 def test_parts_of_any_size_step_alike(options, monkeypatch):
     runs = []
     for room in (1, 1 << 18):
-        monkeypatch.setattr(slices, "_ON_CPU", room)
-        monkeypatch.setattr(slices.math, "gcd", lambda *_: 64)  # single rows
+        monkeypatch.setattr(optimizer_swap, "_ON_CPU", room)
+        monkeypatch.setattr(optimizer_swap.math, "gcd", lambda *_: 64)  # single rows
         model = net(torch.bfloat16)
         optimizer = torch.optim.AdamW([*model.parameters()][:: -1 if room > 1 else 1], lr=1e-3)
         session = begin(model, optimizer, options)

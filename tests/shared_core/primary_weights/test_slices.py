@@ -12,7 +12,7 @@ from transformers.optimization import Adafactor
 from shared_core.activation_checkpointing.profiler import LiveBytes
 from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
-from shared_core.primary_weights import slices, technique
+from shared_core.primary_weights import optimizer_swap, technique
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -84,7 +84,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slices_step_to_the_bits_of_a_step_on_all_at_once(name, monkeypatch):
-    monkeypatch.setattr(slices, "_ON_CPU", 50)
+    monkeypatch.setattr(optimizer_swap, "_ON_CPU", 50)
     sliced = run(name)
     assert sliced[2].techniques["primary_weights"].report()["widened_bytes_at_once"] == 4 * 12 * 6
     assert_same(run(name, closure=True), sliced)
@@ -172,7 +172,7 @@ def test_an_optimizer_that_needs_all_parameters_steps_on_all_at_once():
 
     model = net(torch.bfloat16)
     optimizer = Joint(model.parameters(), lr=0.1)
-    assert not slices.updates_each_by_itself(optimizer)
+    assert not optimizer_swap.updates_each_by_itself(optimizer)
     session = begin(model, optimizer, "stochastic_rounding")
     loss_of(model, 0).backward()
     session.before_step()
