@@ -135,8 +135,7 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
             "raise it, or make the batch smaller",
         )
     low, peak = float(least), peak_bytes(cost, segments)
-    # The cheapest plan may hold more than it must. Among plans that take no more time, a lower peak is searched by
-    # halving.
+    # The cheapest plan may hold more than it must: halve down to the lowest peak at the same time.
     units = chain.units_of(segments)
     for _ in range(_HALVINGS if segments else 0):
         if peak <= low * 1.01:
@@ -254,7 +253,6 @@ class _Chain:
                 candidate, there = with_input[: width - units], held[a + 1 + i, units:]
                 better = (candidate < there) & (candidate <= room[i])
                 there[better], begun[a + 1 + i, units:][better] = candidate[better], a
-        # The first reachable t is the least time.
         reachable = np.flatnonzero(held[-1] + self._cost.head <= budget)
         return self._segments(begun, int(reachable[0])) if len(reachable) else None
 

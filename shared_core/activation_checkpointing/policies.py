@@ -88,7 +88,6 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = 
     taken: set[str] = set()
     stages: set[str] = set()
     for group in by_class.values():
-        # In lists: all compound children of one class. Elsewhere: several of one class beside each other.
         if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
             if in_stage or not _are_stages(group):
                 taken |= {name for name, _ in group}
@@ -398,8 +397,7 @@ def chosen_blocks(model: nn.Module, include: Iterable[str] = ()) -> list[str]:
 
 def _segments(model: nn.Module, policy: str, blocks: Sequence[str], k: int) -> list[list[str]]:
     if policy == "sqrt":
-        # √n segments of about √n blocks: n inputs become √n, plus one segment's activations (Chen et al. 2016,
-        # arXiv:1604.06174).
+        # n inputs become √n, plus one segment's activations (Chen et al. 2016, arXiv:1604.06174).
         number = round(math.sqrt(len(blocks)))
         edges = [round(place * len(blocks) / number) for place in range(number + 1)]
         return [list(blocks[low:high]) for low, high in itertools.pairwise(edges)]
@@ -478,7 +476,6 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     chosen: list[str] = []
     lists: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
-        # of a list that is named its modules are meant
         is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
         if is_named and not any(name.startswith(f"{o}.") for o in chosen):
             (chosen if _runs(modules[name]) else lists).append(name)

@@ -68,8 +68,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers[storage._cdata] = number
         self.sizes.append(storage.nbytes())
         self.events.append((storage.nbytes(), number))
-        # by the storage, which all views share, and not the tensor: autograd saves others over the same memory
-        # atexit False: at the end of the process nobody asks.
+        # By the storage, which all views share. atexit False: at the end of the process nobody asks.
         weakref.finalize(storage, self._released, storage._cdata).atexit = False
 
     def _released(self, address: int) -> None:
@@ -97,8 +96,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
-        # An address may be used again, so storages have numbers. The last event of a number is its release, or a
-        # moment until which it counts as held (`keep_until_now`).
+        # An address may be used again, so storages have numbers; the last event may be `keep_until_now`.
         for i, (size, number) in enumerate(self.events):
             if number in without:
                 continue

@@ -69,8 +69,7 @@ class Snapshot:
         now = {(module, name): module._buffers[name] for module, name in self.before}
         try:
             for (module, name), before in self.before.items():
-                # None: it moved for the first time, so its old value is unknown; the present one is run on, in a
-                # copy.
+                # None: it moved for the first time; a copy of the present value is run on.
                 source = now[module, name] if before is None else before
                 module._buffers[name] = None if source is None else source.clone()
             yield
@@ -79,9 +78,7 @@ class Snapshot:
                 module._buffers[name] = buffer
 
 
-# Linear layers, convolutions and fused attention: the work of a block. Batched products of eager attention are left
-# out: their T × T scores are the memory that selective recomputation is after (Korthikanti et al. 2022,
-# arXiv:2205.05198).
+# The work of a block, without eager attention's T × T products (Korthikanti et al. 2022, arXiv:2205.05198).
 _NAMES = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_int_mm", "convolution", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -305,7 +302,6 @@ class Region:
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
-        # Outputs live on in what follows: they are not memory that checkpointing saved.
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -338,19 +334,16 @@ class Region:
             _refuse_change(_weights_version(call.block) != call.weights, call.name, rule, "step afterwards, or ")
         kept: list[Tensor] = []
 
-        # The n-th tensor saved now is the n-th of the forward: saved tensors come in one order if the block does the
-        # same.
+        # The n-th tensor saved now is the n-th of the forward.
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             reference, looks = self._slots[len(kept)]
             if looks != _looks(tensor):
                 raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
-            # A slot nobody holds any more belongs to a part of the graph that is gone: nothing to keep.
             if (slot := reference()) is not None:
                 slot.value, slot.version = tensor, version_of(tensor)
             kept.append(tensor)
-            # All slots filled: what the forward computes after its last saved tensor is not needed. Leave by an
-            # exception.
+            # What the forward computes after its last saved tensor is not needed.
             if len(kept) == len(self._slots):
                 raise _Done
             return tensor
@@ -567,8 +560,7 @@ class _Segment:
         """Return the region that a call belongs to: the open one if the call goes on from its last output."""
         # A weak reference: a region that backward has consumed, or that never will be, is not extended.
         region = self._open() if self._open is not None else None
-        # A call that comes before the last one, or on other inputs, begins a new region (weights shared over time
-        # steps).
+        # A call that comes before the last one, or on other inputs, begins a new region.
         if region is None or place <= self._last or not region.feeds(args):
             region = Region(self.tally)
         self._open = weakref.ref(region) if place + 1 < self.length else None

@@ -20,7 +20,6 @@ _CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
 
 def take(flat: Tensor, mask: Tensor) -> Tensor:
     """Return the values of a row where `mask` is true, in order."""
-    # On a GPU, masks as indices are fast; on a CPU see `_places`.
     if flat.device.type != "cpu":
         return flat[mask]
     return torch.cat([part.index_select(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
@@ -125,7 +124,6 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
 
 
 def _integers(flat: Tensor) -> Form | None:
-    # aminmax is one pass, and one read from the device for both.
     low, high = (int(bound) for bound in flat.aminmax())
     for dtype in _NARROW:
         bounds = torch.iinfo(dtype)
@@ -135,7 +133,6 @@ def _integers(flat: Tensor) -> Form | None:
 
 
 def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
-    # The two values, if there are two, are the least and the largest, as integers.
     low, high = integers.aminmax()
     mask = _equals(integers, high)
     # The least byte: `all` takes seventy times as long on a CPU.
@@ -162,8 +159,7 @@ def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Fo
     others = int(mask.count_nonzero())
     # what a value costs, so that zeros are also weighed against rounded values
     cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
-    # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept: fewer than 1 in 32 makes it the
-    # smaller.
+    # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept.
     by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
     if min(by_bits, by_index) > _WORTH_IT * count * cost:
         return None

@@ -64,7 +64,6 @@ class Moved:
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
         """Tensors that are being copied: kept until that is done, as the allocator knows nothing of the stream."""
-        # A version counts in-place writes: what backward gets must be what forward saved.
         self._versions = [part._version for part in parts]
         self._was_changed = False
         self._fetched: tuple[Parts, Any] | None = None
@@ -85,11 +84,9 @@ class Moved:
     def fetch(self) -> None:
         """Start copying back, unless the source is still there."""
         if self.source is not None or self._fetched is not None:
-            # The device's tensor is still held: nothing to fetch.
             return
         # allocated where the computation runs, which waits for the copy before it uses or frees them
         parts = tuple(torch.empty_like(part, device=self._device) for part in self.host)
-        # Started as early as possible: the copy runs beside the backward of later layers.
         self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
 
     def parts(self) -> Parts:
@@ -106,7 +103,6 @@ class Moved:
                 earlier.fetch()
         if self._fetched is None:
             return self.source or ()
-        # Handed over, so that __del__ does not wait again.
         (parts, event), self._fetched = self._fetched, None
         self._mover.lane.wait(event)
         return parts
@@ -230,8 +226,7 @@ def is_weight(tensor: Tensor) -> bool:
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node: Any = tensor.grad_fn
-    # Autocast casts a weight once a forward and saves the cast: stored in another form, each use would store it
-    # again.
+    # Autocast saves the cast it made once a forward: each use would store it again.
     while node is not None and node.name().startswith(_STILL_A_WEIGHT):
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
@@ -249,7 +244,6 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
 
 def is_region_input() -> bool:
     """Return whether activation checkpointing is saving the input of a region that it will compute again."""
-    # Checkpointing calls the hook from its own file, a few frames up: there is no other sign of it.
     frame: Any = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -383,11 +377,9 @@ class Ledger:
         storage = tensor.untyped_storage()
         # a region's input must stay exact, also where someone else has it rounded
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
-        # What makes two saved tensors the same memory. The version too: written in between, they differ. A tensor
-        # that fills its memory counts by its extent alone, so that x and x.t() are stored once.
+        # One key, one memory. Dense tensors count by their extent, so that x and x.t() are stored once.
         key = place if dense else (*place, tensor.size(), tensor.stride())
-        # A ReLU's result is decided when the next tensor is saved: the following layer often saves the same one as
-        # its input.
+        # A ReLU's result is decided when the next tensor is saved, which often is the same one.
         self._decide(key)
         known = self._memories.get(key)
         memory = known() if known is not None else None
@@ -413,14 +405,12 @@ class Ledger:
         if flat is None:
             return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
         if kept.dense:
-            # In the memory's own order; size and stride then put the axes back.
             return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
         # the same strides, since kernels may add up in another order for others
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
 
     def _flat(self, memory: Memory) -> Tensor | None:
-        # Who saved the same memory often comes next in backward (a ReLU, and the layer that takes its result): the
-        # latest one is kept until another is asked for, unless it was written to.
+        # The latest is kept until another is asked for: who saved the same memory often comes next in backward.
         if self._latest is not None and self._latest[0] is memory and self._latest[1]._version == self._latest[2]:
             return self._latest[1]
         self._latest = None
@@ -442,7 +432,6 @@ class Ledger:
             return WEIGHT
         if tensor.numel() < self._config.min_size:
             return "small"
-        # An expanded tensor repeats its memory: written out it would be larger.
         repeats = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True))
         return "expanded" if repeats else None
 
@@ -475,7 +464,6 @@ class Ledger:
         form = form or as_is(flat)
         memory.tensor, left = None, form.nbytes
         if self._mover is not None:
-            # The device holds nothing of it from here on, once the copy is done.
             memory.moved, left = self._mover.out(form.parts), 0
             form = form._replace(parts=())
         memory.form = form
@@ -507,7 +495,6 @@ class Packing(saved_tensors_hooks):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        # After an error the open ReLU result is never needed.
         if raised[0] is None:
             self._ledger.close()
 

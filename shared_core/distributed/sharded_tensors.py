@@ -42,8 +42,7 @@ def whole_of(part: Tensor, like: Any) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    # run_check=False: a check would be a collective of its own. Shape and stride are given, since uneven parts cannot
-    # tell them.
+    # run_check=False: a check would be a collective. Uneven parts cannot tell shape and stride.
     placed = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

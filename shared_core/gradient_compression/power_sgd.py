@@ -53,8 +53,6 @@ class PowerSgd:
         if parameter.dim() < 2 or parameter.numel() == 0:
             return False
         rows, columns = parameter.flatten(1).shape
-        # At least half the bytes must be saved, as in torch's own hook (min_compression_rate 2): below that the error
-        # is not worth it.
         return 2 * (rows + columns) * self._rank < rows * columns
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
@@ -76,8 +74,7 @@ class PowerSgd:
         right: list[Tensor] = []
 
         def reduce_left(future: Future[Any]) -> None:
-            # A chain of futures, not waits: DDP goes on with backward, and the next bucket, meanwhile. The order of
-            # collectives is that of the buckets, which is the same on every process.
+            # A chain of futures, not waits: DDP goes on with backward meanwhile, in the order of the buckets.
             flat.div_(world_size())
             if whole:
                 torch._foreach_copy_(whole, _cut(flat, whole))
@@ -132,8 +129,7 @@ class PowerSgd:
         Only the mean enters an average of gradients, so training goes on as it would, up to rounding, and one copy is
         all that a checkpoint needs, whatever number of processes goes on from it.
         """
-        # Sorted: errors were made in bucket order, and every process must call its collectives in the same one. The
-        # mean keeps the algorithm's invariant: only the sum over processes of the errors acts on later gradients.
+        # Sorted: errors were made in bucket order, and every process must call its collectives in the same one.
         for name in sorted(self.errors):
             all_reduce_(self.errors[name], "sum").div_(world_size())
 
@@ -143,8 +139,7 @@ class PowerSgd:
 
 
 def _summed(matrices: list[Tensor]) -> list[Tensor]:
-    # One collective for all. Cloned, as matrix products of memory that is aligned otherwise may differ in the last bit,
-    # and where a matrix lies depends on DDP's buckets.
+    # Cloned: products may differ in the last bit where memory is aligned otherwise, which DDP's buckets decide.
     if not matrices:
         return []
     flat = all_reduce_(torch.cat([matrix.flatten() for matrix in matrices]), "sum")

@@ -47,8 +47,7 @@ class RoundedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Overwrite `output_tensor` with this process's part of what all inputs add up to, or their mean, by `op`."""
-        # 16-bit gradients (param_dtype bf16 with reduce_dtype bf16) travel as they are: a cast between fp16 and bf16
-        # would only lose.
+        # 16-bit gradients travel as they are: a cast between fp16 and bf16 would only lose.
         narrow = self.dtype if self.dtype is not None and input_tensor.dtype.itemsize > 2 else input_tensor.dtype
         self.step["gradients"] += input_tensor.nbytes
         self.step["sent"] += input_tensor.numel() * narrow.itemsize
@@ -155,7 +154,6 @@ class GradientCompression(Technique):
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
-            # Of the wrapped model: FSDP2 has replaced parameters by sharded ones.
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
@@ -168,7 +166,6 @@ class GradientCompression(Technique):
                 "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
                 "the DDP module",
             )
-        # DDP's buckets hold the parameters of its own module, so names must be of those.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
@@ -231,8 +228,7 @@ class GradientCompression(Technique):
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
         found = not all_finite(grads)
-        # After DDP's all-reduce all processes hold the same gradients. FSDP2 leaves each with a part, so they must
-        # agree.
+        # After DDP's all-reduce all hold the same gradients; FSDP2 leaves each with a part.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_step(self, context: Context, applied: bool) -> None:
@@ -265,7 +261,6 @@ class GradientCompression(Technique):
         state = {"total": dict(self._total), "last": dict(self._last), "discarded": self._discarded}
         if self.power_sgd is None:
             return state
-        # copies: the next step changes the errors in place
         errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
 

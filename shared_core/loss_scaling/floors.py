@@ -22,13 +22,8 @@ FORMATS = {"fp16": torch.float16, "fp8_e5m2": torch.float8_e5m2}
 _ROUNDING = 1e-9  # log2 of two floats that are exact multiples may miss the integer by some ulp
 
 
-def largest_scale(amax: float, *, format: Literal["fp16", "fp8_e5m2"] = "fp16", margin: float = 2.0) -> float:
-    """Return the largest power of two ``S`` with ``amax·S·2^margin <= format maximum``."""
-    return math.ldexp(1.0, largest_exponent(math.log2(amax), format, margin))
-
-
 def largest_exponent(log2_amax: float, format: str, margin: float) -> int:
-    """Return log2 of the largest power of two that leaves the margin."""
+    """Return log2 of the largest power of two ``S`` with ``amax·S·2^margin <= format maximum``."""
     # ⌊log2(max) - margin - log2(amax)⌋; the tiny addend keeps exact powers of two on the right side.
     return math.floor(math.log2(torch.finfo(FORMATS[format]).max) - margin - log2_amax + _ROUNDING)
 
@@ -211,8 +206,7 @@ class AutoFloor(FloorSchedule):
             self._close(self._mean_before)
         elif self._steps >= self._window:
             mean = self._mean()
-            # Rising needs few overflows and a mean loss below the last window's; without a window before, nothing
-            # moves.
+            # Rising needs few overflows and a mean loss below the last window's.
             few = self._skips < self._overflows * self._steps
             if few and mean is not None and self._mean_before is not None and mean < self._mean_before:
                 self._value = max(min(2 * self._value, scale), self._value)

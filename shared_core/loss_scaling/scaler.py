@@ -12,7 +12,7 @@ import torch
 from eff_kernels.loss_scaling import unscale_with_largest_
 from torch import Tensor
 
-# Private to torch: only so can a subclass see the stage of a step. Pinned by test_loss_scaling_torch.py.
+# Private to torch: only so can a subclass see the stage of a step. Pinned by its tests.
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.distributed.collectives import all_reduce_, world_size
@@ -172,16 +172,14 @@ class LossScaler(GradScaler):
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        # torch lets a positional closure through, which would put scaled gradients back after the unscaling;
-        # accelerate passes a positional None
+        # torch lets a positional closure through, which would bring scaled gradients back; accelerate passes None
         if "closure" in kwargs or any(argument is not None for argument in args[:1]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        # Fused optimizers unscale inside their kernel and would skip silently: they get scale and flag, the skip is
-        # decided here.
+        # Fused optimizers unscale inside their kernel and would skip silently: the skip is decided here.
         unscales_itself = state["stage"] is OptState.READY and has_scaled_step(optimizer)
         if unscales_itself:
             self._check_inf_per_device(optimizer)
@@ -267,7 +265,6 @@ class LossScaler(GradScaler):
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
         (found_inf,) = state["found_inf_per_device"].values()
-        # One host read for all figures.
         found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
         return found != 0, at, amax[0] / at if amax else 0.0
 

@@ -299,7 +299,6 @@ class FlushProbe:
         if not counts[-1].any():
             row = {name: index for index, name in enumerate(names)}
             for index, exact in self._exact_gradients().items():
-                # Flushed: 0 in half precision, not 0 in fp32.
                 lost = (self._grads[index] == 0) & (exact != 0)
                 part = torch.stack((lost.sum(), torch.count_nonzero(exact)))
                 counts[row[self._names[index]]] += part.cpu()

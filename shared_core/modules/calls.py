@@ -145,8 +145,7 @@ class ExampleCalls:
         self._handles: list[Any] = []
         # Under torch.compile they stay outside of the graph, which cannot note such things.
         enter, leave = (torch.compiler.disable(hook) for hook in (self._enter, self._leave))  # type: ignore[no-untyped-call]
-        # A hook on every module that has one of the wanted inside: the outermost that is called is found while
-        # running, since a user may call a part of the model directly.
+        # On every module with a wanted one inside: a user may call a part of the model directly.
         for module in model.modules():
             if not modules.isdisjoint(module.modules()):
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -155,7 +154,6 @@ class ExampleCalls:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._drop_redirected()
-        # Only the outermost, only in training: nested calls are repeated by it.
         if not any(is_own for _, _, is_own in self._open) and module.training and torch.is_grad_enabled():
             if self._has_expired:
                 self.calls, self._has_expired = [], False
@@ -170,8 +168,7 @@ class ExampleCalls:
 
     def _drop_redirected(self) -> None:
         """Forget a call whose arguments were for another method."""
-        # Under DDP, Lightning and Fabric put a function in place of `forward` that restores it and then calls the
-        # method, such as `training_step`: what that calls is outermost.
+        # Under DDP, Lightning and Fabric replace `forward` by what calls a method: what that calls is outermost.
         for index, (module, forward, is_own) in enumerate(self._open):
             if is_own and module.__dict__.get("forward") is not forward:
                 self._open[index] = (module, forward, False)

@@ -43,39 +43,21 @@ def check_layout(module: nn.Module, where: str) -> None:
 
 
 def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Return a tensor of the weight's shape as (output units, weights of one unit).
-
-    Example:
-        >>> layer = nn.ConvTranspose1d(2, 3, 1, bias=False)
-        >>> output_rows(layer, torch.arange(6).view(2, 3, 1))
-        tensor([[0, 3],
-                [1, 4],
-                [2, 5]])
-    """
+    """Return a tensor of the weight's shape as (output units, weights of one unit)."""
     if is_transformers_conv1d(module):
         return tensor.t()
     if isinstance(module, TRANSPOSED):
-        # (in, out / groups, k...): inputs are in `groups` runs, each with its own outputs. Split by group, then swap.
-        split = tensor.reshape(module.groups, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
-        return split.transpose(1, 2).reshape(module.out_channels, -1)
-    return tensor.reshape(tensor.shape[0], -1)
+        tensor = output_channels_first(tensor, module.groups)
+    return tensor.reshape(len(tensor), -1)
 
 
 def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what `output_rows` made rows of, in the weight's shape and contiguous.
-
-    Example:
-        >>> layer = nn.ConvTranspose2d(4, 6, (2, 3), groups=2)
-        >>> rows = output_rows(layer, layer.weight)
-        >>> torch.equal(from_output_rows(layer, rows, layer.weight.shape), layer.weight)
-        True
-    """
+    """Return what `output_rows` made rows of, in the weight's shape and contiguous."""
     if is_transformers_conv1d(module):
         return rows.t().contiguous()
     if isinstance(module, TRANSPOSED):
-        # The way back, with the axes swapped.
-        split = rows.reshape(module.groups, shape[1], shape[0] // module.groups, math.prod(shape[2:]))
-        return split.transpose(1, 2).reshape(tuple(shape)).contiguous()
+        outputs = rows.reshape(len(rows), shape[0] // module.groups, *shape[2:])
+        return output_channels_first(outputs, module.groups).contiguous()
     return rows.reshape(tuple(shape)).contiguous()
 
 
@@ -95,8 +77,7 @@ def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Te
     if isinstance(module, TRANSPOSED) or is_transformers_conv1d(module):
         return channels.view(-1, 1, *rest)
     if isinstance(module, _Conv):
-        # A group's outputs read that group's inputs alone: input channel g * (in / groups) + j is at place j of its
-        # rows.
+        # Channel g * (in / groups) + j is at place j of its group's rows.
         groups = channels.view(module.groups, 1, shape[1]).expand(-1, shape[0] // module.groups, -1)
         return groups.reshape(shape[0], shape[1], *rest)
     return channels.view(1, -1)
@@ -181,7 +162,6 @@ def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_s
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)
-    # The user's output_size decides how much is added at one side.
     padding = layer._output_padding(
         x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
     )

@@ -152,16 +152,14 @@ class Copies:
         """Take over what was written into parameters: where a copy's rounding is not its parameter, to the bit."""
         for parameters, dtype, copies in self._bundles:
             now, values = _joined(parameters), local_part(copies)
-            # Casting the model (to another 16-bit dtype, to float32) replaces what parameters hold: the copies must
-            # be made anew.
+            # Casting the model replaces what parameters hold: the copies must be made anew.
             if now.dtype != dtype:
                 return False
             # bits, so that a NaN equals itself
             bits, rounded = now.view(torch.int16), values.to(dtype).view(torch.int16)
             # on a CPU asking first is ten times faster than `where` (torch 2.13)
             if not (now.is_cpu and torch.equal(rounded, bits)):
-                # Where the bits agree, the copy keeps what lies beyond 16 bit. Where not, someone else wrote the
-                # parameter (a mask, a loaded checkpoint): that value counts.
+                # Where the bits agree, the copy keeps what lies beyond 16 bit; else what someone wrote counts.
                 values.copy_(torch.where(rounded == bits, values, now))
         return True
 
@@ -181,13 +179,11 @@ def _bundled(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     unfilled: dict[object, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         size = parameter.numel()
-        # A small model has hundreds of norms and biases: one kernel for each would take longer than the arithmetic.
-        # Large tensors gain nothing, and cat would copy them.
+        # One kernel for each of hundreds of norms would take longer than the arithmetic; cat would copy large ones.
         if size > _SMALL or is_sharded(parameter) or not parameter.is_contiguous():
             bundles.append([parameter])
             continue
-        # What cat along the first dimension asks for. Contiguous, so that rows of the joined tensor are the
-        # parameter's memory order.
+        # What cat asks for; contiguous, so that rows are the parameter's memory order.
         key = parameter.dtype, parameter.device, parameter.dim(), parameter.shape[1:]
         bundle, filled = unfilled.get(key, ([], 0))
         if not bundle or filled + size > _TOGETHER:
@@ -208,8 +204,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 def _copied(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> tuple[_Bundle, list[Tensor]]:
     first, *more = parameters
     if not more:
-        # A known copy is taken as it is, so that the optimizer's state, which belongs to the tensor object, still
-        # matches.
+        # As it is: the optimizer's state belongs to the tensor object.
         copy = known[first] if first in known else nn.Parameter(first.detach().to(torch.float32, copy=True))
         return _Bundle(parameters, first.dtype, copy), [copy]
     values = _joined([known.get(parameter, parameter) for parameter in parameters]).float()
@@ -251,17 +246,14 @@ class WideGradients:
         """Return the gradient made float32, and make those to come so where no process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
-            # No gradient yet: backward will accumulate in float32 straight away.
             if not self.reduced_in_16_bit:
                 parameter.grad_dtype = torch.float32
         elif gradient.dtype == parameter.dtype:
-            # In this order: torch checks grad against grad_dtype at both assignments, so grad has to be gone while
-            # dtypes change.
+            # In this order: torch checks grad against grad_dtype at both assignments.
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide = gradient.float()
-            # With DDP the gradient is a view of its bucket, which the next backward writes into: keep it, and put it
-            # back.
+            # With DDP the gradient is a view of its bucket, which the next backward writes into.
             if self.reduced_in_16_bit:
                 self._reduced[parameter] = gradient
             return wide
@@ -275,8 +267,7 @@ class WideGradients:
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
-            # With the wide one's values: clipping or unscaling has changed them, and whoever reads .grad after the
-            # step sees that.
+            # With the wide one's values, which clipping or unscaling has changed.
             parameter.grad = None if wide is None else gradient.copy_(wide)
         self._reduced = {}
 

@@ -79,7 +79,6 @@ class Exchange:
 
     def __init__(self, optimizer: torch.optim.Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
-        # Two ways, each by id, computed once: an exchange happens twice a step.
         self._other = [{id(one): two for one, two in zip(*way, strict=True)} for way in ((old, new), (new, old))]
         self._contents: list[_Contents | None] = [_Contents(optimizer), None]
         self._side = 0
@@ -94,8 +93,7 @@ class Exchange:
         """Put the new tensors into the optimizer, or the old ones once the new ones are there."""
         optimizer, side = self.optimizer, self._side
         here, there = self._contents[side], self._contents[1 - side]
-        # Nothing was added or removed since: both sides' lists and states still hold the same objects, so they are
-        # exchanged whole. Else (a group added, state made in the first step) the maps are built again.
+        # Exchanged whole unless a group was added or state made in the first step.
         if here and there and here.are_groups_of(optimizer) and here.are_state_of(optimizer):
             for group, parameters in zip(optimizer.param_groups, there.groups, strict=True):
                 group["params"][:] = parameters
@@ -255,8 +253,7 @@ class SlicedStep:
         # args[0] is the optimizer: torch's hooks get the step's own arguments.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
-        # The step is made from the closure: torch calls it first thing in `step`, after gradients are there. What is
-        # then left of `param_groups` is stepped by torch as ever.
+        # torch calls the closure first thing in `step`, and then steps what is left of `param_groups`.
         def run() -> Any:
             loss = None if closure is None else closure()
             if self.ready is not None:

@@ -148,7 +148,6 @@ class PoissonBatches(Sampler[list[int]]):
         first, self.replayed, self.is_read = self._drawn() - self.replayed, 0, True
         # to the end of a step: behind a resume from inside of one the rest of its draw comes first
         for number in range(first, first + len(self) - first % self.accumulate):
-            # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
             yield self.part(*divmod(number, self.accumulate)) or [0]
 
 
