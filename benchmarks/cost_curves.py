@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from shared_core import Recipe, Session
-from shared_core.activation_checkpointing.memory_budget import plan_segments
+from shared_core.activation_checkpointing.policies import plan_segments
 from shared_core.loss_scaling import LossScaler, UnderflowTelemetry
 from shared_core.privacy.per_sample_gradients import PerSample
 from shared_core.pruning import prune_masks

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared_core.activation_checkpointing import apply_segments, find_blocks
 from shared_core.activation_checkpointing.budget_planner import choose_segments
-from shared_core.activation_checkpointing.memory_budget import plan_segments, profile_blocks
+from shared_core.activation_checkpointing.policies import plan_segments, profile_blocks
 from shared_core.activation_checkpointing.profiler import measure_peak
 from shared_core.activation_checkpointing.segments import Handle, selective_contexts
 

@@ -11,7 +11,7 @@ from shared_core.distributed.collectives import world_size
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.privacy import PoissonBatches
-from shared_core.privacy.halves import losses_of_halves
+from shared_core.privacy.technique import losses_of_halves
 
 
 class DifferentialPrivacy(Adapter):

@@ -79,18 +79,8 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
     times their input each, with it, the least peak is near ``√(2kN)`` inputs where equal segments take ``2√(kN)``.
 
     Source: Chen et al., 2016, arXiv:1604.06174, for the segments.
-
-    Example:
-        >>> blocks = tuple(BlockCost(name=name, input=1, saved=3, seconds=1.0) for name in "abcd")
-        >>> cost = StepCost(blocks=blocks)
-        >>> peak_bytes(cost, []), peak_bytes(cost, [["a", "b"], ["c", "d"]]), peak_bytes(cost, ["abcd"])
-        (16, 9, 16)
-        >>> peak_bytes(cost, [["a", "b"], ["c"], ["d"]])
-        8
     """
     chain = _Chain(cost)
-    # `held` grows along the chain: forward reaches the last block holding all inputs and what was kept. The peak
-    # inside a block comes on top; backward releases in reverse, so no later moment holds more.
     peak = held = 0
     for first, last, recomputed in chain.items(segments):
         if recomputed:
@@ -103,13 +93,7 @@ def peak_bytes(cost: StepCost, segments: Sequence[Sequence[str]]) -> int:
 
 
 def recompute_seconds(cost: StepCost, segments: Sequence[Sequence[str]]) -> float:
-    """Return the time that recomputing these segments takes: their blocks' forward but for the tail of the last.
-
-    Example:
-        >>> blocks = tuple(BlockCost(name=name, input=1, saved=3, seconds=1.0, tail=0.25) for name in "abcd")
-        >>> recompute_seconds(StepCost(blocks=blocks), [["a", "b"], ["c"]])
-        2.5
-    """
+    """Return the time that recomputing these segments takes: their blocks' forward but for the tail of the last."""
     blocks = {block.name: block for block in cost.blocks}
     return sum(sum(blocks[name].seconds for name in segment) - blocks[segment[-1]].tail for segment in segments)
 
@@ -151,8 +135,7 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
             "raise it, or make the batch smaller",
         )
     low, peak = float(least), peak_bytes(cost, segments)
-    # The cheapest plan may hold more than it must. Among plans that take no more time, a lower peak is searched by
-    # halving.
+    # The cheapest plan may hold more than it must: halve down to the lowest peak at the same time.
     units = chain.units_of(segments)
     for _ in range(_HALVINGS if segments else 0):
         if peak <= low * 1.01:
@@ -270,7 +253,6 @@ class _Chain:
                 candidate, there = with_input[: width - units], held[a + 1 + i, units:]
                 better = (candidate < there) & (candidate <= room[i])
                 there[better], begun[a + 1 + i, units:][better] = candidate[better], a
-        # The first reachable t is the least time.
         reachable = np.flatnonzero(held[-1] + self._cost.head <= budget)
         return self._segments(begun, int(reachable[0])) if len(reachable) else None
 

@@ -62,8 +62,6 @@ class CheckpointingConfig(TechniqueConfig):
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""
-        # not above: it imports FSDP2 and the compiler, seconds that those who only list the options must not wait
-
         check_policy(self.policy)
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

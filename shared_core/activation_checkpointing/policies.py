@@ -1,22 +1,343 @@
-"""Which segments a named policy makes of a model's blocks."""
+"""Which blocks a model has, and which segments of them a named policy or a budget of memory checkpoints.
+
+A budget is planned from a profile: of example inputs, or of the first micro-batches of the user's own training.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from shared_core.activation_checkpointing.config import BUDGET, check_policy
-from shared_core.activation_checkpointing.memory_budget import plan_segments
-from shared_core.activation_checkpointing.model_blocks import find_blocks
+from shared_core.activation_checkpointing.budget_planner import BlockCost, SegmentPlan, StepCost
+from shared_core.activation_checkpointing.config import BUDGET, check_policy, parse_budget
+from shared_core.activation_checkpointing.profiler import PeakBytes, StepProfile, device_of, measure_peak
 from shared_core.activation_checkpointing.segments import Handle, apply_segments, selective_contexts
-from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.distributed.collectives import all_reduce_
+from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.calls import buffers_restored, modes_restored
 from shared_core.modules.matching import own_class, plain_name
+
+_Group = list[tuple[str, nn.Module]]
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Return the names of a model's repeated blocks, in the order of its forward as far as modules tell it.
+
+    Blocks are children of one class, made of several modules, in a ``ModuleList`` or ``Sequential``: layers of a
+    transformer, residual blocks of every stage of a CNN. Where lists hold stages, which differ in shape and hold blocks
+    themselves, the blocks inside are meant. Without such lists: attributes of one class, then the parts of the longest
+    plain ``Sequential``.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Names as in ``named_modules()``, without what wrappers insert.
+
+    Raises:
+        MatchError: If nothing repeats.
+
+    Example:
+        >>> def block():
+        ...     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> find_blocks(nn.Sequential(nn.Linear(2, 4), nn.Sequential(block(), block(), block())))
+        ['1.0', '1.1', '1.2']
+    """
+    groups = list(_groups(model, "", in_lists=True))
+    # Classes, not instances: another technique may have swapped them (`own_class` sees through).
+    kinds = [own_class(group[0][1]) for group in groups]
+    repeated = [g for g, kind in zip(groups, kinds, strict=True) if len(g) > 1 or kinds.count(kind) > 1]
+    classes = {own_class(group[0][1]) for group in repeated} - {nn.Sequential}  # its lists of such are such themselves
+    found = list(_repeated(model, "", {name for group in repeated for name, _ in group}, classes))
+    found = found or [name for group in groups for name, _ in group]  # one layer that is called many times
+    found = found or [name for group in _groups(model, "", in_lists=False) for name, _ in group]
+    if not found:
+        plain = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
+        longest = max(plain, key=lambda named: len(named[1]), default=("", nn.Sequential()))
+        prefix = f"{longest[0]}." if longest[0] else ""
+        found = [prefix + name for name, _ in longest[1].named_children()] if len(longest[1]) > 3 else []
+    if not found:
+        raise MatchError(
+            "checkpointing",
+            f"{type(model).__name__} must have repeated blocks, got no list of modules of one class",
+            "name the modules to recompute with include, or give apply_segments their names",
+        )
+    return [plain_name(name) for name in found]
+
+
+def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = False) -> Iterator[_Group]:
+    """Yield the outermost groups of blocks: children of a list, or of any module, that share a class."""
+    # Stages do not lie inside each other: what differs in shape inside one are blocks, whatever lists these hold.
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    compound = [(name, child) for name, child in children if _is_compound(child)]
+    by_class: dict[type[nn.Module], _Group] = {}
+    for name, child in compound:
+        by_class.setdefault(own_class(child), []).append((name, child))
+    taken: set[str] = set()
+    stages: set[str] = set()
+    for group in by_class.values():
+        if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
+            if in_stage or not _are_stages(group):
+                taken |= {name for name, _ in group}
+                yield group
+            elif len(group) > 1:
+                stages |= {name for name, _ in group}
+    for name, child in children:
+        if name not in taken:
+            yield from _groups(child, f"{name}.", in_lists=in_lists, in_stage=in_stage or name in stages)
+
+
+def _repeated(module: nn.Module, prefix: str, names: set[str], classes: set[type[nn.Module]]) -> Iterator[str]:
+    """Yield the outermost named blocks, and those of their classes that stand alone in a list: a stage of one."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        if f"{prefix}{name}" in names or (is_list and own_class(child) in classes):
+            yield f"{prefix}{name}"
+        else:
+            yield from _repeated(child, f"{prefix}{name}.", names, classes)
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether a module is made of several, and no mere list of them without a forward."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return not is_list and next(module.parameters(), None) is not None and next(module.children(), None) is not None
+
+
+def _are_stages(group: _Group) -> bool:
+    """Whether modules hold the blocks rather than are them: no two of one shape, and lists of blocks inside."""
+    # Stages of a CNN have other shapes each and hold lists of blocks; equal shapes are blocks themselves.
+    shapes = [tuple((n, tuple(p.shape)) for n, p in module.named_parameters()) for _, module in group]
+    if len(set(shapes)) < len(shapes):
+        return False
+    return any(next(_groups(module, "", in_lists=True), None) is not None for _, module in group)
+
+
+PROFILED_STEPS = 2  # the first one of a process is slow: kernels are chosen, memory is taken
+
+
+def plan_segments(model: nn.Module, budget: str, *profiled: Any, **options: Any) -> SegmentPlan:
+    """Return the segments to checkpoint in a model within a budget of activations, by `profile_blocks`."""
+    parsed = parse_budget(budget)
+    return parsed.plan(profile_blocks(model, *profiled, **options))
+
+
+def profile_blocks(
+    model: nn.Module,
+    example_inputs: Any = None,
+    step: Callable[[], object] | None = None,
+    names: Sequence[str] | None = None,
+) -> StepCost:
+    """Return what the blocks of a model cost in a step of training.
+
+    Runs two steps, in training mode, and leaves no trace of them: gradients, buffers and random state are as before.
+
+    Args:
+        model: Nothing of it is checkpointed yet.
+        example_inputs: What its forward takes: a tensor, a sequence of arguments, a mapping of keyword arguments, or
+            ``(args, kwargs)``. The loss is the one that it returns, or the sum of what it returns; what another loss
+            holds is not in the figures.
+        step: Instead of inputs: runs one forward and backward of the model.
+        names: Of the blocks, in the order in which they run; by default what `find_blocks` finds.
+    """
+    if (example_inputs is None) == (step is None):
+        raise ConfigError(
+            "checkpointing",
+            "a budget must have example_inputs or a step to profile, and not both, got "
+            f"{'neither' if step is None else 'both'}",
+            "pass what the model's forward takes",
+        )
+    profile = StepProfile(model, find_blocks(model) if names is None else names)
+    with _without_trace(model):
+        for _ in range(PROFILED_STEPS):
+            model.zero_grad()
+            profile.start()
+            try:
+                step() if step is not None else _loss(model, example_inputs).backward()  # type: ignore[no-untyped-call]
+                profile.stop()
+            finally:
+                profile.cancel()
+    return profile.cost()
+
+
+def _loss(model: nn.Module, inputs: Any) -> Tensor:
+    if isinstance(inputs, Tensor):
+        output = model(inputs)
+    elif isinstance(inputs, Mapping):
+        output = model(**inputs)
+    elif len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        output = model(*inputs[0], **inputs[1])
+    else:
+        output = model(*inputs)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    # A model without a loss is profiled on the sum of its outputs: only memory and time matter.
+    values = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not values:
+        raise TrainingError(
+            "checkpointing",
+            f"{type(model).__name__} must return a tensor with a gradient, got none",
+            "train some of its parameters, or give a step instead of inputs",
+        )
+    return torch.stack(values).sum()
+
+
+@contextlib.contextmanager
+def _without_trace(model: nn.Module) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    try:
+        with modes_restored(model), buffers_restored(model), torch.random.fork_rng(devices):
+            if not model.training:  # as it comes from from_pretrained
+                model.train()
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+_COLUMNS = {"input": int, "saved": int, "inner": int, "seconds": float, "tail": float}
+
+
+class LazyBudget:
+    """Profiles the first two micro-batches that it is shown, plans, applies, and measures the one after.
+
+    Both verbs around every micro-batch, or `after_backward` once for a window of accumulation: then its last one
+    counts. The plan changes no result, so it may come in the middle of a window. Every process decides by the most
+    bytes and times of all, and so alike. A resumed run applies the saved plan at once, unless it has another budget or
+    other blocks.
+    """
+
+    def __init__(
+        self, model: nn.Module, budget: str, names: Sequence[str], apply: Callable[[Sequence[Sequence[str]]], object]
+    ) -> None:
+        self._model, self._budget, self._apply = model, parse_budget(budget), apply
+        self._asked = {"budget": budget, "names": list(names)}
+        self._profile = StepProfile(model, names)
+        self._measuring: tuple[ExitStack, PeakBytes] | None = None
+        self._looking = False
+        self.plan: SegmentPlan | None = None
+        """The plan that was chosen, None until then."""
+        self.measured_peak: int | None = None
+        """The most bytes of activations that a micro-batch under the plan held on any process, None until then."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing more to see: the verbs need not be called any more."""
+        return self.measured_peak is not None
+
+    @property
+    def remark(self) -> str | None:
+        """The warning about the measured peak, if there is one."""
+        if self.plan is None or self.measured_peak is None:
+            return None
+        if not self.plan.segments:
+            return f"nothing is recomputed: {self._asked['budget']} holds without, at {_mib(self.plan.peak)}"
+        bound = self._budget.num_bytes(self.plan.full_peak)
+        if bound is None or self.measured_peak <= bound:
+            return None
+        return (
+            f"the measured peak of {_mib(self.measured_peak)} exceeds {self._asked['budget']}, {_mib(bound)}, where "
+            f"{_mib(self.plan.peak)} were predicted; take a lower budget if memory is short"
+        )
+
+    def before_forward(self) -> None:
+        """A micro-batch of training begins; one whose backward never came is forgotten."""
+        self.cancel()
+        if self.is_done:
+            return
+        self._looking = True
+        if self.plan is None:
+            self._profile.start()
+        else:
+            stack = ExitStack()
+            self._measuring = stack, stack.enter_context(measure_peak(self._model))
+
+    def cancel(self) -> None:
+        """Forget the micro-batch that was begun, if any: it failed, or was none of training."""
+        self._looking = False
+        self._profile.cancel()
+        if self._measuring is not None:
+            self._measuring[0].close()
+            self._measuring = None
+
+    def after_backward(self) -> None:
+        """A micro-batch's backward is over. With several processes, all of them call it as often."""
+        if not self._looking:
+            return
+        self._looking = False
+        if self._measuring is not None:
+            stack, peak = self._measuring
+            self._measuring = None
+            stack.close()
+            # The slowest or largest process decides: all must follow one plan, as DDP and FSDP2 expect equal steps.
+            most = all_reduce_(torch.tensor(peak.activations, device=device_of(self._model)), "max")
+            self.measured_peak = int(most.item()) or None  # nothing was made: the script left this micro-batch out
+            return
+        self._profile.stop()
+        if self._profile.num_steps == PROFILED_STEPS:
+            self.plan = self._budget.plan(_most_of_all_processes(self._profile.cost(), device_of(self._model)))
+            self._apply(self.plan.segments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan and what was measured, as plain values; nothing before there is a plan."""
+        if self.plan is None:
+            return {}
+        plan = asdict(self.plan) | {"segments": [list(segment) for segment in self.plan.segments]}
+        return {"plan": plan, "asked": self._asked} | (
+            {} if self.measured_peak is None else {"measured_peak": self.measured_peak}
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Apply the saved plan, if it was made for this budget and these blocks and none is applied already."""
+        if self.plan is None and "plan" in state and state.get("asked") == self._asked:
+            segments = tuple(tuple(segment) for segment in state["plan"]["segments"])
+            self.plan = SegmentPlan(**{**state["plan"], "segments": segments})
+            self.measured_peak = state.get("measured_peak")
+            self._apply(segments)
+
+    def report(self) -> dict[str, Any]:
+        """Return predicted and measured peak in bytes, and what the recomputation takes, for the receipt."""
+        if self.plan is None:
+            return {"planned": False}
+        return {
+            "planned": True,
+            "plan": [list(segment) for segment in self.plan.segments],
+            "predicted_peak_bytes": self.plan.peak,
+            "measured_peak_bytes": self.measured_peak,
+            "peak_bytes_without": self.plan.full_peak,
+            "least_peak_bytes": self.plan.least_peak,
+            "recomputed_share_of_forward": self.plan.share,
+        }
+
+
+def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
+    """Return the most of every figure over all processes; every process must call it."""
+    # `not follows` as 0 or 1: the maximum is then "breaks on any process".
+    rows = [[*(float(getattr(block, name)) for name in _COLUMNS), float(not block.follows)] for block in cost.blocks]
+    figures = torch.tensor([[cost.head] + [0] * len(_COLUMNS), *rows], dtype=torch.float64)
+    (head, *_), *rows = all_reduce_(figures.to(device), "max").tolist()
+    blocks = []
+    for block, (*most, breaks) in zip(cost.blocks, rows, strict=True):
+        found: dict[str, Any] = {name: kind(value) for (name, kind), value in zip(_COLUMNS.items(), most, strict=True)}
+        blocks.append(BlockCost(name=block.name, **found, follows=not breaks))
+    return StepCost(blocks=tuple(blocks), head=int(head))
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def apply_policy(
@@ -64,12 +385,6 @@ def apply_policy(
     check_policy(policy)
     blocks = chosen_blocks(model, include)
     if policy.startswith(BUDGET):
-        if example_inputs is None:
-            raise ConfigError(
-                "checkpointing",
-                f"example_inputs must be one micro-batch for policy {policy}, got None",
-                "pass (args, kwargs)",
-            )
         return apply_segments(model, plan_segments(model, policy, example_inputs, names=blocks).segments)
     contexts = selective_contexts if policy == "selective" else None
     return apply_segments(model, _segments(model, policy, blocks, k), contexts=contexts)
@@ -82,8 +397,7 @@ def chosen_blocks(model: nn.Module, include: Iterable[str] = ()) -> list[str]:
 
 def _segments(model: nn.Module, policy: str, blocks: Sequence[str], k: int) -> list[list[str]]:
     if policy == "sqrt":
-        # √n segments of about √n blocks: n inputs become √n, plus one segment's activations (Chen et al. 2016,
-        # arXiv:1604.06174).
+        # n inputs become √n, plus one segment's activations (Chen et al. 2016, arXiv:1604.06174).
         number = round(math.sqrt(len(blocks)))
         edges = [round(place * len(blocks) / number) for place in range(number + 1)]
         return [list(blocks[low:high]) for low, high in itertools.pairwise(edges)]
@@ -162,7 +476,6 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     chosen: list[str] = []
     lists: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
-        # of a list that is named its modules are meant
         is_named = any(hits(name, pattern) for pattern in patterns) or name.rpartition(".")[0] in lists
         if is_named and not any(name.startswith(f"{o}.") for o in chosen):
             (chosen if _runs(modules[name]) else lists).append(name)

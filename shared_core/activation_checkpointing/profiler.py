@@ -1,7 +1,4 @@
-"""The memory of the tensors that a step of training makes: when each was made and released, on any device.
-
-What each block of a model costs in a step of training, seen while the step runs: bytes and time.
-"""
+"""What each block of a model costs in a step of training, seen while the step runs on any device: bytes and time."""
 
 from __future__ import annotations
 
@@ -71,8 +68,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers[storage._cdata] = number
         self.sizes.append(storage.nbytes())
         self.events.append((storage.nbytes(), number))
-        # by the storage, which all views share, and not the tensor: autograd saves others over the same memory
-        # atexit False: at the end of the process nobody asks.
+        # By the storage, which all views share. atexit False: at the end of the process nobody asks.
         weakref.finalize(storage, self._released, storage._cdata).atexit = False
 
     def _released(self, address: int) -> None:
@@ -100,8 +96,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
-        # An address may be used again, so storages have numbers. The last event of a number is its release, or a
-        # moment until which it counts as held (`keep_until_now`).
+        # An address may be used again, so storages have numbers; the last event may be `keep_until_now`.
         for i, (size, number) in enumerate(self.events):
             if number in without:
                 continue
@@ -182,16 +177,6 @@ class StepProfile:
     step, do not count. On CUDA what is saved is kept in the memory of the CPU meanwhile, as by
     `torch.autograd.graph.save_on_cpu`, so that a model fits that would not without checkpointing: such a step is slow.
     The step computes what it always does, to the bit.
-
-    Example:
-        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
-        >>> profile = StepProfile(net, ["0", "1", "2", "3"])
-        >>> for _ in range(2):
-        ...     profile.start()
-        ...     net(torch.ones(16, 8)).sum().backward()
-        ...     profile.stop()
-        >>> [(block.input, block.saved, block.follows) for block in profile.cost().blocks]
-        [(512, 512, False), (512, 512, True), (512, 512, True), (512, 512, True)]
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -234,26 +219,19 @@ class StepProfile:
             self._empty += 1
             return
         self._empty = 0
-        missing = [name for name in self._modules if name not in step.calls]
-        if missing:
-            raise TrainingError(
-                "checkpointing",
-                f"every block must run in a step of training, got none of {missing[0]}",
-                "leave it out, or use a policy without a budget",
-            )
-        if step.again is not None:
-            raise TrainingError(
-                "checkpointing",
-                f"{step.again} must run once in a step to keep a budget, got a second call",
-                "leave it out, or use a policy without a budget",
-            )
-        if not any(call.saved for call in step.calls.values()):
-            raise TrainingError(
-                "checkpointing",
-                "blocks must save something for backward, got nothing: they are frozen, or checkpointed by something "
-                "else",
-                "name others with include, or drop it",
-            )
+        remedy = "leave it out, or use a policy without a budget"
+        if missing := [name for name in self._modules if name not in step.calls]:
+            rule = f"every block must run in a step of training, got none of {missing[0]}"
+        elif step.again is not None:
+            rule = f"{step.again} must run once in a step to keep a budget, got a second call"
+        elif not any(call.saved for call in step.calls.values()):
+            rule, remedy = "blocks must save something for backward, got nothing", "name others than frozen ones"
+        elif self._costs and [block.name for block in self._costs[0].blocks] != list(step.calls):
+            rule = "blocks must run in one order in every step to keep a budget, got another"
+        else:
+            rule = ""
+        if rule:
+            raise TrainingError("checkpointing", rule, remedy)
         if all(call.backward is None for call in step.calls.values()):
             return
         # Parameter gradients are there with and without checkpointing.
@@ -272,7 +250,6 @@ class StepProfile:
         def kind(block: BlockCost) -> Hashable:
             return own_class(self._modules[block.name]), block.saved
 
-        # Blocks of one class that save as much do the same work: the median is steadier than one block's own clock.
         for block in merged.blocks:
             alike.setdefault(kind(block), []).append(block)
         blocks = (
@@ -321,8 +298,6 @@ class StepProfile:
         call.marks.append(self._mark())
         number = self._step.live.number(tensor)
         made_here = number is not None and number not in call.weights
-        # A saved tensor goes to the CPU while profiling: the profile of a model that does not fit must run in little
-        # memory.
         packed = _Packed(self._away(tensor) if made_here else tensor, tensor.device, tensor.stride(), call)
         if number is not None and made_here:
             call.saved.add(number)
@@ -417,7 +392,6 @@ class _Step:
     def cost(self, gradients: set[int]) -> StepCost:
         """Return what the step cost; a storage belongs to the block whose input it is, else that first saves it."""
         calls = list(self.calls.items())
-        # An argument of several blocks (mask, position embeddings) is held anyway, whatever is checkpointed.
         uses = Counter(number for _, call in calls for number in call.arguments)
         # masks and position embeddings are there for all blocks, checkpointed or not; an output is for what follows
         counted = {number for number, count in uses.items() if count > 1}
@@ -444,19 +418,15 @@ class _Step:
     def _held_beside(self, calls: Sequence[_Call], kept: Sequence[int], without: set[int]) -> tuple[list[int], int]:
         """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes."""
         # inner(i) = max(held(e) - kept(i)) over the events e of its forward and of its backward, which goes on until
-        # that of the block before begins.
-
-        # The chain's backward begins with the first block that unpacks anything.
+        # that of the block before begins. The chain's backward begins with the first block that unpacks anything.
         backward = min(call.backward for call in calls if call.backward is not None)
         # what a step leaves behind is no activation: buckets of DDP, tables that are kept; but for the output
         lasting = self.live.lasting().items()
         without = without | {number for number, made in lasting if not calls[0].begun <= made < backward}
         held = self.live.held(without)
         ends = [*(call.begun for call in calls[1:]), self.last_event]
-        # Beside what the chain holds by then: the block's own intermediate results.
         inner = [max(held[call.begun : end + 1]) - own for call, end, own in zip(calls, ends, kept, strict=True)]
         end = len(held)
-        # Backward runs the blocks in reverse; each one's part ends where the one before it began.
         for i, call in enumerate(calls):
             if call.backward is not None:
                 inner[i], end = max(inner[i], max(held[call.backward : end + 1]) - kept[i]), call.backward
@@ -468,24 +438,12 @@ class _Step:
 
 def _merged(costs: Sequence[StepCost]) -> StepCost:
     """Return the most bytes and the least times of several steps."""
-    names = [block.name for block in costs[0].blocks]
-    for cost in costs:
-        if [block.name for block in cost.blocks] != names:
-            raise TrainingError(
-                "checkpointing",
-                "blocks must run in one order in every step to keep a budget, got another",
-                "use a policy without one",
-            )
     # Times: the least of several steps, as the first is slowed by what happens once. Bytes: the most.
     blocks = tuple(
         BlockCost(
             name=same[0].name,
-            input=max(block.input for block in same),
-            saved=max(block.saved for block in same),
-            seconds=min(block.seconds for block in same),
-            tail=min(block.tail for block in same),
-            inner=max(block.inner for block in same),
-            follows=all(block.follows for block in same),
+            **{figure: max(getattr(block, figure) for block in same) for figure in ("input", "saved", "inner")},
+            **{figure: min(getattr(block, figure) for block in same) for figure in ("seconds", "tail", "follows")},
         )
         for same in zip(*(cost.blocks for cost in costs), strict=True)
     )

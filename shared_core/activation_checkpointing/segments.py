@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shared_core.activation_checkpointing.model_blocks import find_blocks as find_blocks
 from shared_core.errors import CompatibilityError, MatchError, TrainingError, nearest
 from shared_core.modules.matching import plain_name
 
@@ -41,7 +40,6 @@ class Snapshot:
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
-        # Without a record of what moves, every buffer is copied; after the first forward only those that did.
         self._now = {
             (module, name): (
                 buffer,
@@ -71,8 +69,7 @@ class Snapshot:
         now = {(module, name): module._buffers[name] for module, name in self.before}
         try:
             for (module, name), before in self.before.items():
-                # None: it moved for the first time, so its old value is unknown; the present one is run on, in a
-                # copy.
+                # None: it moved for the first time; a copy of the present value is run on.
                 source = now[module, name] if before is None else before
                 module._buffers[name] = None if source is None else source.clone()
             yield
@@ -81,9 +78,7 @@ class Snapshot:
                 module._buffers[name] = buffer
 
 
-# Linear layers, convolutions and fused attention: the work of a block. Batched products of eager attention are left
-# out: their T × T scores are the memory that selective recomputation is after (Korthikanti et al. 2022,
-# arXiv:2205.05198).
+# The work of a block, without eager attention's T × T products (Korthikanti et al. 2022, arXiv:2205.05198).
 _NAMES = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_int_mm", "convolution", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -115,8 +110,6 @@ class ForwardState:
     """The random state and the autocast settings of a forward."""
 
     def __init__(self, values: list[Any]) -> None:
-        # Random state and autocast must be those of the forward, or dropout masks and dtypes differ in the
-        # recomputation.
         devices = {value.device for value in values if isinstance(value, Tensor)}
         self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self._cpu = torch.get_rng_state()
@@ -207,7 +200,6 @@ class _Input:
     """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # requires_grad is kept apart: the detached tensor has lost it, and the recomputed graph needs it.
         self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
 
     def is_changed(self) -> bool:
@@ -279,8 +271,6 @@ class Region:
         contexts: Contexts | None = None,
     ) -> Any:
         """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
-        # Arguments as a flat list: tensors become references (inputs of the region, or outputs of an earlier call of
-        # it).
         values, spec = tree_flatten((args, kwargs))
         inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
         computed: dict[_Output, Tensor] = {}
@@ -307,13 +297,11 @@ class Region:
         snapshot.close()
         self._kept_elsewhere += kept.num_bytes if kept else 0
         # A changed input would give other values in backward; refused now, where the block's name is known.
-        for kept_input in inputs.values():
-            if kept_input.is_changed():
-                raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
+        changed = any(kept_input.is_changed() for kept_input in inputs.values())
+        _refuse_change(changed, name, "its input must not be changed in place inside it", "inplace=False helps, or ")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
-        # Outputs live on in what follows: they are not memory that checkpointing saved.
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -331,35 +319,31 @@ class Region:
             # The first tensor that backward asks for runs the whole region again and fills all slots.
             self._recompute()
         value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
-        if value is None or version_of(value) != slot.version:
-            raise _changed(self.calls[0].name, "a tensor needed for its gradient must not be changed in place", "")
-        return value
+        changed = value is None or version_of(value) != slot.version
+        _refuse_change(changed, self.calls[0].name, "a tensor needed for its gradient must not be changed in place")
+        return cast("Tensor", value)
 
     def _recompute(self) -> None:
         for call in self.calls:
             if isinstance(call.block, FSDPModule):
                 call.block.unshard()  # backward gathers the last block's weights alone
-            if any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves):
-                raise _changed(call.name, "its input must not be changed in place before backward", "copy it first")
-            if _weights_version(call.block) != call.weights:
-                raise _changed(
-                    call.name, "its weights must not be changed between forward and backward", "step afterwards"
-                )
+            changed = any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves)
+            rule = "its input must not be changed in place before backward"
+            _refuse_change(changed, call.name, rule, "copy it first, or ")
+            rule = "its weights must not be changed between forward and backward"
+            _refuse_change(_weights_version(call.block) != call.weights, call.name, rule, "step afterwards, or ")
         kept: list[Tensor] = []
 
-        # The n-th tensor saved now is the n-th of the forward: saved tensors come in one order if the block does the
-        # same.
+        # The n-th tensor saved now is the n-th of the forward.
         def keep(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             reference, looks = self._slots[len(kept)]
             if looks != _looks(tensor):
                 raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
-            # A slot nobody holds any more belongs to a part of the graph that is gone: nothing to keep.
             if (slot := reference()) is not None:
                 slot.value, slot.version = tensor, version_of(tensor)
             kept.append(tensor)
-            # All slots filled: what the forward computes after its last saved tensor is not needed. Leave by an
-            # exception.
+            # What the forward computes after its last saved tensor is not needed.
             if len(kept) == len(self._slots):
                 raise _Done
             return tensor
@@ -380,8 +364,7 @@ class Region:
     def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
         if self._packed is None:
             return 0
-        # Saved bytes: the recomputed storages, without weights and outputs that live on, less the inputs held
-        # instead.
+        # The recomputed storages, without weights and outputs that live on, less the inputs held instead.
         inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
         held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
@@ -413,16 +396,13 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
     except RuntimeError as error:
         # torch's words (2.13)
         if "Trying to backward an extra time" in str(error):
-            raise TrainingError(
-                "checkpointing",
-                f"{call.name}: with selective, backward must run once and a Function must read ctx.saved_tensors "
-                "once, got a second time (retain_graph?)",
-                "take block",
-            ) from error
-        if "selective activation checkpoint has been mutated" not in str(error):
+            rule = "with selective, backward must run once and a Function must read ctx.saved_tensors once"
+            found = "a second time (retain_graph?)"
+        elif "selective activation checkpoint has been mutated" in str(error):
+            rule, found = "what selective keeps, outputs of layers, must not be changed in place", "a change"
+        else:
             raise
-        rule = "what selective keeps, outputs of layers, must not be changed in place"
-        raise _changed(call.name, rule, "take block") from error
+        raise TrainingError("checkpointing", f"{call.name}: {rule}, got {found}", "take block") from error
 
 
 def version_of(tensor: Tensor) -> int:
@@ -450,12 +430,10 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _changed(name: str, rule: str, remedy: str) -> TrainingError:
-    return TrainingError(
-        "checkpointing",
-        f"{name}: {rule}, got a change; recomputed values would be others",
-        f"{remedy}, or leave the block out" if remedy else "leave the block out",
-    )
+def _refuse_change(is_changed: bool, name: str, rule: str, remedy: str = "") -> None:
+    if is_changed:
+        told = f"{name}: {rule}, got a change; recomputed values would be others"
+        raise TrainingError("checkpointing", told, f"{remedy}leave the block out")
 
 
 def _differs(name: str, found: str) -> TrainingError:
@@ -535,11 +513,9 @@ def _checked(
     model: nn.Module, modules: dict[str, nn.Module], segments: tuple[tuple[str, ...], ...]
 ) -> dict[str, nn.Module]:
     names = [name for segment in segments for name in segment]
-    if not names:
-        raise MatchError("checkpointing", "segments must name at least one block, got none")
-    for name in names:
-        if name not in modules:
-            raise MatchError("checkpointing", f"segments must name modules, got {name!r}{nearest(name, modules)}")
+    unknown = (f"{name!r}{nearest(name, modules)}" for name in names if name not in modules)
+    if wrong := next(unknown, "" if names else "none"):
+        raise MatchError("checkpointing", f"segments must name modules, one at least, got {wrong}")
     blocks = {name: modules[name] for name in names}
     inside = [id(module) for block in blocks.values() for module in block.modules()]
     if len(blocks) < len(names) or len(set(inside)) < len(inside):
@@ -584,8 +560,7 @@ class _Segment:
         """Return the region that a call belongs to: the open one if the call goes on from its last output."""
         # A weak reference: a region that backward has consumed, or that never will be, is not extended.
         region = self._open() if self._open is not None else None
-        # A call that comes before the last one, or on other inputs, begins a new region (weights shared over time
-        # steps).
+        # A call that comes before the last one, or on other inputs, begins a new region.
         if region is None or place <= self._last or not region.feeds(args):
             region = Region(self.tally)
         self._open = weakref.ref(region) if place + 1 < self.length else None

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.activation_checkpointing.config import CheckpointingConfig
-from shared_core.activation_checkpointing.memory_budget import LazyBudget
-from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
+from shared_core.activation_checkpointing.policies import LazyBudget, apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, Tally, apply_segments
 from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.plan import Plan, Touched
@@ -77,9 +76,8 @@ class ActivationCheckpointing(Technique):
         return Plan(guards=self.handle.blocks if self.handle else {})
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
-        wanted = [segment for segment in segments if segment]
-        if wanted and self._model is not None:
-            self.handle = apply_segments(self._model, wanted)
+        if any(segments) and self._model is not None:
+            self.handle = apply_segments(self._model, segments)
 
     @contextlib.contextmanager
     def forward(self, context: Context) -> Iterator[None]:

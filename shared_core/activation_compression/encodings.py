@@ -19,29 +19,14 @@ _CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
 
 
 def take(flat: Tensor, mask: Tensor) -> Tensor:
-    """Return the values where `mask` is true, in order.
-
-    Args:
-        flat: (n,) of any dtype.
-        mask: (n,) bool.
-
-    Example:
-        >>> take(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([True, False, True]))
-        tensor([5., 7.])
-    """
-    # On a GPU, masks as indices are fast; on a CPU see `_places`.
+    """Return the values of a row where `mask` is true, in order."""
     if flat.device.type != "cpu":
         return flat[mask]
     return torch.cat([part.index_select(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
 
 
 def put(values: Tensor, mask: Tensor) -> Tensor:
-    """Return zeros with the values, in order, where `mask` is true: what `take` took.
-
-    Example:
-        >>> put(torch.tensor([5.0, 7.0]), torch.tensor([True, False, True]))
-        tensor([5., 0., 7.])
-    """
+    """Return zeros with the values, in order, where `mask` is true: what `take` took."""
     flat = values.new_zeros(mask.numel())
     if flat.device.type != "cpu":
         return flat.masked_scatter_(mask, values)
@@ -95,11 +80,6 @@ def sign_form(flat: Tensor) -> Form:
     """Return of a ReLU's result what its backward needs: where it is not ``<= 0``, so 1 or 0 for each value.
 
     NaN counts as positive, as it does in ``threshold_backward``. One bit a value (Jain et al. 2018, Gist).
-
-    Example:
-        >>> form = sign_form(torch.tensor([0.0, 2.5, 0.0]))
-        >>> form.rebuild(form.parts)
-        tensor([0., 1., 0.])
     """
     count, dtype = flat.numel(), flat.dtype
     # NaN stays NaN in relu, and is true. On a CPU a comparison takes longer than both passes (torch 2.13).
@@ -120,11 +100,6 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
         flat: (n,) of any dtype, contiguous, not empty.
         sparse: Whether floats are looked at.
         values: Stores the values that are not zero; as they are if None.
-
-    Example:
-        >>> form = exact_form(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.5, 0.0, 2.5, 3.5] * 8), sparse=True)
-        >>> form.kind, form.nbytes
-        ('bitmap', 104)
     """
     form = _candidate(flat, sparse, values or as_is)
     # Of integers of the same width, of narrow rows or few zeros: what saves little would only cost its passes.
@@ -149,21 +124,15 @@ def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> 
 
 
 def _integers(flat: Tensor) -> Form | None:
-    # aminmax is one pass, and one read from the device for both.
     low, high = (int(bound) for bound in flat.aminmax())
     for dtype in _NARROW:
         bounds = torch.iinfo(dtype)
         if bounds.min <= low and high <= bounds.max:
-            return Form("integers", (flat.to(dtype),), partial(_cast, dtype=flat.dtype))
+            return Form("integers", (flat.to(dtype),), partial(_widened, dtype=flat.dtype))
     return None
 
 
-def _cast(parts: Parts, dtype: torch.dtype) -> Tensor:
-    return parts[0].to(dtype)
-
-
 def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
-    # The two values, if there are two, are the least and the largest, as integers.
     low, high = integers.aminmax()
     mask = _equals(integers, high)
     # The least byte: `all` takes seventy times as long on a CPU.
@@ -190,8 +159,7 @@ def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Fo
     others = int(mask.count_nonzero())
     # what a value costs, so that zeros are also weighed against rounded values
     cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
-    # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept: fewer than 1 in 32 makes it the
-    # smaller.
+    # A bitmap costs 1/8 byte for every value, an index 4 bytes for each that is kept.
     by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
     if min(by_bits, by_index) > _WORTH_IT * count * cost:
         return None
@@ -218,14 +186,8 @@ def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
     """Return values rounded to a 16-bit format, to nearest; relative error at most 2^-8 (bf16) or 2^-11 (fp16).
 
     Values beyond float16's range become its largest; NaN and infinity stay.
-
-    Example:
-        >>> form = narrow_form(torch.tensor([1.001, 1e6]), torch.float16)
-        >>> form.rebuild(form.parts)
-        tensor([1.0010e+00, 6.5504e+04])
     """
-    # To the largest number, not to infinity: an infinite activation would make NaN of whole gradients. True ones
-    # stay.
+    # To the largest number, not to infinity, which would make NaN of whole gradients.
     if dtype is torch.float16:
         bound = torch.finfo(dtype).max
         flat = flat.where(flat.isinf(), flat.clamp(-bound, bound))
@@ -249,11 +211,6 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
         generator: Source of u, on the device of `flat`.
 
     Source: Chen et al. 2021, ActNN, arXiv:2104.14294.
-
-    Example:
-        >>> form = int8_form(torch.tensor([0.0, 51.0, 255.0, -1.0]), 3)
-        >>> form.rebuild(form.parts), form.nbytes
-        (tensor([  0.,  51., 255.,  -1.]), 20)
     """
     count, dtype = flat.numel(), flat.dtype
     groups = flat.float()
@@ -262,8 +219,6 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
         groups = torch.cat([groups, groups[-1:].expand(padding)])
     groups = groups.view(-1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    # codes = floor((x - low) / scale + u), u uniform in [0, 1): the expectation of low + code * scale is x, so that
-    # rounding adds noise to gradients and no bias (ActNN, Chen et al. 2021, arXiv:2104.14129).
     scale = (high - low) / LEVELS
     # multiplied by the inverse, a value at the top would not always come to 255
     codes = (groups - low).div_(scale.where(scale > 0, 1.0))

@@ -1,19 +1,20 @@
-"""The tensors that autograd saves in one forward: which share memory, how each is stored, and what was saved.
+"""The tensors that autograd saves in one forward: which share memory, how each is stored and where, what was saved.
 
 A tensor that is about to be saved may be a weight, an operation's own result, or the input of a region. Memory that the
-model holds anyway is not compressed.
+model holds anyway is not compressed. Offloaded ones lie in pinned host memory, copied beside the computation and
+fetched ahead of backward.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -23,22 +24,138 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared_core.activation_compression.config import ActivationsConfig
 from shared_core.activation_compression.encodings import Form, as_is, exact_form, int8_form, narrow_form, sign_form
-from shared_core.activation_compression.host_offload import HostMover, Moved
 from shared_core.errors import TrainingError
+
+Parts = tuple[Tensor, ...]
+_IN_FLIGHT = 4
+_AHEAD = 2
+
+
+class CudaLane:
+    """A stream of its own on a CUDA device, where copies run beside the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host_like(self, part: Tensor) -> Tensor:
+        """Return pinned memory, which alone is copied without waiting; torch keeps and reuses it."""
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+
+    def run(self, copy: Callable[[], None]) -> Any:
+        """Start a copy after everything the computation has started so far; return its event."""
+        # The values that are to be copied may still be in computation on the present stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+        return self._stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the computation go on only after the copy."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class Moved:
+    """Tensors on the host; `parts` brings them back, as often as it is called."""
+
+    def __init__(self, mover: HostMover, parts: Parts, before: weakref.ref[Moved] | None) -> None:
+        self._mover, self._device = mover, parts[0].device
+        self._before = before
+        self.host = tuple(mover.lane.host_like(part) for part in parts)
+        self.source: Parts | None = parts
+        """Tensors that are being copied: kept until that is done, as the allocator knows nothing of the stream."""
+        self._versions = [part._version for part in parts]
+        self._was_changed = False
+        self._fetched: tuple[Parts, Any] | None = None
+
+    def release(self) -> None:
+        """The computation waits for the copy from here on: what it does to the source later changes nothing."""
+        self._check_source()
+        self.source = None
+
+    def _check_source(self) -> None:
+        self._was_changed |= [part._version for part in self.source or ()] != self._versions
+
+    def __del__(self) -> None:
+        # the allocator must not give memory away that a copy is still writing
+        if self._fetched is not None:
+            self._mover.lane.wait(self._fetched[1])
+
+    def fetch(self) -> None:
+        """Start copying back, unless the source is still there."""
+        if self.source is not None or self._fetched is not None:
+            return
+        # allocated where the computation runs, which waits for the copy before it uses or frees them
+        parts = tuple(torch.empty_like(part, device=self._device) for part in self.host)
+        self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
+
+    def parts(self) -> Parts:
+        """Return the tensors on their device, and start fetching those that backward will want next."""
+        if self.source is not None:
+            self._check_source()
+        _refuse_changed(self._was_changed, "modified while it was copied to the host")
+        self.fetch()
+        # Backward goes from the last to the first: what was saved before this one is wanted next.
+        earlier: Moved | None = self
+        for _ in range(_AHEAD):
+            earlier = earlier._before() if earlier is not None and earlier._before is not None else None
+            if earlier is not None:
+                earlier.fetch()
+        if self._fetched is None:
+            return self.source or ()
+        (parts, event), self._fetched = self._fetched, None
+        self._mover.lane.wait(event)
+        return parts
+
+
+class HostMover:
+    """Takes tensors to the host while forward goes on.
+
+    At most four copies are under way: their sources stay on the device, and the computation waits for the oldest one
+    before a fifth begins. Backward wants them in reverse order, so that each one that it asks for starts the copies
+    of the two before it.
+    """
+
+    def __init__(self, lane: CudaLane) -> None:
+        self.lane = lane
+        # weakly: once backward is through with one, its copy is of no interest, and its memory is
+        self._under_way: deque[tuple[weakref.ref[Moved], Any]] = deque()
+        self._latest: weakref.ref[Moved] | None = None
+
+    def out(self, parts: Parts) -> Moved:
+        """Start copying tensors to the host."""
+        moved = Moved(self, parts, self._latest)
+        self._latest = weakref.ref(moved)
+        self._under_way.append((weakref.ref(moved), self.lane.run(lambda: _copy(parts, moved.host))))
+        # At most so many copies at once hold their source: else the device's memory would grow as without offload.
+        if len(self._under_way) > _IN_FLIGHT:
+            self._settle()
+        return moved
+
+    def start(self) -> None:
+        """A forward begins: nothing of the one before is prefetched or held."""
+        self._latest = None
+        while self._under_way:
+            self._settle()
+
+    def _settle(self) -> None:
+        reference, event = self._under_way.popleft()
+        if (moved := reference()) is not None:
+            # The stream waits, not the host: forward goes on being launched.
+            self.lane.wait(event)
+            moved.release()
+
+
+def _copy(sources: Parts, targets: Parts) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
 
 WEIGHT, NOTHING = "weights", "nothing to leave out"
 
 
 class Counts:
-    """Number of tensors stored in each form, their bytes before and after, and why others were left alone.
-
-    Example:
-        >>> counts = Counts()
-        >>> counts.store("bits", 800, 100)
-        >>> counts.leave("small", 200)
-        >>> counts.share_saved
-        0.7
-    """
+    """Number of tensors stored in each form, their bytes before and after, and why others were left alone."""
 
     def __init__(self) -> None:
         self.forwards = self.shared = 0
@@ -104,20 +221,12 @@ _MAX_FRAMES = 8
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter, a view of one, or its copy in another type.
-
-    Example:
-        >>> import torch
-        >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-        >>> is_weight(layer.weight.t()), is_weight(layer.weight.to(torch.bfloat16)), is_weight(layer(x))
-        (True, True, False)
-    """
+    """Return whether a tensor is a parameter, a view of one, or its copy in another type."""
     # A view of a parameter has it as _base, also without a graph (frozen weights).
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node: Any = tensor.grad_fn
-    # Autocast casts a weight once a forward and saves the cast: stored in another form, each use would store it
-    # again.
+    # Autocast saves the cast it made once a forward: each use would store it again.
     while node is not None and node.name().startswith(_STILL_A_WEIGHT):
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
@@ -135,7 +244,6 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
 
 def is_region_input() -> bool:
     """Return whether activation checkpointing is saving the input of a region that it will compute again."""
-    # Checkpointing calls the hook from its own file, a few frames up: there is no other sign of it.
     frame: Any = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -155,12 +263,6 @@ class HeldMemory:
     To go through all of them takes longer than all else that a forward begins with. So their storages are remembered,
     and looked up again when a parameter is saved that lies in another one: it was replaced, or moved. Buffers, which
     modules replace as they compute, are looked up for every forward.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> held = HeldMemory(norm)
-        >>> norm.running_mean in held, norm.weight.detach() in held, torch.ones(2) in held
-        (True, True, False)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,8 +277,6 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
-        # Buffers are replaced by some modules in every forward; parameters seldom, so these are looked up when one is
-        # met.
         if self._buffers:
             self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
@@ -249,16 +349,6 @@ class Ledger:
         held: The memory of parameters and buffers.
         mover: Takes packed memory to the host; None: it stays.
         generator: The source of int8's rounding on a device; torch's global one if None.
-
-    Example:
-        >>> from torch.autograd.graph import saved_tensors_hooks
-        >>> counts, x = Counts(), torch.ones(64, requires_grad=True)
-        >>> ledger = Ledger(ActivationsConfig(pack="exact", min_size=1), counts)
-        >>> with saved_tensors_hooks(ledger.pack, ledger.unpack):
-        ...     loss = torch.where(x > 2, x, 2 * x).sum()
-        >>> loss.backward()
-        >>> x.grad[0], counts.kinds, counts.share_saved
-        (tensor(2.), {'bits'}, 0.875)
     """
 
     def __init__(
@@ -287,13 +377,10 @@ class Ledger:
         storage = tensor.untyped_storage()
         # a region's input must stay exact, also where someone else has it rounded
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
-        # What makes two saved tensors the same memory. The version too: written in between, they differ. A tensor
-        # that fills its memory counts by its extent alone, so that x and x.t() are stored once.
+        # One key, one memory. Dense tensors count by their extent, so that x and x.t() are stored once.
         key = place if dense else (*place, tensor.size(), tensor.stride())
-        # A ReLU's result is decided when the next tensor is saved: the following layer often saves the same one as
-        # its input.
+        # A ReLU's result is decided when the next tensor is saved, which often is the same one.
         self._decide(key)
-        # A handle refers weakly: memory that autograd has let go is not found again.
         known = self._memories.get(key)
         memory = known() if known is not None else None
         # With signs alone the values are gone: who needs them stores them anew.
@@ -318,14 +405,12 @@ class Ledger:
         if flat is None:
             return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
         if kept.dense:
-            # In the memory's own order; size and stride then put the axes back.
             return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
         # the same strides, since kernels may add up in another order for others
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
 
     def _flat(self, memory: Memory) -> Tensor | None:
-        # Who saved the same memory often comes next in backward (a ReLU, and the layer that takes its result): the
-        # latest one is kept until another is asked for, unless it was written to.
+        # The latest is kept until another is asked for: who saved the same memory often comes next in backward.
         if self._latest is not None and self._latest[0] is memory and self._latest[1]._version == self._latest[2]:
             return self._latest[1]
         self._latest = None
@@ -347,7 +432,6 @@ class Ledger:
             return WEIGHT
         if tensor.numel() < self._config.min_size:
             return "small"
-        # An expanded tensor repeats its memory: written out it would be larger.
         repeats = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True))
         return "expanded" if repeats else None
 
@@ -380,7 +464,6 @@ class Ledger:
         form = form or as_is(flat)
         memory.tensor, left = None, form.nbytes
         if self._mover is not None:
-            # The device holds nothing of it from here on, once the copy is done.
             memory.moved, left = self._mover.out(form.parts), 0
             form = form._replace(parts=())
         memory.form = form
@@ -412,7 +495,6 @@ class Packing(saved_tensors_hooks):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        # After an error the open ReLU result is never needed.
         if raised[0] is None:
             self._ledger.close()
 
@@ -431,11 +513,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _unchanged(memory: Memory) -> Tensor:
     # torch checks this only where no hook is
-    if memory.tensor is None or memory.tensor._version != memory.version:
-        raise TrainingError(
-            "activations",
-            "a tensor that backward needs must not be modified in place after forward saved it, got one saved at "
-            f"version {memory.version}",
-            "leave out the in-place operation",
-        )
-    return memory.tensor
+    changed = memory.tensor is None or memory.tensor._version != memory.version
+    _refuse_changed(changed, f"saved at version {memory.version}")
+    return cast("Tensor", memory.tensor)
+
+
+def _refuse_changed(is_changed: bool, found: str) -> None:
+    if is_changed:
+        rule = "a tensor that backward needs must not be modified in place after forward saved it, got one"
+        raise TrainingError("activations", f"{rule} {found}", "leave out the in-place operation")

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from shared_core.activation_compression.config import NO_USE, ActivationsConfig
-from shared_core.activation_compression.host_offload import CudaLane, HostMover
-from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
+from shared_core.activation_compression.saved_tensors import Counts, CudaLane, HeldMemory, HostMover, Ledger, Packing
 from shared_core.distributed.collectives import rank
 from shared_core.engine.plan import Touched
 from shared_core.engine.technique import Context, Technique
@@ -54,8 +53,8 @@ class ActivationCompression(Technique):
 
     def attach(self, context: Context) -> Touched:
         """Refuse to offload where there is no GPU."""
-        if self.config.offload and not torch.cuda.is_available():
-            raise _nothing_to_offload("a machine without one")
+        if self.config.offload:
+            _check_offload(torch.cuda.is_available(), "a machine without one")
         return Touched()
 
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
@@ -66,10 +65,8 @@ class ActivationCompression(Technique):
                 self.counts.load_state_dict(state["counts"])
         self._held = HeldMemory(context.model)
         if self.config.offload:
-            # One lane a device: models on several devices would need one each.
             device = next(context.model.parameters()).device
-            if device.type != "cuda":
-                raise _nothing_to_offload(f"a model on {device.type}")
+            _check_offload(device.type == "cuda", f"a model on {device.type}")
             self._mover = HostMover(CudaLane(device))
 
     def forward(self, context: Context) -> Packing:
@@ -98,27 +95,24 @@ class ActivationCompression(Technique):
         if not self.counts.forwards and not context.has_gradients:
             return  # every micro-batch was left out: the next step shows
         pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
+        rule, remedy = f"the first step must have packed a tensor, got none with pack={pack}", ""
         if not counts.forwards:
-            raise TrainingError(
-                "activations", "forward and loss must run inside session.forward(), got a step without", "surround them"
-            )
+            rule, remedy = "forward and loss must run inside session.forward(), got a step without", "surround them"
         # Looked for at the end of kinds: "bitmap+int8" is rounded as well.
-        if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
-            raise TrainingError(
-                "activations",
-                f"the first step must have rounded a tensor, got none with pack={pack}",
+        elif self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
+            rule = rule.replace("packed", "rounded")
+            remedy = (
                 f"{left}; 16-bit values are not rounded to 16 bits, regions under activation checkpointing keep their "
                 "inputs alone, and what a compiled model saves cannot be told from statistics; pack exact, or lower "
-                "min_size",
+                "min_size"
             )
-        if not counts.kinds:
-            raise TrainingError(
-                "activations",
-                f"the first step must have packed a tensor, got none with pack={pack}",
+        elif not counts.kinds:
+            remedy = (
                 f"{left}; lower min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep "
-                "inputs alone",
+                "inputs alone"
             )
-        # Once is enough, and `report` counts on.
+        if remedy:
+            raise TrainingError("activations", rule, remedy)
         context.drop(self.before_step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,9 +128,7 @@ class ActivationCompression(Technique):
         return self.counts.report()
 
 
-def _nothing_to_offload(found: str) -> CompatibilityError:
-    return CompatibilityError(
-        "activations",
-        f"offload must have activations on a CUDA device, got {found}: {NO_USE}",
-        "leave it out, and pack them (--activations_pack exact)",
-    )
+def _check_offload(is_possible: bool, found: str) -> None:
+    if not is_possible:
+        rule = f"offload must have activations on a CUDA device, got {found}: {NO_USE}"
+        raise CompatibilityError("activations", rule, "leave it out, and pack them (--activations_pack exact)")

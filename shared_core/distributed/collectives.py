@@ -1,7 +1,4 @@
-"""The process group, as techniques use it; with one process every function returns its input.
-
-Small collectives, a check that many tensors are finite, and the state that differs between processes.
-"""
+"""The process group, as techniques use it: small collectives, and the state that differs between processes."""
 
 from __future__ import annotations
 
@@ -18,21 +15,12 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every element of every tensor is finite; one read of the device for all of them.
-
-    Args:
-        tensors: Floating point, dense, any shapes, dtypes and devices; none, or empty ones, are finite.
-
-    Example:
-        >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.ones(2), torch.tensor(math.nan)])
-        (True, False)
-    """
+    """Return whether every element of every dense tensor is finite; one read of the device for all of them."""
     # Empty tensors (a process's part of a small parameter) have no largest element.
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return True
-    # the largest magnitude is not finite where an element is not
-    # One fused kernel for all tensors and one read at the end; isfinite on each would make a mask as large as it.
+    # One fused kernel and one read; isfinite on each would make a mask as large as it.
     largest = torch._foreach_norm(filled, math.inf)
     return bool(torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all())
 
@@ -93,7 +81,6 @@ def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Return whether `flag` is true on any process; every process must call it."""
     if world_size() == 1:
         return flag
-    # max of 0 and 1: true if any is.
     return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())
 
 
@@ -106,7 +93,6 @@ def all_gather_object(mine: Any) -> list[Any]:
 
 def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not the same on every process; each must call it."""
-    # Digests cross the network, not values.
     digests = {name: digest(value) for name, value in mine.items()}
     others = all_gather_object(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
@@ -118,7 +104,6 @@ def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
     # The structures must agree before leaves can be told apart by place.
     is_built_alike = not differing({"places": list(places)})
     parts = differing(places)
-    # The main process's state is the one that is saved whole.
     if rank() == 0:
         return {}
     return {"session_parts": parts} if is_built_alike else {"session": state}
@@ -146,7 +131,6 @@ def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = Fals
     the step. In a folder of shards a buffer may be any process's.
     """
     if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
-        # DDP broadcasts rank 0's buffers at the next forward, unless an accumulation window is open.
         return {}
     return differing({name: local_part(one).cpu() for name, one in model.named_buffers()})
 

@@ -38,10 +38,6 @@ class Job:
         store: What the processes talk through; None: there is one process.
         rank: This one's number.
         size: How many there are.
-
-    Example:
-        >>> list(Job().tickets("batches", 3)), Job().exchange("sums", b"6")
-        ([0, 1, 2], [b'6'])
     """
 
     def __init__(self, store: Any = None, rank: int = 0, size: int = 1) -> None:

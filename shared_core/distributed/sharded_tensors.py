@@ -1,4 +1,4 @@
-"""Tensors that FSDP2 has sharded: gathered whole to decide on and to save, cut again into what a process holds."""
+"""Tensors that FSDP2 has sharded, gathered whole to decide on and to save, and buffers that processes hold alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.distributed.collectives import local_part
+from shared_core.distributed.collectives import broadcast_, local_part, world_size
+
+
+@torch.no_grad()
+def join_buffers_(model: nn.Module) -> None:
+    """Give every process the main one's buffers of the module inside DDP; each must call it.
+
+    DDP does so as the next forward begins, so that those of the last one (statistics of batch norms) differ.
+    """
+    if world_size() == 1:
+        return
+    own = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    for name, buffer in model.named_buffers():
+        if name not in own and not (buffer.is_meta or is_sharded(buffer) or buffer.dtype == torch.bool):
+            broadcast_(buffer)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -28,8 +42,7 @@ def whole_of(part: Tensor, like: Any) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    # run_check=False: a check would be a collective of its own. Shape and stride are given, since uneven parts cannot
-    # tell them.
+    # run_check=False: a check would be a collective. Uneven parts cannot tell shape and stride.
     placed = DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -116,12 +129,7 @@ def put_gradient(parameter: Tensor, part: Tensor) -> None:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether layers of a model hold parts of their weights in forward too, with or without FSDP2 around them.
-
-    Example:
-        >>> is_tensor_parallel(nn.Linear(2, 2))
-        False
-    """
+    """Return whether layers hold parts of their weights in forward too, with or without FSDP2 around them."""
     cut: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
     # FSDP2 alone cuts along one axis of the mesh; without it there is nothing else that cuts
     return bool(cut) and (
@@ -152,7 +160,6 @@ def reshard_(model: nn.Module) -> None:
 
     FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
     """
-    # Gathered parameters after a forward are other tensors, and would be overwritten by the next gathering.
     for module in model.modules():
         if hasattr(module, "set_reshard_after_forward"):
             cast(Any, module).reshard()

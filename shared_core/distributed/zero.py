@@ -33,19 +33,13 @@ class ZeroOptimizer:
         if isinstance(optimizer, torch.optim.Optimizer) or engine.zero_optimization_stage() == 3:
             return None
         if not hasattr(optimizer, "single_partition_of_fp32_groups"):
-            raise CompatibilityError(
-                "deepspeed",
-                f"optimizer must be that of ZeRO stages 1 and 2, got {type(optimizer).__name__}",
-                "set zero_optimization.stage to 1 or 2, and leave out data_types.grad_accum_dtype",
-            )
-        if optimizer.gradient_accumulation_dtype != optimizer.dtype:
-            raise CompatibilityError(
-                "deepspeed",
-                f"gradients must be of the weights' type, {optimizer.dtype}, got "
-                f"{optimizer.gradient_accumulation_dtype}",
-                "leave out data_types.grad_accum_dtype",
-            )
-        return ZeroOptimizer(optimizer)
+            rule = f"optimizer must be that of ZeRO stages 1 and 2, got {type(optimizer).__name__}"
+        elif (found := optimizer.gradient_accumulation_dtype) != optimizer.dtype:
+            rule = f"gradients must be of the weights' type, {optimizer.dtype}, got {found}"
+        else:
+            return ZeroOptimizer(optimizer)
+        remedy = "set zero_optimization.stage to 1 or 2, and leave out data_types.grad_accum_dtype"
+        raise CompatibilityError("deepspeed", rule, remedy)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -99,12 +93,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def clear_moments_(self, parameter: Tensor, kept: Tensor) -> None:
-        """Zero what the optimizer's state holds for elements of a parameter that are not kept.
-
-        Args:
-            parameter: One of the model's.
-            kept: bool of its shape.
-        """
+        """Zero what the optimizer's state holds for elements of a parameter of the model that are not kept."""
         if (part := getattr(parameter, "_hp_mapping", None)) is None:
             return  # frozen, or other processes'
         whole, mine = part.lp_fragment_address, part.hp_fragment_address

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.config.training_time import StepsPerEpoch
-from shared_core.distributed.sharded_tensors import is_tensor_parallel, place_gradients_, reshard_
-from shared_core.distributed.shared_buffers import join_buffers_
+from shared_core.distributed.sharded_tensors import is_tensor_parallel, join_buffers_, place_gradients_, reshard_
 from shared_core.engine import compatibility, coverage, model_guards
 from shared_core.engine.claims import Claims, Where
 from shared_core.engine.hooks import Hooks

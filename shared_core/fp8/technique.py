@@ -33,8 +33,8 @@ from shared_core.fp8.layers import (
 )
 from shared_core.fp8.recipes import round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
-from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD
+from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 
 
 def _parameter(module: Any) -> Any:

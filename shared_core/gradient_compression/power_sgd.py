@@ -38,8 +38,7 @@ class PowerSgd:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, rank: int, seed: int) -> None:
-        # PowerSGD of Vogels et al. (2019, arXiv:1905.13727, algorithm 1). Shapes below: a gradient as M (rows,
-        # columns), P (rows, rank), Q (columns, rank).
+        # Shapes below: a gradient as M (rows, columns), P (rows, rank), Q (columns, rank).
         self._rank, self._seed = rank, seed
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self._places = {name: place for place, name in enumerate(parameters)}
@@ -54,17 +53,10 @@ class PowerSgd:
         if parameter.dim() < 2 or parameter.numel() == 0:
             return False
         rows, columns = parameter.flatten(1).shape
-        # At least half the bytes must be saved, as in torch's own hook (min_compression_rate 2): below that the error
-        # is not worth it.
         return 2 * (rows + columns) * self._rank < rows * columns
 
     def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
-        """Return when the gradients are overwritten by their average, and the bytes that this process sends for it.
-
-        Args:
-            parameters: Some of those given at the start.
-            gradients: Theirs, in the same order; changed in place.
-        """
+        """Return when the gradients are overwritten by their average, and the bytes that this process sends for it."""
         names = [self._name_of[parameter] for parameter in parameters]
         whole = [gradient for name, gradient in zip(names, gradients, strict=True) if name not in self.compressed]
         low = {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in self.compressed}
@@ -75,19 +67,14 @@ class PowerSgd:
         if flat.device.type == "cpu":
             # gloo would call back from threads of its own, and processes could begin their collectives in other orders
             sending.wait()
-        # Error feedback: what was lost in earlier steps is added before compression, so that it is sent later and
-        # never dropped.
         matrices = self._with_errors(low)
-        # Q of the last step is a warm start: one step of subspace iteration each time follows the slowly turning
-        # gradient.
         queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
         # P = M Q of this process; the sum over processes is that of the mean M, as the product is linear.
         left = [matrices[name] @ queries[name] for name in low]
         right: list[Tensor] = []
 
         def reduce_left(future: Future[Any]) -> None:
-            # A chain of futures, not waits: DDP goes on with backward, and the next bucket, meanwhile. The order of
-            # collectives is that of the buckets, which is the same on every process.
+            # A chain of futures, not waits: DDP goes on with backward meanwhile, in the order of the buckets.
             flat.div_(world_size())
             if whole:
                 torch._foreach_copy_(whole, _cut(flat, whole))
@@ -142,8 +129,7 @@ class PowerSgd:
         Only the mean enters an average of gradients, so training goes on as it would, up to rounding, and one copy is
         all that a checkpoint needs, whatever number of processes goes on from it.
         """
-        # Sorted: errors were made in bucket order, and every process must call its collectives in the same one. The
-        # mean keeps the algorithm's invariant: only the sum over processes of the errors acts on later gradients.
+        # Sorted: errors were made in bucket order, and every process must call its collectives in the same one.
         for name in sorted(self.errors):
             all_reduce_(self.errors[name], "sum").div_(world_size())
 
@@ -153,8 +139,7 @@ class PowerSgd:
 
 
 def _summed(matrices: list[Tensor]) -> list[Tensor]:
-    # One collective for all. Cloned, as matrix products of memory that is aligned otherwise may differ in the last bit,
-    # and where a matrix lies depends on DDP's buckets.
+    # Cloned: products may differ in the last bit where memory is aligned otherwise, which DDP's buckets decide.
     if not matrices:
         return []
     flat = all_reduce_(torch.cat([matrix.flatten() for matrix in matrices]), "sum")

@@ -3,23 +3,89 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.plan import Plan, Touched, trained
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
-from shared_core.gradient_compression.reduce_scatter import RoundedReduceScatter, put_into
+
+# torch 2.13 gave it this name, and warns of the one before
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class RoundedReduceScatter:
+    """Communication that FSDP2 calls to sum gradients and to give every process its part; it has torch's methods.
+
+    Gradients are divided by the number of processes in 16 bits, as DDP's hooks do it, so that both give the same sums.
+    """
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        """The dtype to send in; None sends gradients as they are."""
+        self.step = {"gradients": 0, "sent": 0}
+        """Bytes since the last optimizer step, that gradients have and that this process sent of them."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Overwrite `output_tensor` with this process's part of what all inputs add up to, or their mean, by `op`."""
+        # 16-bit gradients travel as they are: a cast between fp16 and bf16 would only lose.
+        narrow = self.dtype if self.dtype is not None and input_tensor.dtype.itemsize > 2 else input_tensor.dtype
+        self.step["gradients"] += input_tensor.nbytes
+        self.step["sent"] += input_tensor.numel() * narrow.itemsize
+        if narrow == input_tensor.dtype:
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        sent = input_tensor.to(narrow)
+        # Divided before the sum: n fp16 gradients may add up to more than 65504 where their mean does not.
+        if op == dist.ReduceOp.AVG:
+            sent, op = sent.div_(dist.get_world_size(group)), dist.ReduceOp.SUM
+        received = torch.empty_like(output_tensor, dtype=narrow)
+        _reduce_scatter(received, sent, op=op, group=group)
+        # None tells FSDP2 that there is nothing to wait for: the copy back runs on the stream that received.
+        output_tensor.copy_(received)
+        return None
+
+
+def put_into(model: nn.Module) -> RoundedReduceScatter | None:
+    """Return what the sharded modules of a model reduce gradients by from now on; None if none is sharded."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        return None
+    # HSDP all-reduces the parts after this, in a call that has no hook: it would send them in full.
+    kept: Any = next((p for p in model.parameters() if is_sharded(p) and p.device_mesh.ndim > 1), None)  # type: ignore[attr-defined]
+    if kept is not None:
+        raise CompatibilityError(
+            "comm",
+            f"weights must be sharded over all processes, got {tuple(kept.placements)}: sums over copies are made by "
+            "another collective, which nothing rounds",
+            "shard without copies (no HSDP), or leave comm out",
+        )
+    scatter = RoundedReduceScatter()
+    for module in modules:
+        try:
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise CompatibilityError("comm", f"FSDP2 must take a reduce-scatter of ours, got {error}") from error
+    return scatter
+
 
 _ROUNDED = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -88,20 +154,18 @@ class GradientCompression(Technique):
         wrapped = context.services.wrapped_model()
         self._scatter = None if wrapped is None else put_into(wrapped)
         if wrapped is not None and self._scatter is not None:
-            # Of the wrapped model: FSDP2 has replaced parameters by sharded ones.
             self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
             self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
             return
-        found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
-        if not found:
+        modules = wrapped.modules() if wrapped is not None else ()
+        ddp: Any = next((module for module in modules if isinstance(module, DistributedDataParallel)), None)
+        if ddp is None:
             raise CompatibilityError(
                 "comm",
                 f"model must be wrapped in DistributedDataParallel or sharded by FSDP2, got {type(wrapped).__name__}",
                 "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
                 "the DDP module",
             )
-        ddp: Any = found[0]
-        # DDP's buckets hold the parameters of its own module, so names must be of those.
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
@@ -132,22 +196,21 @@ class GradientCompression(Technique):
 
     def before_step(self, context: Context) -> None:
         """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike."""
+        rule = remedy = ""
         if not self._step["gradients"]:
-            raise TrainingError(
-                "comm",
-                "gradients must be reduced in every step, but were not in this one",
-                "leave DDP's no_sync() for the last micro-batch, or leave comm out",
+            rule = "gradients must be reduced in every step, but were not in this one"
+            remedy = "leave DDP's no_sync() for the last micro-batch, or leave comm out"
+        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
+        elif self._scatter is not None and self._step["sent"] == self._step["gradients"]:
+            rule = (
+                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
+                "already, by its mixed precision (reduce_dtype)"
             )
+            remedy = "leave comm out, or set reduce_dtype to float32"
+        if rule:
+            raise TrainingError("comm", rule, remedy)
         self._last = dict(self._step)
         self._step.update(dict.fromkeys(self._step, 0))
-        # Sent as much as there was: gradients were of 16 bits already, and this would do nothing.
-        if self._scatter is not None and self._last["sent"] == self._last["gradients"]:
-            raise TrainingError(
-                "comm",
-                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
-                "already, by its mixed precision (reduce_dtype)",
-                "leave comm out, or set reduce_dtype to float32",
-            )
         self._total = {name: total + self._last[name] for name, total in self._total.items()}
         if self.config.hook != "fp16" or not self._overflowed():
             self._in_a_row = 0
@@ -165,8 +228,7 @@ class GradientCompression(Technique):
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
         found = not all_finite(grads)
-        # After DDP's all-reduce all processes hold the same gradients. FSDP2 leaves each with a part, so they must
-        # agree.
+        # After DDP's all-reduce all hold the same gradients; FSDP2 leaves each with a part.
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_step(self, context: Context, applied: bool) -> None:
@@ -199,7 +261,6 @@ class GradientCompression(Technique):
         state = {"total": dict(self._total), "last": dict(self._last), "discarded": self._discarded}
         if self.power_sgd is None:
             return state
-        # copies: the next step changes the errors in place
         errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
 
@@ -230,10 +291,6 @@ class GradientCompression(Technique):
                 "error_bytes": sum(value.nbytes for value in self.power_sgd.errors.values()),
             }
         return report
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)
 
 
 def _value(buffer: Tensor, future: Future[Any]) -> Tensor:

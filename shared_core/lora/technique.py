@@ -31,8 +31,8 @@ from shared_core.lora.adapters import (
 from shared_core.lora.config import LoraConfig
 from shared_core.lora.expert_adapters import AdaptedStack
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
-from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD, plain_name
+from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.noise import relative_error, sqnr
 from shared_core.quantization.layers.fake_quant_layers import is_quantized

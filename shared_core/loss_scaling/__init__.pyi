@@ -1,4 +1,3 @@
-from .activation_flush import FlushProbe as FlushProbe
 from .config import LossScaleConfig as LossScaleConfig
 from .histograms import HistogramProbe as HistogramProbe
 from .histograms import Log2Histogram as Log2Histogram
@@ -6,4 +5,5 @@ from .histograms import log2_histogram as log2_histogram
 from .scaler import LossScaleError as LossScaleError
 from .scaler import LossScaler as LossScaler
 from .technique import LossScaling as LossScaling
-from .telemetry import UnderflowTelemetry as UnderflowTelemetry
+from .underflow import FlushProbe as FlushProbe
+from .underflow import UnderflowTelemetry as UnderflowTelemetry

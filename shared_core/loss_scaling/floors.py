@@ -1,10 +1,8 @@
-"""Auto scaling: the scale that the exponent of the largest gradient allows, instead of waiting for an overflow.
-
-The rising floor of enhanced scaling: published pairs of step and floor, or a floor that finds its own way.
-"""
+"""What moves a loss scale: the exponent of the largest gradient, or a rising floor, published or found on the way."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,27 +17,13 @@ from shared_core.errors import ConfigError
 if TYPE_CHECKING:
     from shared_core.loss_scaling.config import LossScaleConfig
 
+FLOAT32_MAX = 3.4028234663852886e38
 FORMATS = {"fp16": torch.float16, "fp8_e5m2": torch.float8_e5m2}
 _ROUNDING = 1e-9  # log2 of two floats that are exact multiples may miss the integer by some ulp
 
 
-def largest_scale(amax: float, *, format: Literal["fp16", "fp8_e5m2"] = "fp16", margin: float = 2.0) -> float:
-    """Return the largest power of two ``S`` with ``amax·S·2^margin <= format maximum``.
-
-    Args:
-        amax: Largest magnitude of the unscaled gradients, > 0.
-        format: Number format that the scaled gradients must fit into.
-        margin: Bits kept free, >= 0.
-
-    Example:
-        >>> largest_scale(0.01), 0.01 * 2**20 * 4 <= 65504 < 0.01 * 2**21 * 4
-        (1048576.0, True)
-    """
-    return math.ldexp(1.0, largest_exponent(math.log2(amax), format, margin))
-
-
 def largest_exponent(log2_amax: float, format: str, margin: float) -> int:
-    """Return log2 of the largest power of two that leaves the margin."""
+    """Return log2 of the largest power of two ``S`` with ``amax·S·2^margin <= format maximum``."""
     # ⌊log2(max) - margin - log2(amax)⌋; the tiny addend keeps exact powers of two on the right side.
     return math.floor(math.log2(torch.finfo(FORMATS[format]).max) - margin - log2_amax + _ROUNDING)
 
@@ -74,19 +58,16 @@ class AutoScale:
         self._streak = 0
         self._good += 1
         if self._good >= self._interval:
-            # A good interval takes back half of the extra margin: an outlier is forgotten slowly.
             self._good, self._extra = 0, self._extra // 2
         if amax > 0:
             now = math.log2(amax)
             past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
-            # Up at once, down slowly: the smoothed peak never lies below the present gradient.
             self._peak = max(now, past)
         if self._peak is None:
             # nothing but zeros so far: perhaps all was flushed
             return max(scale, self._clamped(min(_exponent(self._init_scale), _exponent(scale) + 1)))
         # of a step of zeros too: after a storm the scale may be so low that every gradient is flushed
         wanted = largest_exponent(self._peak, self._format, self._margin) - self._extra
-        # At most one doubling a step: a lucky small gradient cannot raise the scale over a normal one's overflow.
         return self._clamped(min(wanted, _exponent(scale) + 1))
 
     def _clamped(self, exponent: int) -> float:
@@ -120,43 +101,26 @@ def parse_floor(floor: str | Sequence[tuple[int, float]]) -> Pairs | Literal["au
     """Return the floor as ``(step, floor)`` pairs, or ``"auto"``.
 
     Source: Mellempudi et al., 2019, arXiv:1905.12334, section 3.1.
-
-    Example:
-        >>> parse_floor("40000:8192,150000:32768")
-        ((40000, 8192.0), (150000, 32768.0))
     """
     if floor == "auto":
         return "auto"
-    rule = ConfigError(
-        "loss_scale",
-        f"floor must be auto or pairs of step and floor, both rising, such as 40000:8192,150000:32768, got {floor!r}",
-    )
-    try:
+    pairs: list[tuple[float, float]] = []
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
         parts = [part.split(":") for part in floor.split(",")] if isinstance(floor, str) else list(floor)
-        pairs = tuple((_whole(step), float(value)) for step, value in parts)
-    except (TypeError, ValueError, OverflowError):
-        raise rule from None
-    good = all(step >= 0 and 0 < value < math.inf for step, value in pairs)
+        pairs = [(float(step), float(value)) for step, value in parts]
+    good = all(step >= 0 and step.is_integer() and 0 < value <= FLOAT32_MAX for step, value in pairs)
     rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(pairs))
     if not (pairs and good and rising):
-        raise rule
-    return pairs
-
-
-def _whole(step: str | float) -> int:
-    number = float(step)
-    if number != int(number):
-        raise ValueError(step)
-    return int(number)
+        raise ConfigError(
+            "loss_scale",
+            "floor must be auto or pairs of step and floor, both rising, no floor above "
+            f"{FLOAT32_MAX}, such as 40000:8192,150000:32768, got {floor!r}",
+        )
+    return tuple((int(step), value) for step, value in pairs)
 
 
 def floor_text(floor: str | Sequence[tuple[int, float]] | None) -> str | None:
-    """Return a floor as the text that `parse_floor` reads.
-
-    Example:
-        >>> floor_text([(0, 64), (40000, 8192)])
-        '0:64.0,40000:8192.0'
-    """
+    """Return a floor as the text that `parse_floor` reads."""
     if floor is None or isinstance(floor, str):
         return floor
     pairs = parse_floor(floor)
@@ -164,18 +128,12 @@ def floor_text(floor: str | Sequence[tuple[int, float]] | None) -> str | None:
 
 
 def floor_at(pairs: Pairs, step: int) -> float:
-    """Return the floor at a step, 0 before the first pair.
-
-    Example:
-        >>> pairs = ((40000, 8192.0), (150000, 32768.0))
-        >>> [floor_at(pairs, step) for step in (39999, 40000, 200000)]
-        [0.0, 8192.0, 32768.0]
-    """
+    """Return the floor at a step, 0 before the first pair."""
     return max((value for at, value in pairs if at <= step), default=0.0)
 
 
 class FloorSchedule:
-    """The floor of ``(step, floor)`` pairs."""
+    """The floor of ``(step, floor)`` pairs, which looks at no losses and has no state; base of `AutoFloor`."""
 
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
@@ -185,20 +143,20 @@ class FloorSchedule:
         return floor_at(self._pairs, step)
 
     def watch(self, loss: Any) -> None:
-        """Do nothing: the schedule does not look at losses."""
+        """Look at a micro-batch's loss."""
 
     def end_step(self, *, skipped: bool, in_a_row: int, scale: float) -> None:
-        """Do nothing: the schedule knows the step."""
+        """Count a step taken or skipped at this scale, the same on all processes, and move the floor if it is time."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the pairs are options."""
+        """Return the floor and the window so far, as plain numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take nothing back."""
+        """Restore the state returned by `state_dict`; an empty state starts anew."""
 
 
-class AutoFloor:
+class AutoFloor(FloorSchedule):
     """A floor that rises by a doubling after each window of steps that trained well, and falls by one after others.
 
     A window is good if its mean training loss is below that of the window before and fewer than a given share of its
@@ -215,6 +173,7 @@ class AutoFloor:
     """
 
     def __init__(self, *, start: float, lowest: float, window: int, overflows: float, patience: int) -> None:
+        super().__init__(())
         self._lowest, self._window, self._overflows, self._patience = lowest, window, overflows, patience
         self._value = max(torch.tensor(start).item(), lowest)  # as the scale has it, in float32
         self._steps = self._skips = 0
@@ -247,8 +206,7 @@ class AutoFloor:
             self._close(self._mean_before)
         elif self._steps >= self._window:
             mean = self._mean()
-            # Rising needs few overflows and a mean loss below the last window's; without a window before, nothing
-            # moves.
+            # Rising needs few overflows and a mean loss below the last window's.
             few = self._skips < self._overflows * self._steps
             if few and mean is not None and self._mean_before is not None and mean < self._mean_before:
                 self._value = max(min(2 * self._value, scale), self._value)
@@ -291,7 +249,7 @@ class AutoFloor:
         self._mean_before = state["mean_before"]
 
 
-def make_floor(config: LossScaleConfig) -> FloorSchedule | AutoFloor:
+def make_floor(config: LossScaleConfig) -> FloorSchedule:
     """Return the floor that the options ask for."""
     pairs = parse_floor(config.floor or "auto")
     if pairs != "auto":

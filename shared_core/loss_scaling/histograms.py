@@ -97,12 +97,7 @@ class Log2Histogram:
 
 
 def smallest_exponents(format: str) -> tuple[int, int]:
-    """Return log2 of a format's smallest normal and smallest subnormal number.
-
-    Example:
-        >>> smallest_exponents("fp16"), smallest_exponents("fp8_e5m2")
-        ((-14, -24), (-14, -16))
-    """
+    """Return log2 of a format's smallest normal and smallest subnormal number."""
     limits = torch.finfo(FORMATS[format])
     normal = limits.smallest_normal
     # a subnormal number is a multiple of the smallest one, which is one ulp of the smallest normal
@@ -236,7 +231,6 @@ class HistogramProbe:
             return
         self._armed = True
         self._carried, self._restored = self._restored, {}
-        # A histogram of a step that was interrupted is joined with what is recorded from here.
         if self._carried:
             return  # the run was resumed within this step, and its first micro-batch was recorded before
         for name, module in self._model.named_modules():
@@ -249,13 +243,11 @@ class HistogramProbe:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # a hook that is traced would stay in the graph for good
-        # The first forward after a backward is the next micro-batch: one is enough.
         if not self._calls and self._ended and not _in_backward():
             for handle in self._handles:  # the next micro-batch
                 handle.remove()
             self._handles = []
             return
-        # the innermost may be without gradients in a forward that activation checkpointing will repeat with them
         # Whether the outermost module trains decides for all inside, also under checkpointing's no_grad forward.
         self._calls.append(self._calls[0] if self._calls else module.training and torch.is_grad_enabled())
 
@@ -299,7 +291,6 @@ class HistogramProbe:
     @torch.no_grad()
     def before_step(self, scale: float, step: int) -> None:
         """Count weights and gradients and copy the weights that have one: gradients are unscaled, not yet clipped."""
-        # Gradients of the step, before clipping changes them.
         self._measured, self._before, self._at = {}, {}, (step, scale)
         for name, layer, parameter in self._parameters():
             self._measured.setdefault(("weights", layer), []).append(device_counts(local_part(parameter)))
@@ -320,14 +311,12 @@ class HistogramProbe:
             if name in self._before:
                 counts = update_counts(local_part(parameter), self._before[name])
                 self._measured.setdefault(("updates", layer), []).append(counts)
-        # Replicated tensors are the same on all processes and must not be summed; sharded ones and activations
-        # differ.
+        # Replicated tensors must not be summed; sharded ones and activations differ between processes.
         sharded = {layer for _, layer, parameter in self._parameters() if hasattr(parameter, "to_local")}
         found = {**_read(self._measured), **_read(self._recorded)}
         for key, histogram in self._carried.items():
             found.setdefault(key, Log2Histogram()).add(histogram)
         gradients = [histogram for (kind, _), histogram in found.items() if kind == "gradients"]
-        # A step that will be skipped has no update to measure.
         usable = bool(gradients) and not any(histogram.infinite + histogram.nan for histogram in gradients)
         usable = self._add_up(found, sharded, usable)
         if usable:
@@ -415,7 +404,7 @@ class HistogramProbe:
 
 
 def _in_backward() -> bool:
-    # private to torch, whose own checkpointing asks the same; pinned by test_loss_scaling_histograms.py
+    # private to torch, whose own checkpointing asks the same
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
 from eff_kernels.loss_scaling import unscale_with_largest_
 from torch import Tensor
 
-# Private to torch: only so can a subclass see the stage of a step. Pinned by test_loss_scaling_torch.py.
+# Private to torch: only so can a subclass see the stage of a step. Pinned by its tests.
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floors import AutoScale, floor_text, make_floor
-from shared_core.loss_scaling.telemetry import grouped_gradients, has_scaled_step
+
+# torch's words
+_NOT_UNSCALED = {
+    OptState.UNSCALED: "unscale_() has already been called on this optimizer since the last update().",
+    OptState.STEPPED: "unscale_() is being called after step().",
+}
 
 
 class LossScaleError(TrainingError):
@@ -102,9 +109,7 @@ class LossScaler(GradScaler):
             device, init_scale=checked.init_scale, growth_factor=checked.growth_factor,
             backoff_factor=checked.backoff_factor, growth_interval=checked.growth_interval, enabled=enabled,
         )  # fmt: skip
-        self._kind = checked.kind
-        self._min_scale = checked.min_scale
-        self._max_skips = checked.max_skips
+        self._kind, self._min_scale, self._max_skips = checked.kind, checked.min_scale, checked.max_skips
         self._floor = make_floor(checked) if checked.kind == "enhanced" else None
         self._auto = AutoScale(checked) if checked.kind == "auto" else None
         self.num_steps = 0
@@ -150,12 +155,9 @@ class LossScaler(GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        # kernels of accelerators may divide inexactly in float32, those of the CPU do not
-        # 1/S is exact for powers of two only; in float64 it is rounded once.
+        if state["stage"] in _NOT_UNSCALED:
+            raise RuntimeError(_NOT_UNSCALED[state["stage"]])
+        # kernels of accelerators may divide inexactly in float32; in float64 1/S is rounded once
         factor = scale.reciprocal() if scale.is_cpu or scale.is_mps else scale.double().reciprocal().float()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), False)
         state["stage"] = OptState.UNSCALED
@@ -170,16 +172,14 @@ class LossScaler(GradScaler):
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        # torch lets a positional closure through, which would put scaled gradients back after the unscaling;
-        # accelerate passes a positional None
+        # torch lets a positional closure through, which would bring scaled gradients back; accelerate passes None
         if "closure" in kwargs or any(argument is not None for argument in args[:1]):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        # Fused optimizers unscale inside their kernel and would skip silently: they get scale and flag, the skip is
-        # decided here.
+        # Fused optimizers unscale inside their kernel and would skip silently: the skip is decided here.
         unscales_itself = state["stage"] is OptState.READY and has_scaled_step(optimizer)
         if unscales_itself:
             self._check_inf_per_device(optimizer)
@@ -265,7 +265,6 @@ class LossScaler(GradScaler):
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
         """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
         (found_inf,) = state["found_inf_per_device"].values()
-        # One host read for all figures.
         found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
         return found != 0, at, amax[0] / at if amax else 0.0
 
@@ -332,11 +331,13 @@ class LossScaler(GradScaler):
         """Return torch's entries, which GradScaler loads too, and the counters; empty if not enabled."""
         state = super().state_dict()
         if state:
-            state["num_steps"] = self.num_steps
-            state["skipped_steps"] = self.skipped_steps
-            state["skips_in_a_row"] = [*self._in_a_row.values(), *self._restored_in_a_row]
-            state["applied_steps"] = self.applied_steps
-            state["scale_range"] = list(self.scale_range or ())
+            state |= {
+                "num_steps": self.num_steps,
+                "skipped_steps": self.skipped_steps,
+                "skips_in_a_row": [*self._in_a_row.values(), *self._restored_in_a_row],
+                "applied_steps": self.applied_steps,
+                "scale_range": list(self.scale_range or ()),
+            }
             if self._floor is not None:
                 state["floor"] = self._floor.state_dict()
             if self._auto is not None:
@@ -378,8 +379,38 @@ class LossScaler(GradScaler):
         state = super().__getstate__()
         # a session's method and ids of optimizers mean nothing elsewhere
         state["widen_gradients"] = None
-        state["_in_a_row"], state["_restored_in_a_row"] = (
-            {},
-            [*self._in_a_row.values(), *self._restored_in_a_row],
-        )
+        state |= {"_in_a_row": {}, "_restored_in_a_row": [*self._in_a_row.values(), *self._restored_in_a_row]}
         return state
+
+
+def has_scaled_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
+    # kernels that want the whole scaler as an argument would skip inside; they take unscaled gradients too
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and (
+        "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    )
+
+
+def _coalesced(parameter: Tensor) -> Tensor | None:
+    grad = parameter.grad
+    if grad is not None and grad.is_sparse and grad.dtype is torch.float16:
+        # scaled fp16 values of one index can overflow when they are added up: check the sums
+        parameter.grad = grad = grad.coalesce()
+    return grad._values() if grad is not None and grad.is_sparse else grad
+
+
+def grouped_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return the numbers to be unscaled by device and dtype; of sparse gradients, those that they store."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if not grads:
+        return {}
+    if any(map(attrgetter("is_sparse"), grads)):
+        grads = [grad for parameter in parameters if (grad := _coalesced(parameter)) is not None]
+    # what torch's optimizers group by; no None comes out where none went in
+    groups: Any = torch._C._group_tensors_by_device_and_dtype([grads], False)
+    return {
+        # torch's kernel is of real numbers
+        (device, dtype): [*map(torch.view_as_real, same)] if dtype.is_complex else same
+        for (device, dtype), ((same,), _) in groups.items()
+    }

@@ -11,11 +11,10 @@ from shared_core.engine.loss_dtype import LossDtype
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.loss_scaling.activation_flush import FlushProbe
 from shared_core.loss_scaling.config import LossScaleConfig
 from shared_core.loss_scaling.histograms import HistogramProbe
 from shared_core.loss_scaling.scaler import LossScaler
-from shared_core.loss_scaling.telemetry import UnderflowTelemetry
+from shared_core.loss_scaling.underflow import FlushProbe, UnderflowTelemetry
 
 
 class LossScaling(Technique):
@@ -88,14 +87,12 @@ class LossScaling(Technique):
         self.scaler.widen_gradients = None
 
     def _arm_flush(self, context: Context) -> None:
-        every = self.config.flush_every
-        self._flush_due = bool(every) and context.step % every == 0 and self.flush.step != context.step
+        self._flush_due = _is_due(self.config.flush_every, context.step, self.flush.step)
         if self._flush_due:
             self.flush.arm()
 
     def _arm_histograms(self, context: Context) -> None:
-        every = self.config.histogram_every
-        if every and context.step % every == 0 and self.histograms.step != context.step:
+        if _is_due(self.config.histogram_every, context.step, self.histograms.step):
             self.histograms.arm()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
@@ -105,8 +102,7 @@ class LossScaling(Technique):
 
     def before_step(self, context: Context) -> None:
         """Measure underflow if it is time; a step that overflows leaves it to the next one."""
-        every = self.config.telemetry_every
-        if every and context.step % every == 0 and self.telemetry.step != context.step:
+        if _is_due(self.config.telemetry_every, context.step, self.telemetry.step):
             self.telemetry.measure(context.model.named_parameters(), self.scaler.get_scale(), context.step)
         if self._flush_due:
             self._flush_due = not self.flush.measure(context.step) and self.flush.is_watching
@@ -166,3 +162,7 @@ class LossScaling(Technique):
             **self.flush.report(),
             **self.histograms.report(),
         }
+
+
+def _is_due(every: int, step: int, measured: int | None) -> bool:
+    return bool(every) and step % every == 0 and measured != step

@@ -22,8 +22,8 @@ from shared_core.low_rank.decomposition import InputStatistics, relative_error
 from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, schemes
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
 from shared_core.modules.calls import call_on_batch, evaluated
-from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import check_model
+from shared_core.modules.own_forward import fast_paths_off
 
 Loss = Callable[[nn.Module, Any], Any]
 

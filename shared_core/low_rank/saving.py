@@ -12,7 +12,7 @@ from shared_core.checkpoint_formats import load_checkpoint
 from shared_core.checkpoint_formats.plain import check_values, unlike
 from shared_core.errors import CheckpointError
 from shared_core.low_rank.layers import CHANNEL, LINEAR, SPATIAL, LowRankLayer, is_transposed, put_in_, replace_
-from shared_core.modules.fused_encoder import fast_paths_off
+from shared_core.modules.own_forward import fast_paths_off
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"

@@ -53,12 +53,7 @@ class StackedExperts(nn.Module, metaclass=_Stacked):
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold the matrices of all experts, by name; none of a module of another kind.
-
-    Example:
-        >>> expert_weights(nn.Linear(2, 2))
-        {}
-    """
+    """Return the parameters that hold the matrices of all experts, by name; none of a module of another kind."""
     found = {n: value for n, value in module._parameters.items() if value is not None and value.ndim == STACKED_DIMS}
     return found if isinstance(module, StackedExperts) else {}
 
@@ -78,10 +73,5 @@ def matrices(module: nn.Module, tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def matrix_names(name: str, module: nn.Module, num: int) -> list[str]:
-    """Return what the matrices of a weight are called.
-
-    Example:
-        >>> matrix_names("up.weight", nn.Linear(2, 2), 2)
-        ['up.weight']
-    """
+    """Return what the matrices of a weight are called."""
     return [f"{name}[{expert}]" for expert in range(num)] if isinstance(module, StackedExperts) else [name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import functools
 import inspect
@@ -12,12 +13,64 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.modules.experts import StackedExperts, expert_weights
-from shared_core.modules.planned_forwards import follow_class, leave_planned
+
+
+class PlannedForward:
+    """Stands in for the function that a plan put on a layer: the same around the forward of the layer's present class.
+
+    Without gradients the plan would hand over plain parts of weight and input, of which nothing tells whether a row is
+    whole; here both are always tensors that know which part of a whole they are.
+    """
+
+    def __init__(self, module: nn.Module, planned: Any, style: Any, mesh: Any) -> None:
+        self.planned, self._module, self._style, self._mesh = planned, module, style, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer computes."""
+        module, style, mesh, asked = self._module, self._style, self._mesh, torch.is_grad_enabled()
+        with torch.enable_grad():  # by which a style tells which tensors to hand over
+            args, kwargs = style.transform_inputs_pre_forward(module, args, kwargs, mesh)
+            with torch.set_grad_enabled(asked):
+                output = type(module).forward(module, *args, **kwargs)
+            output = style.transform_output_post_forward(module, output, mesh)
+        return output if asked else output.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        return PlannedForward(copy.deepcopy(self._module, memo), self.planned, self._style, self._mesh)
+
+
+def follow_class(module: nn.Module) -> bool:
+    """Return whether a layer has a plan's forward that follows its class from now on, until `leave_planned`.
+
+    Not where a plan hands over plain parts in training too: those of packed projections and of experts.
+    """
+    planned = vars(module).get("forward")
+    if not inspect.isfunction(planned):
+        return False
+    inside = inspect.getclosurevars(planned).nonlocals
+    style = inside.get("self")
+    takes_parts = getattr(style, "should_use_local_tensors", None)
+    if takes_parts is None or "original_forward" not in inside:
+        return False
+    with torch.enable_grad():
+        if takes_parts(module):
+            return False
+    vars(module)["forward"] = PlannedForward(module, planned, style, inside["mesh"])
+    return True
+
+
+def leave_planned(module: nn.Module) -> None:
+    """Put the plan's own function back on a layer that has its own class again."""
+    found = vars(module).get("forward")
+    if isinstance(found, PlannedForward):
+        vars(module)["forward"] = found.planned
+
 
 _PLACES = ("first", "last")
 # but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for,
@@ -49,13 +102,7 @@ class Matched:
 
 
 def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Return the model with modules replaced wherever it holds them, in place; a new one where it is replaced itself.
-
-    Example:
-        >>> first, second = nn.ReLU(), nn.GELU()
-        >>> replaced(nn.Sequential(first, first), {first: second})[1] is second
-        True
-    """
+    """Return the model with modules replaced in place wherever it holds them; a new one where it is replaced itself."""
     for parent in [*model.modules()]:
         # In `_modules`, under each name that holds it: setattr would go through the user's own __setattr__.
         for name, child in parent._modules.items():
@@ -83,25 +130,12 @@ def plain_name(name: str) -> str:
 
 
 def weight_of(name: str, module: nn.Module) -> nn.Parameter:
-    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
-
-    Example:
-        >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
-        torch.Size([9, 3])
-    """
-    weight = module._parameters[name.rpartition(".")[2]]
-    if weight is None:
-        raise KeyError(name)
-    return weight
+    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several."""
+    return cast("nn.Parameter", module._parameters[name.rpartition(".")[2]])
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, without what FSDP2 makes of it when it shards the module.
-
-    Example:
-        >>> own_class(nn.Linear(2, 2)).__name__
-        'Linear'
-    """
+    """Return a module's class, without what FSDP2 makes of it when it shards the module."""
     first, *others = type(module).__bases__
     # FSDP2 makes a class with (FSDPModule, the class) as bases.
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
@@ -114,7 +148,6 @@ def is_transformers_conv1d(module: nn.Module) -> bool:
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """Return transformers' Conv1D if a model has it or a class made of it, and nothing otherwise."""
-    # Through the MRO, so that a subclass counts, and without importing transformers.
     kinds = {*map(type, model.modules())}
     return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
 
@@ -219,7 +252,6 @@ def match_modules(
 
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
-            # "last" is index 1 in _PLACES: times -1 it is -1, and "first" stays 0.
             return found is able[_PLACES.index(pattern) * -1]
         return any(_fits(pattern, name, found.module) for name in found.names)
 
@@ -230,8 +262,7 @@ def match_modules(
             raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
-        # skip may name what this technique cannot touch anyway: only a pattern that matches nothing at all is a
-        # mistake.
+        # Only a pattern that matches nothing at all is a mistake.
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
             known = [name for name in names if name]
             raise MatchError(where, f"skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
@@ -261,12 +292,7 @@ def chosen_modules(config: Any, model: nn.Module, types: tuple[type[nn.Module], 
 
 
 def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the modules that patterns name, as `match_modules` reads them.
-
-    Example:
-        >>> sorted(named_by(["last", "ReLU"], {"a": nn.ReLU(), "b": nn.Linear(1, 1), "c": nn.Linear(1, 1)}))
-        ['a', 'c']
-    """
+    """Return the names of the modules that patterns name, as `match_modules` reads them."""
     places = dict(zip(_PLACES, [*modules][:1] + [*modules][-1:], strict=False))
     asked = list(patterns)
     named = {places[pattern] for pattern in asked if pattern in places}
@@ -277,20 +303,7 @@ def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[s
 def options_by_module(
     where: str, overrides: Iterable[tuple[str, str, str]], layers: Mapping[str, nn.Module], what: str
 ) -> dict[str, dict[str, str]]:
-    """Return for each layer the options that its overrides set; of two that set one option the later one counts.
-
-    Args:
-        where: The technique, for errors.
-        overrides: (pattern, option, value), patterns as `match_modules` reads them.
-        layers: By name, in registration order.
-        what: What they are, for errors.
-
-    Example:
-        >>> layers = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
-        >>> entries = [("*", "sparsity", "0.5"), ("last", "sparsity", "0")]
-        >>> options_by_module("prune", entries, layers, "pruned layer")
-        {'a': {'sparsity': '0.5'}, 'b': {'sparsity': '0'}}
-    """
+    """Return for each layer the options that overrides, (pattern, option, value), set; of two the later one counts."""
     options: dict[str, dict[str, str]] = {name: {} for name in layers}
     for pattern, option, value in overrides:
         hit = named_by([pattern], layers)

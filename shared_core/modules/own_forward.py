@@ -1,4 +1,4 @@
-"""Layers of users' own classes: whether they multiply as torch's do, by the weight that they store."""
+"""Forwards that may not read what a layer stores: those of users' own classes, and torch's fused evaluation."""
 
 from __future__ import annotations
 
@@ -136,3 +136,32 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif isinstance(leaf, Tensor) and leaf.ndim > 1 and self._shape in (leaf.shape, leaf.mT.shape):
                     self.used.append(leaf.clone())
         return func(*args, **(kwargs or {}))
+
+
+Undo = list[tuple[nn.Module, str, Any]]
+
+
+def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
+    """Switch off the fused evaluation of `nn.TransformerEncoder` where it would bypass a swapped layer.
+
+    In evaluation the fused path reads ``linear1.weight`` itself, so what is evaluated would be the float
+    model.
+    """
+    undo: Undo = []
+    for parent in model.modules():
+        if not any(isinstance(child, layers) for child in parent.modules()):
+            continue
+        name = {
+            nn.TransformerEncoderLayer: "activation_relu_or_gelu",
+            nn.TransformerEncoder: "use_nested_tensor",
+        }.get(type(parent))
+        if name is not None and hasattr(parent, name):
+            undo.append((parent, name, getattr(parent, name)))
+            setattr(parent, name, 0)
+    return undo
+
+
+def fast_paths_on(undo: Undo) -> None:
+    """Set back what `fast_paths_off` changed."""
+    for parent, name, value in undo:
+        setattr(parent, name, value)

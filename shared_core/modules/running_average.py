@@ -16,12 +16,6 @@ def move_towards_(means: Iterable[Tensor], values: Iterable[Tensor], weight: flo
         means: Tensors, written to.
         values: As many, of the same shapes, any float dtypes.
         weight: In [0, 1]: ``1 - decay`` of a moving average, ``1 / n`` of a mean of n values.
-
-    Example:
-        >>> mean = torch.tensor([0.0, 4.0])
-        >>> move_towards_([mean], [torch.tensor([8.0, 4.0])], 0.25)
-        >>> mean
-        tensor([2., 4.])
     """
     alike: list[tuple[Tensor, Tensor]] = []
     for mean, value in zip(means, values, strict=True):

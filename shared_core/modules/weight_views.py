@@ -1,8 +1,4 @@
-"""The weights of Linear, Conv, transposed Conv and recurrent layers, seen by output and input channel.
-
-Where a layer's weight, input and output have their channels, which parameters are weights, and which weights compute
-one output.
-"""
+"""The weights of Linear, Conv, transposed Conv and recurrent layers, seen by output and input channel."""
 
 from __future__ import annotations
 
@@ -18,7 +14,9 @@ from shared_core.errors import ConfigError
 from shared_core.modules.experts import StackedExperts, expert_weights, output_axis_of_experts
 from shared_core.modules.matching import is_transformers_conv1d
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
+_Conv = nn.modules.conv._ConvNd
 
 
 def output_axis(module: nn.Module) -> int:
@@ -26,27 +24,14 @@ def output_axis(module: nn.Module) -> int:
 
     0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2); of stacked
     experts 1 or 2.
-
-    Example:
-        >>> output_axis(nn.Linear(4, 2)), output_axis(nn.ConvTranspose1d(4, 2, 3))
-        (0, 1)
     """
     stacked = output_axis_of_experts(module)
-    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module)) if stacked is None else stacked
+    return int(isinstance(module, TRANSPOSED) or is_transformers_conv1d(module)) if stacked is None else stacked
 
 
 def input_axis(module: nn.Module) -> int:
-    """Return the axis of a module's weight along which the inputs lie.
-
-    Example:
-        >>> input_axis(nn.Linear(4, 2))
-        1
-    """
+    """Return the axis of a module's weight along which the inputs lie."""
     return (3 if isinstance(module, StackedExperts) else 1) - output_axis(module)
-
-
-_Conv = nn.modules.conv._ConvNd
-_Transposed = nn.modules.conv._ConvTransposeNd
 
 
 def check_layout(module: nn.Module, where: str) -> None:
@@ -58,84 +43,48 @@ def check_layout(module: nn.Module, where: str) -> None:
 
 
 def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
-    """Return a tensor of the weight's shape as (output units, weights of one unit).
-
-    Example:
-        >>> layer = nn.ConvTranspose1d(2, 3, 1, bias=False)
-        >>> output_rows(layer, torch.arange(6).view(2, 3, 1))
-        tensor([[0, 3],
-                [1, 4],
-                [2, 5]])
-    """
+    """Return a tensor of the weight's shape as (output units, weights of one unit)."""
     if is_transformers_conv1d(module):
         return tensor.t()
-    if isinstance(module, _Transposed):
-        # (in, out / groups, k...): inputs are in `groups` runs, each with its own outputs. Split by group, then swap.
-        split = tensor.reshape(module.groups, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
-        return split.transpose(1, 2).reshape(module.out_channels, -1)
-    return tensor.reshape(tensor.shape[0], -1)
+    if isinstance(module, TRANSPOSED):
+        tensor = output_channels_first(tensor, module.groups)
+    return tensor.reshape(len(tensor), -1)
 
 
 def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what `output_rows` made rows of, in the weight's shape and contiguous.
-
-    Example:
-        >>> layer = nn.ConvTranspose2d(4, 6, (2, 3), groups=2)
-        >>> rows = output_rows(layer, layer.weight)
-        >>> torch.equal(from_output_rows(layer, rows, layer.weight.shape), layer.weight)
-        True
-    """
+    """Return what `output_rows` made rows of, in the weight's shape and contiguous."""
     if is_transformers_conv1d(module):
         return rows.t().contiguous()
-    if isinstance(module, _Transposed):
-        # The way back, with the axes swapped.
-        split = rows.reshape(module.groups, shape[1], shape[0] // module.groups, math.prod(shape[2:]))
-        return split.transpose(1, 2).reshape(tuple(shape)).contiguous()
+    if isinstance(module, TRANSPOSED):
+        outputs = rows.reshape(len(rows), shape[0] // module.groups, *shape[2:])
+        return output_channels_first(outputs, module.groups).contiguous()
     return rows.reshape(tuple(shape)).contiguous()
 
 
 def channel_axis(module: nn.Module, x: Tensor) -> int:
-    """Return the axis of an input's or output's channels: the last, or before the places of a convolution.
-
-    Example:
-        >>> channel_axis(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 5, 5))
-        1
-    """
+    """Return the axis of an input's or output's channels: the last, or before the places of a convolution."""
     return x.dim() - 1 - (len(module.kernel_size) if isinstance(module, _Conv) else 0)
 
 
 def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return one value an input channel, shaped to be multiplied with the weight.
-
-    Args:
-        module: The layer.
-        channels: (input channels,).
-        shape: The weight's.
+    """Return one value an input channel, (channels,), shaped to be multiplied with a weight of this shape.
 
     Example:
         >>> over_inputs(nn.Linear(2, 3), torch.tensor([1.0, 2.0]), (3, 2)).shape
         torch.Size([1, 2])
     """
     rest = (1,) * (len(shape) - 2)
-    if isinstance(module, _Transposed) or is_transformers_conv1d(module):
+    if isinstance(module, TRANSPOSED) or is_transformers_conv1d(module):
         return channels.view(-1, 1, *rest)
     if isinstance(module, _Conv):
-        # A group's outputs read that group's inputs alone: input channel g * (in / groups) + j is at place j of its
-        # rows.
+        # Channel g * (in / groups) + j is at place j of its group's rows.
         groups = channels.view(module.groups, 1, shape[1]).expand(-1, shape[0] // module.groups, -1)
         return groups.reshape(shape[0], shape[1], *rest)
     return channels.view(1, -1)
 
 
 def over_outputs(module: nn.Module, units: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return one value an output unit, a new tensor of the weight's shape.
-
-    Example:
-        >>> over_outputs(nn.Linear(2, 2), torch.tensor([1.0, 2.0]), (2, 2))
-        tensor([[1., 1.],
-                [2., 2.]])
-    """
-    # expand has stride 0: clone gives the values memory.
+    """Return one value an output unit, a new tensor of the weight's shape."""
     rows = units.view(-1, 1).expand(-1, math.prod(shape) // units.numel())
     return from_output_rows(module, rows, shape).clone(memory_format=torch.contiguous_format)
 
@@ -151,27 +100,16 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
         >>> output_channels_first(torch.zeros(6, 5, 3, 3), groups=2).shape
         torch.Size([10, 3, 3, 3])
     """
-    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or weight.dim() < 2:
-        raise ConfigError("output_channels_first", f"groups must be a whole number of at least 1, got {groups!r}")
-    if weight.shape[0] % groups:
-        raise ConfigError(
-            "output_channels_first", f"groups must divide the first axis of the weight, {weight.shape[0]}, got {groups}"
-        )
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or len(weight) % groups:
+        rule = f"groups must divide the first axis of the weight, {len(weight)}, got {groups!r}"
+        raise ConfigError("output_channels_first", rule)
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-
-
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell)
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that hold a layer's weights, by name.
 
     A recurrent layer has several, all 2-D, and so have stacked experts, 3-D.
-
-    Example:
-        >>> list(weights_of(nn.GRU(3, 5))), list(weights_of(nn.Linear(3, 5)))
-        (['weight_ih_l0', 'weight_hh_l0'], ['weight'])
     """
     found = {
         name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
@@ -187,10 +125,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
 
-    Args:
-        module: The layer; transformers' Conv1D keeps its outputs on the second axis, and a transposed convolution its
-            output channels, group by group. Of stacked experts the rows of one follow those of another.
-        weight: Its weight.
+    Of stacked experts the rows of one follow those of another.
 
     Example:
         >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
@@ -218,19 +153,7 @@ def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
-    """Return what a Linear, Conv1D, convolution or transposed convolution computes with another weight and bias.
-
-    Args:
-        layer: Its geometry is used.
-        x: Input.
-        weight: Of the shape of the layer's.
-        bias: (outputs,), or None.
-        output_size: As a transposed convolution's forward takes it.
-
-    Example:
-        >>> compute(nn.Linear(2, 1), torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), None)
-        tensor([[3.]])
-    """
+    """Return what a Linear, Conv1D, convolution or transposed convolution computes with another weight and bias."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     if is_transformers_conv1d(layer):
@@ -239,7 +162,6 @@ def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_s
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)
-    # The user's output_size decides how much is added at one side.
     padding = layer._output_padding(
         x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
     )
@@ -259,12 +181,7 @@ def num_inputs(module: nn.Module) -> int:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """Return whether every output channel of a convolution reads one input channel of its own.
-
-    Example:
-        >>> is_depthwise(nn.Conv2d(4, 4, 3, groups=4)), is_depthwise(nn.Conv2d(1, 1, 3))
-        (True, False)
-    """
+    """Return whether every output channel of a convolution reads one input channel of its own."""
     groups = getattr(module, "groups", 1)
     return bool(groups > 1 and groups == num_inputs(module) == num_outputs(module))
 
@@ -272,11 +189,7 @@ def is_depthwise(module: nn.Module) -> bool:
 def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -> Tensor:
     """Return a view (groups, outputs a group, inputs a group, …) of a layer's weight.
 
-    Args:
-        weight: Of the shape of ``module.weight``.
-        module: The layer.
-        channels: For a Linear layer that reads a flattened (channels, positions) map: the channels of that map;
-            None: every input feature is a channel.
+    `channels` are those of the (channels, positions) map that a Linear layer reads flattened, all features by default.
 
     Example:
         >>> layer = nn.Conv2d(4, 6, 3, groups=2)
@@ -310,19 +223,7 @@ def scale_inputs_(view: Tensor, factor: Tensor) -> None:
 
 
 def scaled_outputs(weight: Tensor, module: nn.Module, factor: Tensor) -> Tensor:
-    """Return `weight` with every output channel multiplied; gradients reach both.
-
-    Args:
-        weight: Of the shape of ``module.weight``.
-        module: The layer.
-        factor: Of shape (output channels,).
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> scaled_outputs(torch.ones(2, 2), layer, torch.tensor([1.0, 3.0]))
-        tensor([[1., 1.],
-                [3., 3.]])
-    """
+    """Return `weight` with every output channel multiplied by its factor, (channels,); gradients reach both."""
     if not isinstance(module, TRANSPOSED):
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
     groups = int(module.groups)

@@ -1,4 +1,4 @@
-"""float32 copies of 16-bit parameters, and their float32 gradients.
+"""What 16-bit weights cannot hold: kept in float32 copies and gradients, rounded by chance, or kept beside the weight.
 
 Copies follow what others write into the parameters. Under FSDP2 they are gathered to be saved, and rounded as a single
 process would round them.
@@ -6,17 +6,106 @@ process would round them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import has_group, local_part
-from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, whole
+from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, place_of, whole
 from shared_core.errors import CheckpointError
+from shared_core.numerics import stochastic_round_
 from shared_core.primary_weights.optimizer_swap import dtype_name, moments
-from shared_core.primary_weights.rounding import compensated
+
+_CHUNK = 1 << 22
+
+
+class Draws:
+    """The random numbers of one step: of each tensor its own, so that the order of tensors and parts does not matter.
+
+    A process draws those for what other processes hold of a sharded tensor too: so each part is what one process would
+    make of it on a CPU, and no two parts are rounded by the same numbers.
+
+    Example:
+        >>> weight, seed = torch.zeros(4, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+        >>> draws = Draws(seed, {id(weight): 0})
+        >>> draws.round_(weight, "weight", weight, torch.full((4,), 1 + 2**-8)).tolist()  # half way between neighbours
+        [1.0078125, 1.0, 1.0, 1.0]
+    """
+
+    def __init__(self, generator: torch.Generator, places: Mapping[int, int]) -> None:
+        self._seed = int(torch.randint(2**62, (), generator=generator))
+        self._places = places
+        self._generators: dict[int, dict[str, torch.Generator]] = {}
+
+    def round_(self, parameter: Tensor, name: str, target: Tensor, source: Tensor) -> Tensor:
+        """Write float32 values, stochastically rounded, into the next rows of a parameter's weights or state.
+
+        `name` tells which, and `target` is what this process holds of it; its first rows must come first.
+        """
+        begun = self._generators.setdefault(id(parameter), {})
+        if name not in begun:
+            begun[name] = self._begun(parameter, name, target)
+        return stochastic_round_(target, source, generator=begun[name])
+
+    def end(self, parameter: Tensor) -> None:
+        """Forget a parameter whose rows are all rounded: a generator takes five kilobytes."""
+        self._generators.pop(id(parameter), None)
+
+    def _begun(self, parameter: Tensor, name: str, target: Tensor) -> torch.Generator:
+        salt = zlib.crc32(f"{self._places[id(parameter)]} {name}".encode())
+        generator = torch.Generator(target.device).manual_seed((self._seed + salt) % 2**62)
+        for count in _elements_before(parameter):
+            values = torch.zeros(count, device=target.device)
+            stochastic_round_(torch.empty_like(values, dtype=target.dtype), values, generator=generator)
+        return generator
+
+
+def _elements_before(parameter: Tensor) -> Iterator[int]:
+    # In chunks: the numbers are drawn for nothing, and a large embedding would need as much memory again.
+    rows = place_of(parameter)[:1] if is_sharded(parameter) else ()
+    before = rows[0].start * math.prod(parameter.shape[1:]) if rows else 0
+    for start in range(0, before, _CHUNK):
+        yield min(_CHUNK, before - start)
+
+
+def compensated(weight: Tensor, lost: Tensor) -> Tensor:
+    """Return the float32 sum of a 16-bit weight and what its rounding lost: ``w + c``.
+
+    Where someone else has written the weight since (a mask, a clamp), c is of another value, and w counts alone: where
+    half of it would move the rounded weight.
+
+    Args:
+        weight: fp16 or bf16.
+        lost: Same shape, bf16.
+    """
+    wide, extra = weight.float(), lost.float()
+    # Half of it: c may be half an ulp, and a tie would round to the other neighbour.
+    is_own = torch.add(wide, extra, alpha=0.5).to(weight.dtype) == weight
+    return wide.add_(extra.mul_(is_own))
+
+
+def round_compensated_(weight: Tensor, lost: Tensor, values: Tensor) -> None:
+    """Write float32 values P, rounded, into a weight, and what that loses beside it: ``w ← rn(P), c ← rn(P - w)``.
+
+    Kahan's compensated sum, with the sum of both in float32: from step to step w + c has 16 significant bits or more
+    in bf16, so that updates above ``2^-18·|w|`` are not lost.
+
+    Args:
+        weight: fp16 or bf16; written.
+        lost: bf16, same shape; written.
+        values: float32, same shape.
+
+    Source: Kahan, 1965, *Further remarks on reducing truncation errors*; for weights: Zamirai et al., 2020,
+    *Revisiting BFloat16 Training*, arXiv:2010.06192.
+    """
+    weight.copy_(values)
+    # Beyond the largest value there is nothing to keep.
+    lost.copy_((values - weight).nan_to_num_(0.0, 0.0, 0.0))
+
 
 _SMALL, _TOGETHER = 1 << 14, 1 << 18
 
@@ -37,16 +126,6 @@ class Copies:
     Args:
         parameters: fp16 or bf16, each once.
         known: Copies of some of the parameters, whose values are to be kept.
-
-    Example:
-        >>> parameter = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-        >>> copies = Copies([parameter])
-        >>> copies.values[0].data[0] = 1.001
-        >>> parameter[1] = 3.0
-        >>> copies.follow_()
-        True
-        >>> copies.values[0].data
-        tensor([1.0010, 3.0000])
     """
 
     @torch.no_grad()
@@ -73,16 +152,14 @@ class Copies:
         """Take over what was written into parameters: where a copy's rounding is not its parameter, to the bit."""
         for parameters, dtype, copies in self._bundles:
             now, values = _joined(parameters), local_part(copies)
-            # Casting the model (to another 16-bit dtype, to float32) replaces what parameters hold: the copies must
-            # be made anew.
+            # Casting the model replaces what parameters hold: the copies must be made anew.
             if now.dtype != dtype:
                 return False
             # bits, so that a NaN equals itself
             bits, rounded = now.view(torch.int16), values.to(dtype).view(torch.int16)
             # on a CPU asking first is ten times faster than `where` (torch 2.13)
             if not (now.is_cpu and torch.equal(rounded, bits)):
-                # Where the bits agree, the copy keeps what lies beyond 16 bit. Where not, someone else wrote the
-                # parameter (a mask, a loaded checkpoint): that value counts.
+                # Where the bits agree, the copy keeps what lies beyond 16 bit; else what someone wrote counts.
                 values.copy_(torch.where(rounded == bits, values, now))
         return True
 
@@ -102,13 +179,11 @@ def _bundled(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     unfilled: dict[object, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         size = parameter.numel()
-        # A small model has hundreds of norms and biases: one kernel for each would take longer than the arithmetic.
-        # Large tensors gain nothing, and cat would copy them.
+        # One kernel for each of hundreds of norms would take longer than the arithmetic; cat would copy large ones.
         if size > _SMALL or is_sharded(parameter) or not parameter.is_contiguous():
             bundles.append([parameter])
             continue
-        # What cat along the first dimension asks for. Contiguous, so that rows of the joined tensor are the
-        # parameter's memory order.
+        # What cat asks for; contiguous, so that rows are the parameter's memory order.
         key = parameter.dtype, parameter.device, parameter.dim(), parameter.shape[1:]
         bundle, filled = unfilled.get(key, ([], 0))
         if not bundle or filled + size > _TOGETHER:
@@ -129,8 +204,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
 def _copied(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> tuple[_Bundle, list[Tensor]]:
     first, *more = parameters
     if not more:
-        # A known copy is taken as it is, so that the optimizer's state, which belongs to the tensor object, still
-        # matches.
+        # As it is: the optimizer's state belongs to the tensor object.
         copy = known[first] if first in known else nn.Parameter(first.detach().to(torch.float32, copy=True))
         return _Bundle(parameters, first.dtype, copy), [copy]
     values = _joined([known.get(parameter, parameter) for parameter in parameters]).float()
@@ -172,17 +246,14 @@ class WideGradients:
         """Return the gradient made float32, and make those to come so where no process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
-            # No gradient yet: backward will accumulate in float32 straight away.
             if not self.reduced_in_16_bit:
                 parameter.grad_dtype = torch.float32
         elif gradient.dtype == parameter.dtype:
-            # In this order: torch checks grad against grad_dtype at both assignments, so grad has to be gone while
-            # dtypes change.
+            # In this order: torch checks grad against grad_dtype at both assignments.
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide = gradient.float()
-            # With DDP the gradient is a view of its bucket, which the next backward writes into: keep it, and put it
-            # back.
+            # With DDP the gradient is a view of its bucket, which the next backward writes into.
             if self.reduced_in_16_bit:
                 self._reduced[parameter] = gradient
             return wide
@@ -196,8 +267,7 @@ class WideGradients:
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
-            # With the wide one's values: clipping or unscaling has changed them, and whoever reads .grad after the
-            # step sees that.
+            # With the wide one's values, which clipping or unscaling has changed.
             parameter.grad = None if wide is None else gradient.copy_(wide)
         self._reduced = {}
 

@@ -18,20 +18,31 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_
+from shared_core.primary_weights.copies import (
+    Copies,
+    CopiesOfShards,
+    Draws,
+    WideGradients,
+    compensated,
+    restore_,
+    round_compensated_,
+)
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
     Exchange,
+    Part,
+    SlicedStep,
     are_same,
     check_match,
     dtype_name,
     is_trained_in_16_bit,
     moments,
+    narrow_moments_,
     parameters_of,
+    slices,
     trained_in_16_bit,
+    updates_each_by_itself,
 )
-from shared_core.primary_weights.rounding import Draws, compensated, round_compensated_
-from shared_core.primary_weights.slices import Part, SlicedStep, narrow_moments_, slices, updates_each_by_itself
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
@@ -127,8 +138,7 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._optimizers = context.optimizers
         parameters = trained_in_16_bit(self._optimizers)
-        # Sharded ones are loaded by `distributed.checkpoint`, and their moments restored from `moments_of_shards` in
-        # begin.
+        # Sharded ones are loaded by `distributed.checkpoint`, and `begin` restores their moments.
         if any(map(is_sharded, parameters)):
             return
         if self.config.kind == "fp32_copy":
@@ -153,11 +163,9 @@ class PrimaryWeights(Technique):
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         check_match(parameters_of(self._optimizers))
         if moving := next((type(one).__name__ for one in self._optimizers if has_modes(one)), None):
-            raise CompatibilityError(
-                "primary_weights",
-                f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported",
-                "use an optimizer without these modes, or leave primary_weights out",
-            )
+            rule = f"{moving} moves the weights in its train() and eval(), in 16 bits, which is not supported"
+            remedy = "use an optimizer without these modes, or leave primary_weights out"
+            raise CompatibilityError("primary_weights", rule, remedy)
         if self.config.kind != "fp32_copy":
             self._slice_steps()
         if self._keeps_16_bit and any(p.dtype != torch.bfloat16 for p in trained_in_16_bit(self._optimizers)):
@@ -169,8 +177,7 @@ class PrimaryWeights(Technique):
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
         if saved is not None:
-            # Moments before copies: `_follow` makes the exchanges, which carry the optimizer's state over as it is
-            # then.
+            # Moments before copies: `_follow` carries the optimizer's state over as it is then.
             self._shards.restore_moments_(self._optimizers, names, saved["moments_of_shards"])
         if self._keeps_16_bit:
             for optimizer in self._optimizers:
@@ -212,16 +219,14 @@ class PrimaryWeights(Technique):
     def before_step(self, context: Context) -> None:
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
-        self._optimizers = context.optimizers
-        sliced = self._sliced
+        self._optimizers, sliced = context.optimizers, self._sliced
         # Sliced only if one optimizer trains all of it: with two, whose step would rounding belong to?
         if sliced is not None and self._trained_by() == [sliced.optimizer]:
             parameters = trained_in_16_bit(self._optimizers)
             if not self._keeps_16_bit:
                 self._gradients.widen_all(parameters)
             sliced.ready = parameters, lambda: self._step_in_slices(sliced, parameters, context)
-            # In-place writes raise _version: an optimizer that writes parameters of its own accord, past
-            # param_groups, shows by it.
+            # By these shows an optimizer that writes parameters past its param_groups.
             self._versions = [parameter._version for parameter in parameters]
             self._in_slices = self._is_in = True
             return
@@ -244,8 +249,7 @@ class PrimaryWeights(Technique):
             return
         self._check_step()
         every = self.config.telemetry_every
-        # step counts applied ones and is raised by now: step - 1 is the number that the sliced path saw before its
-        # step.
+        # step is raised by now: step - 1 is the number that the sliced path saw
         if every and (context.step - 1) % every == 0:
             if not self._in_slices:
                 self._count_small_updates(self._copies.by_parameter.items())
@@ -368,24 +372,20 @@ class PrimaryWeights(Technique):
         self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
         # After the swap: the parameters' gradients take the reduced tensors back, with clipped values.
         self._gradients.restore()
-        # Nothing lasts beyond a step: the rounded parameters are all there is.
         if self.config.kind != "fp32_copy":
             self._copies, self._exchanges = Copies(), []
 
     def _follow(self) -> None:
         """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
-        # The usual case: the same parameters, so copies only follow.
         if self._are_copied() and self._copies.follow_():
             return
         before = self._copies
-        # Known copies are taken over: the parameters may be in another order, or more of them, but their bits beyond
-        # 16 stay.
+        # Known copies are taken over with their bits beyond 16, in whatever order.
         self._copies = Copies(trained_in_16_bit(self._optimizers), before.by_parameter)
         ours = self._copies.parameters, self._copies.values
         self._exchanges = [Exchange(optimizer, *ours) for optimizer in self._optimizers]
         self._others = [*{*parameters_of(self._optimizers)} - {*self._copies.parameters}]
         if before.parameters:
-            # What others wrote into the parameters since counts, as in every step.
             self._copies.follow_()
 
     def _are_copied(self) -> bool:
@@ -413,16 +413,15 @@ class PrimaryWeights(Technique):
         return Draws(generator, self._places[1])
 
     def _check_step(self) -> None:
+        problem: str | None
         if not self._is_in:
-            raise TrainingError(
-                "primary_weights",
-                "before_step must come before the optimizer's step, got a step without it",
-                "call session.before_step() when the gradients are complete",
+            problem = (
+                "before_step must come before the optimizer's step, got a step without it; call session.before_step() "
+                "when the gradients are complete"
             )
-        if self._in_slices:
+        elif self._in_slices:
             ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
-            # ready is None once the closure ran: the optimizer's own writes raised the versions, which then says
-            # nothing.
+            # ready is None once the closure ran: the optimizer's own writes raised the versions
             is_other = ready is not None and [parameter._version for parameter in ready[0]] != self._versions
             problem = _OTHER_TENSORS if is_other else None
         else:
@@ -435,7 +434,6 @@ class PrimaryWeights(Technique):
         if self._handed is None:
             return None
         gradients, versions = self._handed
-        # The optimizer should have written the primaries only.
         if [parameter._version for parameter in self._copies.parameters] != versions:
             return _OTHER_TENSORS
         now = [parameter.grad for parameter in self._copies.parameters]
@@ -466,8 +464,7 @@ class PrimaryWeights(Technique):
                             "call session.prepare_optimizers(optimizers) before optimizer.load_state_dict, and "
                             "resume under FSDP2 what was saved under FSDP2",
                         )
-                    # torch's load_state_dict casts moments to the parameter's dtype: fp32 moments of a 16-bit
-                    # parameter come back rounded. A checkpoint that says they were float32 must not be read so.
+                    # torch's load_state_dict casts float32 moments to the parameter's dtype, which rounds them.
                     optimizer.state[parameter][name] = value.float()
 
     # -- state and figures
@@ -544,9 +541,7 @@ class PrimaryWeights(Technique):
             "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
             "copy_bytes": sum(kept.numel() * kept.element_size() for kept in self._kept().values()),
             "widened_bytes_at_once": self._widened,
-            "left_alone": dict(
-                Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
-            ),
+            "left_alone": dict(Counter(dtype_name(p.dtype) + ("" if p.requires_grad else ", frozen") for p in others)),
             "gradients": self._format_of_gradients(),
             "small_updates": _share(self._small_updates),
             "small_updates_step": self._small_updates.get("step"),

@@ -155,14 +155,12 @@ class ExampleGradients:
         Source of the sum without a second backward: Bu et al. 2022, arXiv:2210.00038.
         """
 
-        # A factor of 0 does not remove NaN: 0 * NaN is NaN.
         def cleaned(values: Tensor) -> Tensor:
             is_number = values.is_floating_point() or values.is_complex()
             return values.nan_to_num(0, 0, 0) if is_number and not all_finite else values
 
         if self.samples is not None:
             samples = cleaned(in_full(self.samples))
-            # Σ_n f_n g_n, (n, ...) contracted over examples.
             return torch.einsum("n,n...->...", factors.to(samples.dtype), samples)
         # gᵢ is the sum of lₜrₜᵀ over the positions t of example i, so Σᵢ fᵢgᵢ is one product (fl)ᵀr over all positions
         sums = []
@@ -174,7 +172,6 @@ class ExampleGradients:
             else:
                 right = right * weights
             left, right = left.flatten(0, 1), right.flatten(0, 1)
-            # An embedding's gradient adds rows of δ at the looked-up places.
             if left.is_floating_point():
                 sums.append((left.T @ right).view(use.shape))
             else:
@@ -187,14 +184,15 @@ def in_full(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def not_each(name: str, examples: int, rows: object) -> TrainingError:
-    """Return the error of a parameter that has not one gradient from each example."""
-    return TrainingError(
-        "dp",
-        f"{name} must get a gradient from each of the {examples} examples, got {rows}",
-        "every layer's input must have the batch in its first dimension, one row an example, and every batch must "
-        "give a loss",
-    )
+def check_each(name: str, examples: int, rows: object) -> None:
+    """Refuse a parameter that has not one gradient from each example."""
+    if rows != examples:
+        raise TrainingError(
+            "dp",
+            f"{name} must get a gradient from each of the {examples} examples, got {rows}",
+            "every layer's input must have the batch in its first dimension, one row an example, and every batch must "
+            "give a loss",
+        )
 
 
 _GradSampleHooks: Any = object  # Opacus is imported where it is needed: it takes seconds
@@ -209,7 +207,6 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self.force_functorch = functorch
-        # By name: FSDP2 has other parameter objects in forward (gathered) than in backward.
         names = {value: name for name, value in model.named_parameters() if value.requires_grad}
         self._names = {
             module: {own: names[value] for own, value in module.named_parameters() if value in names}
@@ -246,7 +243,6 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
         inner = {parameter for child in module.children() for parameter in child.parameters()}
         listed = bool(own) and own <= inner
-        # A layer that lists parameters of a child of its own (containers) would count them twice.
         if own and not listed:
             yield module
             if not self._has_rule(module):
@@ -294,12 +290,12 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         others = () if self._has_rule(module) else inputs[1:]
         if self.hooks_enabled and (by_name or others or not all(isinstance(value, Tensor) for value in inputs)):
             kinds = [*(type(value).__name__ for value in inputs), *by_name]
-            raise TrainingError(
-                "dp",
-                f"{next(iter(self._names[module].values()))} must be of a layer with one tensor as input, by "
-                f"position, got ({', '.join(kinds)}) for {own_class(module).__name__}",
-                "freeze it, or put torch.nn.Linear layers in its place",
-            )
+            self._refuse(module, f"input, by position, got ({', '.join(kinds)}) for {own_class(module).__name__}")
+
+    def _refuse(self, module: nn.Module, rule: str) -> None:
+        name = next(iter(self._names[module].values()))
+        remedy = "freeze it, or put torch.nn.Linear layers in its place"
+        raise TrainingError("dp", f"{name} must be of a layer with one tensor as {rule}", remedy)
 
     def _keep_order(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Keep where the rows of a packed sequence were: torch sorts them by length."""
@@ -317,12 +313,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         kind, names = own_class(module), self._names[module]
         by_rule = self._has_rule(module)
         if not by_rule and (len(outputs) > 1 or outputs[0] is None):
-            raise TrainingError(
-                "dp",
-                f"{next(iter(names.values()))} must be of a layer with one tensor as output, got {len(outputs)} from "
-                f"{kind.__name__}, which has no rule",
-                "freeze it",
-            )
+            self._refuse(module, f"output, got {len(outputs)} from {kind.__name__}, which has no rule")
         # Opacus puts the batch first and undoes the loss's mean here.
         activations, backprops = self.rearrange_grad_samples(
             module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
@@ -371,9 +362,8 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     def _add_use(self, name: str, use: Use) -> None:
         """Keep a layer's factors as long as they are smaller than the gradients of single examples."""
         uses = self._uses.setdefault(name, [])
-        if uses and len(uses[0].outputs) != len(use.outputs):
-            raise not_each(name, len(uses[0].outputs), len(use.outputs))
         uses.append(use)
+        check_each(name, len(uses[0].outputs), len(use.outputs))
         # The smaller is also the faster: T positions cost T²(out + in) for the norm, the gradients T·out·in.
         if name in self._samples or sum(each.size() for each in uses) >= len(use.outputs) * use.shape.numel():
             self._add(name)
@@ -381,8 +371,7 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
     def _add(self, name: str, *samples: Tensor) -> None:
         for found in (*samples, *(use.samples() for use in self._uses.pop(name, ()))):
             before = self._samples.get(name)
-            if before is not None and len(before) != len(found):
-                raise not_each(name, len(before), len(found))
+            check_each(name, len(found if before is None else before), len(found))
             self._samples[name] = found if before is None else before + found
 
     def _keep(self, name: str) -> ExampleGradients:
@@ -564,15 +553,10 @@ class PerSample:
 
     def _expand(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         # transformers look positions up once for the whole batch: (1, length)
-        first = inputs[0] if inputs else None
-        if (
-            not (module.training and torch.is_grad_enabled())
-            or not isinstance(first, Tensor)
-            or first.dim() < 2
-            or first.shape[0] != 1
-        ):
-            return None
-        return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
+        first = inputs[0] if inputs and module.training and torch.is_grad_enabled() else None
+        if isinstance(first, Tensor) and first.dim() > 1 and len(first) == 1:
+            return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
+        return None
 
     @property
     def ghosts(self) -> Mapping[str, bool]:
@@ -592,7 +576,6 @@ class PerSample:
         for parameter in self._model.parameters():
             parameter.grad = None  # the sum of unclipped gradients has no use, and takes the memory of these sums
         if made:
-            # The norm is over all parameters of an example: norms of parts, then the norm of these.
             norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
             factors, all_finite = clip_factors(norms, scale, max_norm), bool(norms.isfinite().all())
             for name in list(made):
@@ -603,8 +586,7 @@ class PerSample:
         for name, parameter in self._model.named_parameters():
             if name in made:
                 found = made[name]
-                if len(found) != 1 or len(found[0].norms) != self.num_examples:
-                    raise not_each(name, self.num_examples, len(found[0].norms) if len(found) == 1 else "several")
+                check_each(name, self.num_examples, len(found[0].norms) if len(found) == 1 else "several")
                 taken[name] = found[0]
             elif parameter.requires_grad and parameter.grad is not None:
                 raise TrainingError(
@@ -636,9 +618,8 @@ class PerSample:
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 wrong = wrong or f"{name}, got a difference of {apart / sizes[name]:.2g} of their size"
-        if wrong := next(
-            filter(None, all_gather_object(wrong) if world_size() > 1 else [wrong]), ""
-        ):  # all raise it, or the others would wait for this one
+        # all raise it, or the others would wait for this one
+        if wrong := next(filter(None, all_gather_object(wrong) if world_size() > 1 else [wrong]), ""):
             raise TrainingError(
                 "dp",
                 f"gradients of single examples must sum to the gradient of {wrong}",
@@ -659,14 +640,8 @@ class PerSample:
 
 
 def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
-    """Return ``sᵢ · min(1, C / ‖sᵢgᵢ‖)``, 0 for an example whose gradient is not finite.
-
-    Example:
-        >>> clip_factors(torch.tensor([5.0, 0.5, torch.nan]), torch.ones(3), 1.0)
-        tensor([0.2000, 1.0000, 0.0000])
-    """
+    """Return ``sᵢ · min(1, C / ‖sᵢgᵢ‖)``, 0 for an example whose gradient is not finite."""
     norms = norms * scale.abs()
     # min(1, C / ‖g‖) with ‖g‖ in the scaled units: the loss's factor is divided out by `scale`.
     clipped = scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
-    # An example that is not finite is left out: clipping cannot bound it.
     return clipped.where(norms.isfinite(), 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from shared_core.distributed.collectives import rank, world_size
 from shared_core.errors import CompatibilityError, ConfigError
@@ -97,8 +97,6 @@ class PoissonBatches(Sampler[list[int]]):
         drawn: Callable[[], int],
     ) -> None:
         self.num_examples, self.accumulate = num_examples, accumulate
-        # The sum is divided by what a step expects, not by what it drew: the draw must not be visible in the
-        # division.
         self.expected = batch_size * accumulate * world_size()
         """Examples that a step expects: what sums are divided by, whatever the draw was."""
         if self.expected > num_examples:
@@ -150,32 +148,25 @@ class PoissonBatches(Sampler[list[int]]):
         first, self.replayed, self.is_read = self._drawn() - self.replayed, 0, True
         # to the end of a step: behind a resume from inside of one the rest of its draw comes first
         for number in range(first, first + len(self) - first % self.accumulate):
-            # Poisson sampling may draw nobody: a batch of one example, which counts with factor 0.
             yield self.part(*divmod(number, self.accumulate)) or [0]
 
 
 def check_loader(loader: Any) -> None:
     """Refuse what Poisson sampling cannot take the place of."""
-    if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
-        raise CompatibilityError(
-            "dp", f"training data must come from one DataLoader, got {type(loader).__name__}", "batches are drawn anew"
-        )
-    data: Dataset[Any] = loader.dataset
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-        raise CompatibilityError(
-            "dp",
-            f"training data must be a data set with a length and an index, got {type(data).__name__}, which is read "
-            "in its own order: Poisson sampling has to pick any example at any step",
-        )
-    sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    data, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "batch_sampler", batches)
     kind = type(getattr(sampler, "sampler", sampler)).__name__
-    if kind not in _ORDERS:
-        raise CompatibilityError(
-            "dp",
-            f"training DataLoader must shuffle all examples alike, got {kind}",
-            "Poisson sampling takes the place of the order, and cannot keep weights, lengths or subsets: leave the "
-            "sampler out",
-        )
+    if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
+        rule, remedy = f"come from one DataLoader, got {type(loader).__name__}", "batches are drawn anew"
+    elif isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        rule = f"be a data set with a length and an index, got {type(data).__name__}, which is read in its own order"
+        remedy = "Poisson sampling has to pick any example at any step"
+    elif kind not in _ORDERS:
+        rule = f"be shuffled by the DataLoader, all examples alike, got {kind}"
+        remedy = "Poisson sampling cannot keep weights, lengths or subsets: leave the sampler out"
+    else:
+        return
+    raise CompatibilityError("dp", f"training data must {rule}", remedy)
 
 
 def loader_options(loader: Any) -> dict[str, Any]:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
-from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part, world_size
+from shared_core.distributed.collectives import all_reduce_, any_rank, broadcast_, local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
 from shared_core.engine.plan import Plan, Touched, trained
+from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.modules.calls import modes_restored
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
-from shared_core.privacy.halves import losses_of_halves
 from shared_core.privacy.per_sample_gradients import PerSample, check_model
 from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, loader_options
 
@@ -111,17 +115,7 @@ class DifferentialPrivacy(Technique):
         self._per_sample, self._sums = None, {}
 
     def sample(self, loader: Any, batch_size: int, accumulate: int = 1) -> PoissonBatches:
-        """Return the batches that take the place of a DataLoader's own.
-
-        Args:
-            loader: The DataLoader, over the same whole data set on every process.
-            batch_size: Expected examples of a micro-batch.
-            accumulate: Micro-batches of an optimizer step.
-
-        Raises:
-            CompatibilityError: If the data cannot be drawn from like that.
-            ConfigError: If a step would expect more examples than there are.
-        """
+        """Return the batches that replace those of a DataLoader, which has the whole data set on every process."""
         check_loader(loader)
         if self._secret is None:
             self._secret = self._make_secret()
@@ -173,22 +167,16 @@ class DifferentialPrivacy(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Settle the noise and say what the run will have spent."""
         config, batches = self.config, self._known(self._batches)
-        if config.delta >= 1 / batches.num_examples:
-            raise ConfigError(
-                "dp",
-                f"delta must be below one over the {batches.num_examples} examples, got {config.delta}",
-                "publishing a few whole examples would meet it otherwise",
-            )
-        total = context.total_steps
+        total, rule = context.total_steps, ""
         left = None if total is None else max(total - context.step, 0)
-        if config.target_epsilon is not None:
-            if left is None:
-                raise ConfigError(
-                    "dp",
-                    f"target_epsilon must come with a known number of steps, got {config.target_epsilon} in a run "
-                    "without end",
-                    "set max_steps",
-                )
+        if config.delta >= 1 / batches.num_examples:
+            rule = f"delta must be below one over the {batches.num_examples} examples, got {config.delta}"
+            remedy = "publishing a few whole examples would meet it otherwise"
+        elif config.target_epsilon is not None and left is None:
+            rule, remedy = "target_epsilon must come with a known number of steps, got none", "set max_steps"
+        if rule:
+            raise ConfigError("dp", rule, remedy)
+        if config.target_epsilon is not None and left is not None:
             planned = epsilon(self._planned(left), config.delta, config.accountant) if self._noise else 0.0
             if not 0.98 * config.target_epsilon <= planned <= config.target_epsilon:  # a resume keeps what it had
                 self._noise = noise_multiplier_for(
@@ -196,15 +184,11 @@ class DifferentialPrivacy(Technique):
                     accountant=config.accountant, spent=self._spent,
                 )  # fmt: skip
         end = "" if left is None else f"; after {total} steps epsilon {self._after(left):.4g} at delta {config.delta:g}"
+        clipped = ". The trainer clips the noised gradient again, which costs no privacy" * context.clips_gradients
         context.services.say(
             f"efftrain: dp: poisson sampling with rate {batches.sample_rate:.4g} of {batches.num_examples} examples, "
             f"noise multiplier {self._noise:.4g}, clipped at {config.max_grad_norm:g}{end}, accountant "
-            f"{config.accountant}"
-            + (
-                ". The trainer clips the noised gradient again, which costs no privacy"
-                if context.clips_gradients
-                else ""
-            )
+            f"{config.accountant}{clipped}"
         )
 
     def _planned(self, steps: int) -> list[Spending]:
@@ -226,15 +210,7 @@ class DifferentialPrivacy(Technique):
         return max(len(self._known(self._batches).part(self._draws, self._micro_batch)), 1)
 
     def check_loss(self, whole: float, parts: list[tuple[int, float]]) -> None:
-        """Check once that the loss of a batch is the mean of its parts' losses, each by its rows.
-
-        Args:
-            whole: The loss of all rows.
-            parts: Rows and loss of each part.
-
-        Raises:
-            CompatibilityError: If it is not: then how much an example counts depends on the others.
-        """
+        """Refuse once a loss of a batch that is not the mean of its parts' losses, each by its rows."""
         self.checks_loss = False
         mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
         if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
@@ -277,13 +253,7 @@ class DifferentialPrivacy(Technique):
         if self._per_sample is None or not task_loss.requires_grad:
             return task_loss
         batches = self._batches_in_use()
-        # A micro-batch outside of an accumulation window would be counted as part of another draw.
-        if self._micro_batch >= batches.accumulate:
-            raise TrainingError(
-                "dp",
-                f"a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more",
-                "give the same accumulation to the trainer and to loader(...)",
-            )
+        self._check_window(self._micro_batch < batches.accumulate, "more")
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
         # Default: the loss is a mean over rows, so each row's own loss is rows times its share.
@@ -291,14 +261,22 @@ class DifferentialPrivacy(Technique):
             weights = torch.full((rows,), float(rows), device=task_loss.device)
         self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
         self._micro_batch += 1
-        # The gradient that arrives is what the trainer multiplied the loss by: one over the micro-batches, mostly.
-        # At the loss: the gradient arriving here is what the trainer multiplied by (1 / accumulation, its scaler).
+        # The gradient arriving at the loss is what the trainer multiplied it by (1 / accumulation, its scaler).
         task_loss.register_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return task_loss
 
+    def _check_window(self, is_right: bool, found: str) -> None:
+        if not is_right:
+            number = self._known(self._batches).accumulate
+            raise TrainingError(
+                "dp",
+                f"a step must have the {number} micro-batches that its draw was cut into, got {found}",
+                "give the same accumulation to the trainer and to loader(...), leave no batch out, and return the loss "
+                "of each",
+            )
+
     def _after_backward(self, arriving: Tensor) -> None:
         self._factor = self._known(self._factor) / arriving
-        # queued again from there, after what FSDP2 and DDP queue for the end of this backward
         queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
         # Queued twice: this runs after the callbacks that DDP and FSDP2 queue for the end of backward.
         queue(lambda: queue(self._clip))
@@ -319,14 +297,7 @@ class DifferentialPrivacy(Technique):
     def before_step(self, context: Context) -> None:
         """Put the noised mean in place of every gradient, and count the step."""
         batches = self._known(self._batches)
-        # Wrong number of micro-batches: the draw would not be the one that is accounted for.
-        if self._micro_batch != batches.accumulate or self._factor is not None:
-            raise TrainingError(
-                "dp",
-                f"a step must have the {batches.accumulate} micro-batches that its draw was cut into, got "
-                f"{self._micro_batch}",
-                "batches must not be left out, and the loss must be returned for each",
-            )
+        self._check_window(self._micro_batch == batches.accumulate and self._factor is None, str(self._micro_batch))
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm
         secret, secure_mode = self._known(self._secret), self.config.secure_mode
@@ -443,3 +414,76 @@ def _with_step(spent: list[Spending], noise: float, rate: float) -> list[Spendin
     if spent and spent[-1][:2] == (noise, rate):
         return [*spent[:-1], (noise, rate, spent[-1][2] + 1)]
     return [*spent, (noise, rate, 1)]
+
+
+_STATE_DIMS = 3
+
+
+def losses_of_halves(
+    model: nn.Module, run: Callable[[Any], Any], batch: Any, rows: int
+) -> tuple[float, list[tuple[int, float]]] | tuple[()] | None:
+    """Return the loss of a batch and, by their rows, those of its halves; nothing where the outputs hold no loss.
+
+    None for a batch that has a single row, on any process, or whose rows cannot be told.
+    """
+    cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
+    # all processes or none: a sharded module gathers its weights in every forward
+    if any_rank(rows < 2 or _is_unclear(batch, rows), next(model.parameters()).device):
+        return None
+    random = rng_state()
+    try:
+        with modes_restored(model), torch.no_grad():
+            for part in model.modules():  # dropout would differ, and hooks keep what they see; `eval` is more to a loop
+                part.training = False
+            outputs = [run(part) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
+    finally:
+        set_rng_state(random)
+    found: list[Any] = [
+        output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output) for output in outputs
+    ]
+    if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in found):
+        return ()
+    whole, *halves = map(float, found)
+    return whole, [(count, loss) for (_, count), loss in zip(cuts, halves, strict=True)]
+
+
+def _cut(batch: Any, rows: slice, count: int) -> Any:
+    """Return those rows of everything in a batch that has one entry an example."""
+    if isinstance(batch, Tensor):
+        if batch.dim() and len(batch) == count:
+            return batch[rows]
+        return batch[:, rows] if _is_state(batch, count) else batch
+    if isinstance(batch, PackedSequence):
+        padded, lengths = pad_packed_sequence(batch, batch_first=True)
+        return pack_padded_sequence(padded[rows], lengths[rows], batch_first=True, enforce_sorted=False)
+    if isinstance(batch, list | tuple):
+        if len(batch) == count and not any(isinstance(value, Tensor) and value.dim() for value in batch):
+            return batch[rows]
+        values = [_cut(value, rows, count) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    parts = {name: _cut(value, rows, count) for name, value in _fields(batch).items()}
+    if not isinstance(batch, MutableMapping) and not dataclasses.is_dataclass(batch):
+        return parts or batch
+    other: Any = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
+    (vars(other) if dataclasses.is_dataclass(batch) else other).update(parts)
+    return other
+
+
+def _fields(batch: Any) -> Mapping[Any, Any]:
+    """Return the values of a mapping or a dataclass by name, of anything else nothing."""
+    if dataclasses.is_dataclass(batch):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return batch if isinstance(batch, Mapping) else {}
+
+
+def _is_state(value: Tensor, count: int) -> bool:
+    """Return whether a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
+    return value.dim() == _STATE_DIMS and value.shape[1] == count
+
+
+def _is_unclear(batch: Any, count: int) -> bool:
+    """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
+    if isinstance(batch, Tensor):
+        return _is_state(batch, count) and len(batch) == count
+    values = batch if isinstance(batch, list | tuple) else _fields(batch).values()
+    return any(_is_unclear(value, count) for value in values)

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.modules.block_calls import solve_in_order
-from shared_core.modules.calls import call_on_batch, evaluating
+from shared_core.modules.calls import call_on_batch, evaluating, solve_in_order
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.second_order import compensated
 from shared_core.pruning.config import PruneConfig

@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, MatchError, by_reason
-from shared_core.modules.block_calls import has_rows
+from shared_core.modules.calls import has_rows
 from shared_core.modules.experts import StackedExperts, expert_weights, matrix_names
 from shared_core.modules.matching import (
     UNHELD,

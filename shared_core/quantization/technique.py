@@ -16,8 +16,8 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 from shared_core.modules.experts import StackedExperts
-from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD, own_class, plain_name
+from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import find_folds, relative

@@ -12,7 +12,7 @@ from hf_eff import attach
 from hf_eff.callbacks import PrimaryWeights
 from shared_core.engine.state_file import load_state
 from shared_core.errors import MatchError
-from shared_core.primary_weights import slices, technique
+from shared_core.primary_weights import optimizer_swap, technique
 
 SETTINGS = {
     "save_strategy": "steps",
@@ -119,7 +119,7 @@ def test_a_float32_model_is_refused_before_training(make, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 def test_stochastic_rounding_widens_one_parameter_at_a_time(make, tmp_path, optim, monkeypatch):
-    monkeypatch.setattr(slices, "_ON_CPU", 1)
+    monkeypatch.setattr(optimizer_swap, "_ON_CPU", 1)
     recipe = {"primary_weights": {"kind": "stochastic_rounding"}}
     trainer, _ = build(make, tmp_path / "sliced", torch.bfloat16, recipe, optim=optim)
     trainer.train()

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from shared_core.errors import MatchError
-from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import check_model, plain_name, replaced
-from shared_core.modules.own_forward import stock_kind
+from shared_core.modules.own_forward import fast_paths_off, stock_kind
 from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
 from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError
-from shared_core.modules.block_calls import has_rows, solve_in_order
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, has_rows, solve_in_order
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics.noise import sqnr
 from shared_core.numerics.second_order import compensated

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
-from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import plain_name
+from shared_core.modules.own_forward import fast_paths_off
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
 from shared_core.quantization.layers.fake_quant_layers import (
     FAKE_QUANT,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from shared_core.channel_graph.graph import Ids
 from shared_core.channel_graph.groups import ChannelGroup, Traced
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.modules.block_calls import has_rows
-from shared_core.modules.calls import evaluated
+from shared_core.modules.calls import evaluated, has_rows
 
 Run = Callable[[Any], Any]
 """Runs a batch through the model."""

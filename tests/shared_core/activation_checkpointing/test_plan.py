@@ -143,11 +143,6 @@ def test_units_of_time_are_fine_enough(fraction, monkeypatch):
     assert coarse <= 1.005 * choose_segments(cost, budget).seconds
 
 
-def test_a_budget_that_holds_everything_recomputes_nothing():
-    plan = choose_segments(even(5), 15)
-    assert (plan.segments, plan.seconds, plan.share, plan.peak) == ((), 0.0, 0.0, 15)
-
-
 def test_a_budget_below_the_least_is_refused_with_the_least_by_name():
     cost = even(16, head=3)
     least = choose_segments(cost, None).peak
@@ -163,16 +158,3 @@ def test_degenerate_chains():
     assert choose_segments(nothing, 0).segments == ()
     loss = StepCost(blocks=even(4).blocks, head=1000)
     assert choose_segments(loss, None).peak == 1000 + 4 - 3  # one segment holds one input when the head peaks
-
-
-def test_no_segment_goes_over_a_break():
-    blocks = tuple(BlockCost(name=f"b{i}", input=1, saved=9, seconds=1.0, follows=i not in (0, 3)) for i in range(6))
-    for segment in choose_segments(StepCost(blocks=blocks, head=100), None).segments:
-        assert segment in {("b0", "b1", "b2"), ("b3", "b4", "b5")}
-
-
-def test_the_tail_of_a_segment_is_not_recomputed():
-    blocks = tuple(BlockCost(name=f"b{i}", input=1, saved=50, seconds=1.0, tail=0.5) for i in range(8))
-    plan = choose_segments(StepCost(blocks=blocks), 8 + 50)
-    assert plan.segments == tuple((f"b{i}",) for i in range(7))  # single blocks, and the last one left alone
-    assert plan.seconds == 3.5

@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shared_core.activation_compression.saved_tensors import HeldMemory
 from shared_core.errors import TrainingError
 
 
@@ -18,6 +19,12 @@ class FirstOf(nn.Module):
 
     def forward(self, x):
         return self.inner(x)[0]
+
+
+class Mixed(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
 
 
 class Residual(nn.Module):
@@ -53,6 +60,7 @@ NETS = {
     "average-pool": lambda: (convolutional(nn.AvgPool2d(2)), images()),
     "channels-last": lambda: (convolutional(nn.MaxPool2d(2)).to(memory_format=torch.channels_last), images(True)),
     "relu-encoder": lambda: (encoder(), torch.randn(4, 9, 16)),
+    "autocast": lambda: (Mixed(encoder()), torch.randn(4, 9, 16)),
     "gelu-encoder": lambda: (encoder(activation="gelu", norm_first=True), torch.randn(4, 9, 16)),
     "embedding": lambda: (
         nn.Sequential(nn.Embedding(50, 16, padding_idx=0), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 5)),
@@ -271,14 +279,6 @@ def test_double_backward(name):
     assert all(torch.equal(a, b) for a, b in zip(second(True), second(False), strict=True))
 
 
-def test_backward_twice_through_one_graph():
-    net, x = NETS["max-pool"]()
-    loss, _ = packed(lambda: net(x).square().sum(), weights=net)
-    parameters = list(net.parameters())
-    first = torch.autograd.grad(loss, parameters, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, parameters), first, strict=True))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("pack", ["exact", "int8"])
 def test_the_input_of_a_checkpointed_region_is_never_rounded(pack, reentrant):
@@ -310,23 +310,6 @@ def test_a_relu_whose_region_saved_it_elsewhere_is_not_taken_for_its_own_result(
     assert "sign" not in counts.kinds
 
 
-def test_under_autocast():
-    net, x = NETS["relu-encoder"]()
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.net(x)
-
-    plain, _ = gradients(Mixed(), x, pack=None)
-    ours, _ = gradients(Mixed(), x)
-    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
 def test_a_compiled_net():
     net, x = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.3)), torch.randn(6, 32)
     compiled = torch.compile(net, backend="aot_eager_decomp_partition")
@@ -355,3 +338,62 @@ def test_what_a_backward_writes_into_its_saved_tensor_reaches_no_other_that_save
     assert counts.shared
     (gradient,) = torch.autograd.grad((a + b).sum(), x)
     torch.testing.assert_close(gradient, 2 * x.detach() + 2)
+
+
+# -- what the model holds anyway
+
+
+def replaced(norm):
+    norm.weight = nn.Parameter(torch.ones(4))
+
+
+def moved(norm):
+    norm.weight.data = norm.weight.data.clone()
+
+
+def loaded(norm):
+    norm.load_state_dict({name: value.clone() for name, value in norm.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [replaced, moved, loaded])
+def test_a_weight_in_other_memory_is_known_once_it_was_saved(change):
+    norm = nn.BatchNorm1d(4)
+    held = HeldMemory(norm)
+    before = norm.weight.data
+    change(norm)
+    held.start()
+    assert norm.weight.view(2, 2) in held
+    assert norm.weight.detach() in held
+    assert before not in held
+
+
+def test_buffers_are_looked_up_for_every_forward():
+    norm = nn.BatchNorm1d(4)
+    held = HeldMemory(norm)
+    norm.running_mean = torch.ones(4)
+    norm.register_buffer("late", torch.ones(4))
+    held.start()
+    assert norm.running_mean in held
+    assert norm.late[1:] in held
+
+
+def test_the_address_of_a_weight_that_is_gone_stands_for_no_other_tensor():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1 << 12))
+
+    model = Wide()
+    held = HeldMemory(model)
+    model.weight = None
+    others = [torch.ones(1 << 12) for _ in range(64)]
+    assert not any(other in held for other in others)
+
+
+def test_the_copies_that_autocast_makes_are_weights_and_do_not_send_it_through_the_model(monkeypatch):
+    layer = nn.Linear(4, 4)
+    held = HeldMemory(layer)
+    monkeypatch.setattr(held, "_look", lambda: pytest.fail("looked again"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.weight.to(torch.bfloat16) in held
+        assert layer(torch.ones(1, 4)) not in held

@@ -72,29 +72,29 @@ def test_processes_draw_differently(monkeypatch):
     assert not torch.equal(gradient(session_of(model, pack="int8"), model, x), first)
 
 
-def test_nothing_packed_is_an_error_at_the_end_of_the_first_step():
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
-    session = session_of(model)
-    gradient(session, model, torch.randn(32, 16))
-    with pytest.raises(TrainingError, match=r"packed a tensor, got none with pack=exact; left alone were 3 nothing to"):
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.Tanh(), {}, "packed a tensor, got none with pack=exact; left alone were 3 nothing to"),
+        (nn.Tanh(), {"min_size": 10**6}, "left alone were 4 small, 1 weights"),
+        (nn.ReLU(), {"pack": "bf16"}, "rounded a tensor, got none with pack=bf16"),
+    ],
+    ids=["packed", "small", "rounded"],
+)
+def test_nothing_packed_or_rounded_is_an_error_at_the_end_of_the_first_step(model, options, words):
+    model = nn.Sequential(nn.Linear(16, 64), model, nn.Linear(64, 4))
+    model = model.bfloat16() if options.get("pack") else model
+    session = session_of(model, **options)
+    gradient(session, model, torch.randn(32, 16).to(model[0].weight.dtype))
+    with pytest.raises(TrainingError, match=words):
         session.before_step()
-    session.detach()
-    session = session_of(model, min_size=10**6)
-    gradient(session, model, torch.randn(32, 16))
-    with pytest.raises(TrainingError, match=r"left alone were 4 small, 1 weights"):
-        session.before_step()
+
+
+def test_a_forward_outside_the_session_is_an_error():
     model = relu_net()
     session = session_of(model)
     model(torch.randn(32, 16)).sum().backward()
     with pytest.raises(TrainingError, match=r"must run inside session.forward\(\)"):
-        session.before_step()
-
-
-def test_nothing_rounded_is_an_error_too():
-    model = relu_net().bfloat16()
-    session = session_of(model, pack="bf16")
-    gradient(session, model, torch.randn(32, 16).bfloat16())
-    with pytest.raises(TrainingError, match=r"rounded a tensor, got none with pack=bf16"):
         session.before_step()
 
 
@@ -106,13 +106,15 @@ def test_options_that_do_nothing_are_refused():
 
 
 def test_rounding_and_checkpointing_are_refused_together():
-    for pack, refused in (("exact", False), ("int8", True), ("bf16", True)):
-        recipe = {"activations": ActivationsConfig(pack=pack), "checkpointing": CheckpointingConfig(policy="block")}
-        if refused:
-            with pytest.raises(CompatibilityError, match=f"activations with pack {pack} cannot be combined with check"):
-                compatibility.check(recipe)
-        else:
-            compatibility.check(recipe)
+    def check(pack):
+        compatibility.check(
+            {"activations": ActivationsConfig(pack=pack), "checkpointing": CheckpointingConfig(policy="block")}
+        )
+
+    check("exact")
+    for pack in ("int8", "bf16"):
+        with pytest.raises(CompatibilityError, match=f"activations with pack {pack} cannot be combined with check"):
+            check(pack)
 
 
 def test_log_probabilities_and_statistics_are_not_rounded():

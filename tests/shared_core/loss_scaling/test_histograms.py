@@ -1,23 +1,22 @@
-"""Histograms of log2|x|: counts against math.frexp in float64, one micro-batch once, nothing changed, resume exact."""
+"""Histograms of log2|x| and counts of magnitudes against float64; one micro-batch, nothing changed, resume."""
 
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from eff_kernels import loss_scaling as kernels
-from plain_loop import update
+from eff_kernels.loss_scaling import count_magnitudes
+from loss_scaling_runs import INF, NAN, SessionLoop, batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from two_ranks import be_a_rank, saved_by_two_ranks
 
-from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.errors import ConfigError
-from shared_core.loss_scaling import HistogramProbe, Log2Histogram, LossScaleConfig, log2_histogram
+from shared_core.loss_scaling import HistogramProbe, Log2Histogram, log2_histogram
 from shared_core.loss_scaling.histograms import read_counts, smallest_exponents, update_counts
 
-INF, NAN = float("inf"), float("nan")
 KINDS = ["weights", "activations", "activation_gradients", "gradients", "updates"]
 
 
@@ -116,34 +115,11 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def batch(index, size=4):
-    return torch.randn(size, 6, generator=torch.Generator().manual_seed(index))
-
-
-class Loop:
+class Loop(SessionLoop):
     def __init__(self, state=None, model=None, every=1, **options):
-        self.model = model or Net()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"kind": "static", "init_scale": 1024.0, "telemetry_every": 0, "histogram_every": every, **options}
-        self.session = Session({"loss_scale": options})
-        self.session.attach(self.model)
-        if state is not None:
-            self.session.load_state_dict(state)
-        self.session.begin([self.optimizer], total_steps=20)
-        self.technique = self.session.techniques["loss_scale"]
+        options = {"init_scale": 1024.0, "telemetry_every": 0, "histogram_every": every, **options}
+        super().__init__(model or Net(), state, kind="static", **options)
         self.probe = self.technique.histograms
-
-    def backward(self, index):
-        self.technique.scaler.scale(self.model(batch(index)).square().mean()).backward()
-
-    def update(self, bad=False):
-        if bad:
-            self.model.first.bias.grad[0] = INF
-        update(self.session, self.optimizer)
-
-    def step(self, index, bad=False):
-        self.backward(index)
-        self.update(bad)
 
     def hooks(self):
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.model.modules())
@@ -208,7 +184,7 @@ def test_the_first_micro_batch_alone_and_never_an_evaluation():
             loop.model(batch(9, size=50))
     loop.backward(0)
     loop.backward(1)
-    loop.update()
+    loop.step()
     reference.step(0)
     for kind in ("activations", "activation_gradients"):
         assert loop.probe.total(kind) == reference.probe.total(kind)
@@ -219,7 +195,7 @@ def test_it_works_beside_the_flush_count_and_under_fp16():
     loop = Loop(flush_every=1)
     with torch.autocast("cpu", torch.float16):
         loop.backward(0)
-    loop.update()
+    loop.step()
     assert loop.probe.layers["activations", "last"].elements == 12  # the second forward was not counted
     assert loop.probe.total("activation_gradients").elements == 76
     assert loop.technique.flush.step == 0
@@ -265,7 +241,7 @@ def test_resume_is_exact(tmp_path, within_a_step):
     assert resumed.technique.report() == whole.technique.report()
     for loop in (whole, resumed):
         loop.backward(3)
-        loop.update()
+        loop.step()
     assert whole.probe.step == resumed.probe.step == 2
     assert resumed.probe.layers == whole.probe.layers
     assert resumed.probe.state_dict() == whole.probe.state_dict()
@@ -318,10 +294,81 @@ def test_degenerate_models():
     assert probe.total("gradients").exponents == {0: 2, 1: 2}  # rows with one and two uses
 
 
-@pytest.mark.parametrize("every", [-1, 0.5, NAN])
-def test_refusals(every):
-    with pytest.raises(ConfigError, match="histogram_every must be"):
-        LossScaleConfig(kind="static", histogram_every=every)
+def recount_magnitudes(tensor, threshold):
+    """Counts in float64, from magnitudes: np.frexp for the exponent, comparisons for the rest."""
+    x = np.abs(tensor.detach().to(torch.float32).double().numpy().reshape(-1))
+    histogram = np.zeros(256, dtype=np.int64)
+    finite = x[np.isfinite(x)]
+    exponent = np.frexp(finite)[1] - 1
+    for power in range(-126, 128):
+        histogram[power + 127] = int(((exponent == power) & (finite > 0)).sum())
+    histogram[255] = len(x) - len(finite)
+    histogram[0] = len(x) - histogram.sum()
+    zeros = int((x == 0).sum())
+    small = int(((x < np.float64(np.float32(threshold))) & (x > 0)).sum())
+    return histogram.tolist(), zeros, small, float(finite.max()) if len(finite) else 0.0
+
+
+def magnitudes():
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(70_001, generator=generator) * torch.exp2(torch.randn(70_001, generator=generator) * 20)
+    wide[::7] = 0
+    special = torch.tensor(
+        [0.0, -0.0, 2.0**-14, -(2.0**-14), 2.0**-24, 65504.0, 1e-45, -1e-40, 3.4e38, 1.5, INF, -INF, NAN]
+    )
+    return {
+        "wide": wide,
+        "special": special,
+        "finite": torch.tensor([[2.0**-14 * (1 - 2.0**-24), 0.1], [-7.0, 3.0]]),
+        "bfloat16": wide.bfloat16(),
+        "float16": (wide[:1000]).half(),
+        "float64": wide[:1000].double(),
+        "transposed": wide[:1200].view(30, 40).T,
+        "strided": wide[::3],
+        "empty": torch.zeros(0, 3),
+        "zeros": torch.zeros(5),
+        "scalar": torch.tensor(-0.3),
+        "nan": torch.full((3,), NAN),
+    }
+
+
+@pytest.mark.parametrize("path", ["cpu", "device"])
+@pytest.mark.parametrize("threshold", [2.0**-14, 1e-3, 2.0**-126, 7.7e-12])
+def test_every_count_of_magnitudes_equals_the_recount(path, threshold, monkeypatch):
+    if path == "device":
+        monkeypatch.setattr(kernels, "_count_on_cpu", kernels._count_on_device)
+    named = magnitudes()
+    counts = count_magnitudes(list(named.values()), threshold)
+    for index, (name, tensor) in enumerate(named.items()):
+        histogram, zeros, small, amax = recount_magnitudes(tensor, threshold)
+        assert counts.histogram[index].tolist() == histogram, name
+        assert (counts.zeros[index].item(), counts.small[index].item()) == (zeros, small), name
+        assert counts.amax[index].item() == amax, name
+        assert counts.histogram[index].sum() == tensor.numel()
+
+
+def test_pieces_of_magnitudes_add_up(monkeypatch):
+    whole = count_magnitudes([magnitudes()["wide"]], 1e-3)
+    monkeypatch.setattr(kernels, "_CPU_PIECE", 7)
+    for one, other in zip(
+        whole, count_magnitudes([magnitudes()["wide"][:5000], magnitudes()["wide"][5000:]], 1e-3), strict=True
+    ):
+        assert torch.equal(one.sum(0) if one.dtype == torch.int64 else one.amax(0),
+                           other.sum(0) if other.dtype == torch.int64 else other.amax(0))  # fmt: skip
+
+
+def test_nothing_is_changed_and_nothing_counts_as_nothing():
+    weight = torch.nn.Parameter(torch.ones(3))
+    before = weight.detach().clone()
+    count_magnitudes([weight], 1.0)
+    assert torch.equal(weight, before)
+    assert [list(part.shape) for part in count_magnitudes([], 1.0)] == [[0, 256], [0], [0], [0]]
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, INF, NAN, 2.0**-127, 1e-60])
+def test_a_threshold_that_float32_does_not_hold_is_refused(threshold):
+    with pytest.raises(ValueError, match="threshold must be a normal float32 above 0"):
+        count_magnitudes([torch.ones(1)], threshold)
 
 
 def joined(rank, folder):
@@ -329,7 +376,7 @@ def joined(rank, folder):
     loop = Loop()
     net = nn.parallel.DistributedDataParallel(loop.model)
     loop.technique.scaler.scale(net(batch(0, size=8)[rank::2]).square().mean()).backward()
-    loop.update()
+    loop.step()
     return {" ".join(key): found.state_dict() for key, found in loop.probe.layers.items()}
 
 

@@ -6,26 +6,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from loss_scaling_runs import Loop
 from torch import nn
 from two_ranks import run_two_ranks
 
 from shared_core.loss_scaling import LossScaler, UnderflowTelemetry
-
-NAN = float("nan")
-
-
-class Loop:
-    def __init__(self, fused=False, **options):
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.optimizer = torch.optim.AdamW([self.weight], lr=0.01, fused=fused)
-        self.scaler = LossScaler(**options)
-
-    def step(self, amax=1.0, bad=False, loss=1.0):
-        self.scaler.scale(torch.tensor(loss))
-        self.weight.grad = torch.tensor([amax / 3, NAN if bad else amax]) * self.scaler._scale
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale()
 
 
 def overflow_on_one(rank):

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 from plain_loop import plain_step
+from primary_weights_runs import begin, copies_of
 from torch import nn
 
-from shared_core.engine.session import Session
 from shared_core.primary_weights.copies import Copies
 from shared_core.primary_weights.optimizer_swap import Exchange
 
@@ -32,10 +32,9 @@ def test_copies_equal_their_parameters_whatever_the_shapes():
         assert value.stride() == parameter.stride()
         assert torch.equal(value, parameter.float())
     # small ones of one row shape and format lie together
-    assert copies.values[0].untyped_storage().data_ptr() == copies.values[4].untyped_storage().data_ptr()
-    assert copies.values[1].untyped_storage().data_ptr() == copies.values[3].untyped_storage().data_ptr()
-    assert copies.values[2].untyped_storage().data_ptr() == copies.values[6].untyped_storage().data_ptr()
-    assert copies.values[0].untyped_storage().data_ptr() != copies.values[11].untyped_storage().data_ptr()
+    at = [value.untyped_storage().data_ptr() for value in copies.values]
+    assert (at[0], at[1], at[2]) == (at[4], at[3], at[6])
+    assert at[0] != at[11]
 
 
 def test_each_copy_follows_its_own_parameter_and_keeps_what_lies_below_an_ulp():
@@ -163,9 +162,7 @@ def test_a_model_cast_in_the_middle_of_training_keeps_its_copies():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session = Session({"primary_weights": {"kind": "fp32_copy"}})
-    session.attach(model)
-    session.begin([optimizer], total_steps=10)
+    session = begin(model, optimizer)
 
     def step():
         for parameter in model.parameters():
@@ -188,7 +185,3 @@ def test_a_model_cast_in_the_middle_of_training_keeps_its_copies():
     step()
     assert copies_of(session).keys() == before.keys()
     assert all(int(state["step"]) == 2 for state in optimizer.state.values())
-
-
-def copies_of(session):
-    return session.state_dict()["techniques"]["primary_weights"]["copies"]

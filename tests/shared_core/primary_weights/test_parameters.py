@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from primary_weights_runs import KINDS, OPTIMIZERS, begin, by_session, loss_of, net
+from primary_weights_runs import KINDS, OPTIMIZERS, begin, by_session, copies_of, loss_of, net, stepped
 from torch import nn
 
 from shared_core.engine.session import Session
@@ -45,19 +45,15 @@ def test_a_copy_takes_over_what_others_changed_and_keeps_the_rest():
 
     def step():
         weight.grad = torch.full((4,), 1e-4)
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        return session.state_dict()["techniques"]["primary_weights"]["copies"]["0"].clone()
+        stepped(session, optimizer)
+        return copies_of(session)["0"].clone()
 
     step()
     weight.data[0] = 0.25  # in a way that no version counter sees
     copy = step()
     torch.testing.assert_close(copy, torch.tensor([0.2499, 0.9998, 0.9998, 0.9998]), rtol=0, atol=1e-7)
     session.context.weights_replaced()
-    torch.testing.assert_close(
-        session.state_dict()["techniques"]["primary_weights"]["copies"]["0"], weight.detach().float(), rtol=0, atol=0
-    )
+    torch.testing.assert_close(copies_of(session)["0"], weight.detach().float(), rtol=0, atol=0)
 
 
 def test_groups_added_later_and_parameters_unfrozen_later_are_updated_in_float32():
@@ -70,11 +66,9 @@ def test_groups_added_later_and_parameters_unfrozen_later_are_updated_in_float32
         if step == 2:
             model.frozen.requires_grad_(True)
         loss_of(model, step).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        stepped(session, optimizer)
         model.zero_grad()
-    copies = session.state_dict()["techniques"]["primary_weights"]["copies"]
+    copies = copies_of(session)
     assert set(copies) == {"hidden.weight", "embed.weight", "frozen"}
     assert not torch.equal(copies["embed.weight"], copies["embed.weight"].bfloat16().float())
 
@@ -85,9 +79,7 @@ def test_whatever_interrupts_a_step_the_optimizer_gets_its_parameters_back(kind)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     session = begin(model, optimizer, kind)
     loss_of(model, 0).backward()
-    session.before_step()
-    optimizer.step()
-    session.after_step()
+    stepped(session, optimizer)
     before, keys = copy.deepcopy(model.state_dict()), list(optimizer.state)
 
     loss_of(model, 1).backward()
@@ -101,7 +93,7 @@ def test_whatever_interrupts_a_step_the_optimizer_gets_its_parameters_back(kind)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.grad_dtype == torch.float16 for p in trained)
     assert model.hidden.weight.grad.dtype == torch.float16
-    copies = session.state_dict()["techniques"]["primary_weights"]["copies"]
+    copies = copies_of(session)
     assert len(copies) == (0 if kind == "stochastic_rounding" else 4)
     session.detach()
 
@@ -134,13 +126,26 @@ def test_a_discarded_step_changes_nothing():
 # -- refusals
 
 
-def test_a_float32_model_is_refused():
-    model = nn.Linear(2, 2)
-    with pytest.raises(MatchError, match=r"must be loaded in 16 bit.*got float32; load it so"):
-        Session({"primary_weights": {"kind": "fp32_copy"}}).attach(model)
-    half = nn.Linear(2, 2).half().requires_grad_(False)
-    with pytest.raises(MatchError, match="none that are trainable"):
-        Session({"primary_weights": {"kind": "fp32_copy"}}).attach(half)
+class Own(torch.optim.AdamW):
+    """Of nobody that we know."""
+
+
+NARROW = {"kind": "kahan", "state_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "options", "error", "words"),
+    [
+        (nn.Linear(2, 2), torch.optim.SGD, "fp32_copy", MatchError, "must be loaded in 16 bit.*got float32; load it"),
+        (nn.Linear(2, 2).half().requires_grad_(False), torch.optim.SGD, "kahan", MatchError, "none that are trainable"),
+        (nn.Linear(2, 2).half(), torch.optim.LBFGS, "fp32_copy", CompatibilityError, "LBFGS"),
+        (nn.Linear(2, 2).bfloat16(), Own, NARROW, CompatibilityError, "one optimizer .* got Own; take state_dtype"),
+        (nn.Linear(2, 2).half(), torch.optim.AdamW, NARROW, MatchError, "weights in bfloat16, got float16"),
+    ],
+)
+def test_models_and_optimizers_that_cannot_be_are_refused(model, make, options, error, words):
+    with pytest.raises(error, match=words):
+        begin(model, make(model.parameters()), options)
 
 
 def test_an_optimizer_without_16_bit_parameters_is_refused():
@@ -149,51 +154,54 @@ def test_an_optimizer_without_16_bit_parameters_is_refused():
         begin(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
 
 
-def test_lbfgs_is_refused():
-    model = nn.Linear(2, 2).half()
-    with pytest.raises(CompatibilityError, match="LBFGS"):
-        begin(model, torch.optim.LBFGS(model.parameters()))
-
-
-@pytest.mark.parametrize("options", [{}, {"kind": "fp16_copy"}, {"kind": "fp32_copy", "telemetry_every": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "fp16_copy"},
+        {"kind": "fp32_copy", "telemetry_every": -1},
+        {"kind": "fp32_copy", "state_dtype": "bfloat16"},
+    ],
+)
 def test_wrong_options(options):
     with pytest.raises(ConfigError, match="primary_weights"):
         PrimaryWeightsConfig.from_dict(options)
 
 
-def ready():
+def ready(kind="fp32_copy"):
     model = nn.Linear(2, 2).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = begin(model, optimizer)
+    session = begin(model, optimizer, kind)
     model(torch.ones(1, 2).half()).sum().backward()
     return model, optimizer, session
 
 
-def test_a_step_without_announcement_is_an_error():
-    _, optimizer, session = ready()
-    optimizer.zero_grad()
-    optimizer.step()
-    with pytest.raises(TrainingError, match="before_step must come before"):
-        session.after_step()
-
-
-def test_gradients_replaced_behind_the_optimizers_back_are_an_error():
-    model, optimizer, session = ready()
+def replace_gradient(model, optimizer, session):
     session.before_step()
     model.weight.grad = model.weight.grad * 0.5
     optimizer.step()
-    with pytest.raises(TrainingError, match="changed in place"):
+
+
+def write_past_the_optimizer(model, optimizer, session):
+    session.before_step()
+    nn.init.ones_(model.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "words"),
+    [
+        ("fp32_copy", lambda model, optimizer, session: optimizer.step(), "before_step must come before"),
+        ("fp32_copy", replace_gradient, "changed in place"),
+        ("fp32_copy", write_past_the_optimizer, "must update the tensors in its param_groups"),
+        ("stochastic_rounding", write_past_the_optimizer, "must update the tensors in its param_groups"),
+    ],
+)
+def test_a_step_that_the_optimizer_did_not_make_on_its_parameters_is_an_error(kind, step, words):
+    model, optimizer, session = ready(kind)
+    step(model, optimizer, session)
+    with pytest.raises(TrainingError, match=words):
         session.after_step()
     assert optimizer.param_groups[0]["params"][0] is model.weight
-
-
-def test_an_optimizer_with_its_own_list_of_parameters_is_an_error():
-    model, _, session = ready()
-    session.before_step()
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    with pytest.raises(TrainingError, match="param_groups"):
-        session.after_step()
 
 
 @pytest.mark.parametrize("damage", [lambda s: s.pop("copies"), lambda s: s["copies"].update({"weight": torch.ones(3)})])

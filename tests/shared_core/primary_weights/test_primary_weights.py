@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from primary_weights_runs import KINDS, OPTIMIZERS, STEPS, begin, by_session, loss_of, net
+from primary_weights_runs import KINDS, OPTIMIZERS, STEPS, begin, by_session, copies_of, loss_of, net, stepped
 from torch import nn
 
 from shared_core.engine.session import Session
@@ -52,7 +52,7 @@ def test_a_run_equals_the_one_by_hand(dtype, name):
     session, optimizer = by_session(model, OPTIMIZERS[name], accumulate=2, clip=0.3, gamma=0.9)
     primary = by_hand(reference, OPTIMIZERS[name], accumulate=2, clip=0.3, gamma=0.9)
     assert same(model, reference)
-    copies = session.state_dict()["techniques"]["primary_weights"]["copies"]
+    copies = copies_of(session)
     assert list(copies) == [key for key, p in reference.named_parameters() if p.requires_grad]
     for key, wide in zip(copies, primary, strict=True):
         assert torch.equal(copies[key], wide)
@@ -107,11 +107,9 @@ def test_the_copy_follows_a_float64_adamw():
     session = begin(holder, optimizer)
     for gradient in gradients:
         weight.grad = gradient.float()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        stepped(session, optimizer)
     exact = adamw64(start, [gradient.double() for gradient in gradients])
-    copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
+    copy = copies_of(session)["0"]
     torch.testing.assert_close(copy.double(), exact, rtol=2e-6, atol=2e-6)
     assert torch.equal(weight, copy.to(torch.bfloat16))
 
@@ -122,11 +120,7 @@ def take_steps(weight, update, steps, kind):
     session = begin(nn.ParameterList([weight]), optimizer, kind) if kind else None
     for _ in range(steps):
         weight.grad = torch.full_like(weight, update, dtype=torch.float32 if kind else weight.dtype)
-        if session:
-            session.before_step()
-        optimizer.step()
-        if session:
-            session.after_step()
+        stepped(session, optimizer) if session else optimizer.step()
     return session
 
 
@@ -137,7 +131,7 @@ def test_updates_below_half_an_ulp_vanish_without_a_copy_and_add_up_with_it(dtyp
     take_steps(plain, 1e-4, 100, None)
     session = take_steps(kept, 1e-4, 100, "fp32_copy")
     assert plain.tolist() == [1.0] * 3
-    copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
+    copy = copies_of(session)["0"]
     torch.testing.assert_close(copy, torch.full((3,), 0.99), rtol=0, atol=100 * 2.0**-24)  # half an ulp a step
     assert torch.equal(kept, copy.to(dtype))
     figures = session.figures()
@@ -155,7 +149,7 @@ def test_stochastic_rounding_moves_in_the_mean(dtype):
     deviation = ulp * (fraction * (1 - fraction) * steps / count) ** 0.5
     assert abs(weight.double().mean().item() - (1 - steps * 1e-4)) < 5 * deviation
     assert set(weight.unique().tolist()) <= {1 - k * ulp for k in range(steps + 1)}
-    assert session.state_dict()["techniques"]["primary_weights"]["copies"] == {}
+    assert copies_of(session) == {}
 
 
 def test_the_draws_come_from_the_runs_own_generator():
@@ -169,9 +163,7 @@ def test_the_draws_come_from_the_runs_own_generator():
         session.begin([optimizer], total_steps=1)
         before = torch.get_rng_state()
         weight.grad = torch.full((1000,), 1e-3)
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        stepped(session, optimizer)
         assert torch.equal(torch.get_rng_state(), before)
         runs.append(weight.detach())
     assert torch.equal(runs[0], runs[1])
@@ -185,9 +177,7 @@ def test_eight_bit_optimizer_updates_float32_values():
     session = begin(nn.ParameterList([weight]), optimizer)
     for _ in range(40):
         weight.grad = torch.ones(64, 128)
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-    copy = session.state_dict()["techniques"]["primary_weights"]["copies"]["0"]
+        stepped(session, optimizer)
+    copy = copies_of(session)["0"]
     torch.testing.assert_close(copy, torch.full((64, 128), 1 - 40e-4), rtol=0, atol=1e-5)
     assert optimizer.state[weight]["state1"].dtype == torch.uint8

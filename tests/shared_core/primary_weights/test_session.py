@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from plain_loop import backward, update
+from primary_weights_runs import copies_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import be_a_rank, run_two_ranks
@@ -95,7 +96,7 @@ def test_fp16_weights_with_a_dynamic_scale_equal_the_loop_by_hand(fused):
     session = start(model, optimizer, recipe("fp32_copy", True))
     train(model, optimizer, session, range(STEPS))
     primary, scale = by_hand(reference, range(STEPS))
-    copies = session.state_dict()["techniques"]["primary_weights"]["copies"]
+    copies = copies_of(session)
     if fused:  # another order of the same operations
         for key, wide in zip(copies, primary, strict=True):
             torch.testing.assert_close(copies[key], wide, rtol=1e-5, atol=1e-6)

@@ -309,7 +309,7 @@ X = torch.ones(2, 12)
     (lambda: fake_quantize_tokens(torch.tensor(1.0)), "must have values along its last axis"),
     (lambda: fake_quantize_weight(torch.ones(3)), "weight must have at least two axes"),
     (lambda: fake_quantize_weight(X, transposed=True, groups=3), "groups must divide the first axis"),
-    (lambda: output_channels_first(X, 0), "groups must be a whole number"),
+    (lambda: output_channels_first(X, 0), "groups must divide the first axis"),
     (lambda: dequantize_groups(torch.ones(2, 6), torch.ones(2, 4), torch.ones(2, 4)), "one value for each group"),
     (lambda: fp8_fake_quantize(X, "fp8_e4m4"), "format must be one of"),
     (lambda: fp8_fake_quantize(X, axis=2), "axis must name one of the 2 axes"),

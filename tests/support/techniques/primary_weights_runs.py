@@ -41,11 +41,27 @@ def loss_of(model, index):
     return F.cross_entropy(model(x).float(), y)
 
 
-def begin(model, optimizer, kind="fp32_copy", **more):
-    session = Session({"primary_weights": {"kind": kind}, **more})
+def begin(model, optimizer, options="fp32_copy", state=None, total_steps=STEPS, **more):
+    """Begin with a kind or other options, behind the states of an optimizer and a session."""
+    options = {"kind": options} if isinstance(options, str) else options
+    session = Session({**({"primary_weights": options} if options else {}), **more})
     session.attach(model)
-    session.begin([optimizer], total_steps=STEPS)
+    if state is not None:
+        session.prepare_optimizers([optimizer])
+        optimizer.load_state_dict(state[0])
+        session.load_state_dict(state[1])
+    session.begin([optimizer], total_steps=total_steps)
     return session
+
+
+def stepped(session, optimizer):
+    session.before_step()
+    optimizer.step()
+    return session.after_step()
+
+
+def copies_of(session):
+    return session.state_dict()["techniques"]["primary_weights"]["copies"]
 
 
 OPTIMIZERS = {

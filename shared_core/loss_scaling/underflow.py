@@ -1,17 +1,172 @@
-"""The true flush share: activation gradients that the half-precision backward lost, by a second backward in fp32."""
+"""What the number format loses of scaled gradients.
+
+Telemetry counts those of parameters that the format can hardly hold; the flush probe those of activations that the
+half-precision backward made zero, by a second backward in fp32.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from eff_kernels.loss_scaling import NUM_BINS, count_magnitudes
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distributed.collectives import all_finite, all_reduce_
+from shared_core.distributed.collectives import all_finite, all_reduce_, local_part
+from shared_core.loss_scaling.floors import FORMATS
+
+_FLOAT32 = torch.finfo(torch.float32)
+_BIAS = 127  # column k of the histogram starts at 2**(k - 127)
+
+
+@dataclass
+class Figures:
+    """Counts of one layer's gradients, or of all, at one step."""
+
+    elements: int = 0
+    zeros: int = 0
+    subnormal: int = 0
+    amax: float = 0.0
+
+    def shares(self, scale: float, largest: float) -> dict[str, float | None]:
+        """Return the shares of subnormal and zero elements and the head-room in bits, None where all are zero."""
+        total = max(self.elements, 1)
+        return {
+            "underflow": self.subnormal / total,
+            "zero": self.zeros / total,
+            "headroom": math.log2(largest) - math.log2(self.amax) - math.log2(scale) if self.amax else None,
+        }
+
+
+class UnderflowTelemetry:
+    """Measures the parameter gradients as the number format saw them, scaled: a scaler sees overflow, nothing else.
+
+    - *underflow*: share of elements with ``0 < |g|·S < smallest normal``, which have lost bits;
+    - *zero*: share that is exactly 0, which flushed gradients are too;
+    - *headroom*: ``log2(format maximum / (amax·S))``, the doublings until overflow.
+
+    Args:
+        format: ``"fp16"`` or ``"fp8_e5m2"``.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(4))
+        >>> weight.grad = torch.tensor([0.0, 1e-5, 0.5, 2.0])
+        >>> telemetry = UnderflowTelemetry()
+        >>> telemetry.measure([("head.weight", weight)], scale=1.0)
+        True
+        >>> {name: round(value, 2) for name, value in telemetry.figures().items()}
+        {'loss_scale/underflow': 0.25, 'loss_scale/zero': 0.25, 'loss_scale/headroom': 15.0}
+    """
+
+    def __init__(self, format: str = "fp16") -> None:
+        self.format = format
+        self._limits = torch.finfo(FORMATS[format])
+        self.step: int | None = None
+        """Applied steps before the latest measurement; None before the first."""
+        self.scale = 1.0
+        """Scale of the latest measurement."""
+        self.layers: dict[str, Figures] = {}
+        """Counts of the latest measurement, by the name of the module that owns the parameters."""
+        self.histograms = torch.zeros(0, NUM_BINS, dtype=torch.int64)
+        """int64 ``[layers, 256]``: column k counts unscaled gradients with ``2^(k − 127) <= |g| < 2^(k − 126)``,
+        column 0 what is smaller and zeros."""
+
+    @torch.no_grad()
+    def measure(self, parameters: Iterable[tuple[str, Tensor]], scale: float, step: int = 0) -> bool:
+        """Replace the figures by those of these parameters' gradients, and return whether it could be done.
+
+        A step whose gradients hold Inf or NaN, or that has no gradients, is left out. Under FSDP2 every process must
+        call it.
+
+        Args:
+            parameters: Names and parameters with unscaled gradients; those without one are left out.
+            scale: What the gradients were multiplied by in the backward.
+            step: Applied steps so far.
+        """
+        grads = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
+        smallest = min(max(self._limits.smallest_normal / scale, _FLOAT32.tiny), _FLOAT32.max)
+        counts, amax = _count([grad for _, grad in grads], smallest)
+        if not grads or counts[:, NUM_BINS - 1].any():
+            return False
+        self.step, self.scale = step, scale
+        # a few operations for all layers: one row of figures after the other would hold up the step of a large model
+        layers: dict[str, int] = {}
+        rows = torch.tensor([layers.setdefault(name.rpartition(".")[0] or name, len(layers)) for name, _ in grads])
+        summed = counts.new_zeros(len(layers), counts.shape[1]).index_add_(0, rows, counts)
+        largest = amax.new_zeros(len(layers)).scatter_reduce_(0, rows, amax, "amax")
+        self.histograms = summed[:, :NUM_BINS].clone()
+        columns = self.histograms.sum(1).tolist(), *summed[:, NUM_BINS:].t().tolist(), largest.tolist()
+        self.layers = {name: Figures(*found) for name, *found in zip(layers, *columns, strict=True)}
+        return True
+
+    @property
+    def total(self) -> Figures:
+        """The counts of all layers together."""
+        elements, zeros, subnormal, amax = zip(*map(astuple, [Figures(), *self.layers.values()]), strict=True)
+        return Figures(sum(elements), sum(zeros), sum(subnormal), max(amax))
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of all layers together; nothing before the first measurement."""
+        if self.step is None:
+            return {}
+        shares = self.total.shares(self.scale, self._limits.max)
+        return {f"loss_scale/{name}": value for name, value in shares.items() if value is not None}
+
+    def report(self) -> dict[str, Any]:
+        """Return the latest figures, total and by layer, and the histogram of log2 of the unscaled magnitudes."""
+        if self.step is None:
+            return {}
+        largest = self._limits.max
+        total = self.histograms.sum(0).tolist()
+        return {
+            "format": self.format,
+            "measured_step": self.step,
+            "measured_scale": self.scale,
+            **self.total.shares(self.scale, largest),
+            "layers": {name: figures.shares(self.scale, largest) for name, figures in self.layers.items()},
+            "log2_histogram": {str(column - _BIAS): count for column, count in enumerate(total) if count and column},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest figures."""
+        return {
+            "step": self.step,
+            "scale": self.scale,
+            "layers": {name: list(astuple(figures)) for name, figures in self.layers.items()},
+            "histograms": self.histograms,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state returned by `state_dict`; an empty state changes nothing."""
+        if state:
+            self.step, self.scale = state["step"], state["scale"]
+            self.layers = {name: Figures(*figures) for name, figures in state["layers"].items()}
+            self.histograms = state["histograms"]
+
+
+def _count(grads: list[Tensor], smallest: float) -> tuple[Tensor, Tensor]:
+    """Return on CPU int64 ``[n, 256 + 2]``, the histogram, zeros and small ones, and float32 ``[n]``, the largest."""
+    counts = torch.zeros(len(grads), NUM_BINS + 2, dtype=torch.int64)
+    amax = torch.zeros(len(grads))
+    groups: dict[tuple[torch.device, bool], list[int]] = {}
+    for row, grad in enumerate(grads):
+        groups.setdefault((grad.device, hasattr(grad, "to_local")), []).append(row)
+    for (_, sharded), rows in groups.items():
+        dense = [local_part(grads[row]) for row in rows]
+        found = count_magnitudes([grad.coalesce().values() if grad.is_sparse else grad for grad in dense], smallest)
+        part = torch.cat((found.histogram, found.zeros[:, None], found.small[:, None]), dim=1)
+        largest = found.amax
+        if sharded:
+            part, largest = all_reduce_(part, "sum"), all_reduce_(largest.contiguous(), "max")
+        counts[rows], amax[rows] = part.cpu(), largest.cpu()
+    return counts, amax
 
 
 class FlushProbe:
@@ -75,8 +230,6 @@ class FlushProbe:
 
     def arm(self) -> None:
         """Record the next forward in train mode: that of the first module with children that is called."""
-        # Which module the user's loop calls is not known: the first one called that has children is the model or its
-        # core.
         self._clear()
         if self._model is not None:
             self._waiting = [
@@ -139,14 +292,13 @@ class FlushProbe:
         if self._model is None:
             return False
         names = [name for name, _ in self._leaves(self._model)]
-        # Counts of all processes are summed in one tensor, with two flags: any process can veto.
+        # Counts of all processes are summed in one tensor. Any process can veto by
         # the last row: whether some process could not measure this time, and whether one never can
         counts = torch.zeros(len(names) + 1, 2, dtype=torch.int64)
         counts[-1] = torch.tensor((not self._usable(), self._is_hopeless()))
         if not counts[-1].any():
             row = {name: index for index, name in enumerate(names)}
             for index, exact in self._exact_gradients().items():
-                # Flushed: 0 in half precision, not 0 in fp32.
                 lost = (self._grads[index] == 0) & (exact != 0)
                 part = torch.stack((lost.sum(), torch.count_nonzero(exact)))
                 counts[row[self._names[index]]] += part.cpu()
@@ -193,7 +345,8 @@ class FlushProbe:
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         device = next(model.parameters()).device
         try:
-            with _EarlierRandomState(model, self._rng), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            autocast = torch.autocast(device.type, enabled=False)
+            with _earlier_random_state(model, self._rng), torch.enable_grad(), autocast:
                 # the class's own forward: trainers put autocast around the instance's
                 ends = tree_leaves(type(model).forward(model, *args, **kwargs))
                 # `grad`, not `backward`: it adds to no parameter's gradient and wakes no hook of DDP
@@ -260,20 +413,12 @@ def _rng_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-class _EarlierRandomState:
-    """Runs a block from an earlier random state, and gives the present one back."""
-
-    def __init__(self, model: nn.Module, state: tuple[Tensor, Tensor | None]) -> None:
-        self._model, self._state = model, state
-
-    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+@contextlib.contextmanager
+def _earlier_random_state(model: nn.Module, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Run a block from an earlier random state, and leave the present one as it is."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if state[1] is not None else []):
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], next(self._model.parameters()).device)
-
-    def __enter__(self) -> None:
-        self._now = _rng_state(self._model)
-        self._set(self._state)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(self._now)
+            torch.cuda.set_rng_state(state[1], device)
+        yield
