@@ -19,6 +19,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
 from shared_core.lora.adapters import (
+    AdaptedStack,
     adapters,
     base_weight,
     inject,
@@ -29,7 +30,6 @@ from shared_core.lora.adapters import (
     user_layers,
 )
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.expert_adapters import AdaptedStack
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD, plain_name

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import Spectrum, decompose
-from shared_core.low_rank.layers import LowRankLayer, as_matrix, from_matrix, is_transposed, schemes
+from shared_core.low_rank.layers import (
+    LowRankLayer,
+    Spectrum,
+    as_matrix,
+    decompose,
+    from_matrix,
+    is_transposed,
+    schemes,
+)
 from shared_core.modules.matching import chosen_modules, own_class
 from shared_core.modules.own_forward import stock_kind
 

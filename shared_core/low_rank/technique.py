@@ -16,9 +16,17 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import InputStatistics, decompose
 from shared_core.low_rank.factorize import apply, errors, plan_ranks
-from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
+from shared_core.low_rank.layers import (
+    InputStatistics,
+    LowRankLayer,
+    as_matrix,
+    decompose,
+    factorised,
+    put_in_,
+    replace_,
+    structure_of,
+)
 from shared_core.low_rank.rank_selection import select
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD, plain_name

@@ -30,9 +30,8 @@ from shared_core.pruning.patterns import (
     row_mask,
 )
 from shared_core.pruning.scorers import Scorer
-from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
-from shared_core.pruning.targets import block_of
-from shared_core.pruning.towers import tower_names, tower_notes
+from shared_core.pruning.scorers.scorer import below_threshold_mask
+from shared_core.pruning.targets import block_of, tower_names, tower_notes
 
 # Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
 _PIECE = 1 << 21

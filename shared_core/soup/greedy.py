@@ -1,7 +1,8 @@
-"""Greedy soup: add an ingredient to the average if the held-out metric does not fall."""
+"""Greedy soup: add an ingredient to the average if the held-out metric does not fall; its path as table, JSON, plot."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.table import Table
 from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.files.atomic import atomic_write
+from shared_core.libraries import optional
+from shared_core.soup.adapters import AdapterCandidate, AdapterWeights, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.candidates import AdapterCandidate, candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
@@ -245,3 +249,100 @@ def _reason(score: float, gain: float) -> str:
     if gain == 0:
         return "the metric of the average stayed the same"
     return f"the metric of the average {'improved' if gain > 0 else 'fell off'} by {abs(gain):.4g}"
+
+
+def path_table(result: SoupResult) -> Table:
+    """Return the path as a table: one row an ingredient, in the order tried.
+
+    Args:
+        result: As `greedy_soup` returns it.
+    """
+    table = Table(title=f"soup of {len(result.ingredients)} of {len(result.history)}: {result.score:.6g}")
+    logged = any("logged" in row for row in result.history)
+    for name, justify in (("", "right"), ("ingredient", "left"), *([("logged", "right")] if logged else []),
+                          ("alone", "right"), ("average", "right"), ("in", "center"), ("why", "left")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in result.history:
+        keys = (*(["logged"] if logged else []), "single", "score")
+        numbers = ["–" if row[key] is None else f"{row[key]:.6g}" for key in keys]
+        table.add_row(str(row["order"] + 1), row["name"], *numbers, "✓" if row["accepted"] else "", row["reason"])
+    return table
+
+
+def path_dict(result: SoupResult) -> dict[str, Any]:
+    """Return the path as plain values: score, ingredients, history, and the first member's metric if taken twice."""
+    # an evaluation that gives NaN the second time is one that JSON has no number for
+    repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
+    return {
+        "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
+        **rank_errors(result.state_dict),
+    }  # fmt: skip
+
+
+def path_json(result: SoupResult) -> str:
+    """Return `path_dict` as JSON.
+
+    Args:
+        result: As `greedy_soup` returns it.
+
+    Example:
+        >>> path_json(SoupResult({}, ["a"], 0.5, []))
+        '{"score": 0.5, "ingredients": ["a"], "history": [], "repeat": null}'
+    """
+    return json.dumps(path_dict(result))
+
+
+def noise_of(result: SoupResult) -> str | None:
+    """Return a line about an evaluation that gave equal weights two metrics, None if it did not.
+
+    Args:
+        result: As `greedy_soup` returns it.
+
+    Example:
+        >>> noise_of(SoupResult({}, ["a"], 0.5, [], repeat=(0.5, 0.5))) is None
+        True
+    """
+    if result.repeat is None or result.repeat[0] == result.repeat[1]:
+        return None
+    first, second = result.repeat
+    return (
+        f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
+        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more (min_delta)"
+    )
+
+
+def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what cutting an average of adapters to a lower rank lost, relative to it: in all, and in each layer."""
+    if not isinstance(state_dict, AdapterWeights) or not state_dict.errors:
+        return {}
+    return {"rank_error": state_dict.error, "rank_errors": state_dict.errors}
+
+
+def path_plot(result: SoupResult, file: str | Path) -> Path:
+    """Write a plot of the metric along the path and return its file.
+
+    Args:
+        result: As `greedy_soup` returns it.
+        file: Its ending names the format, one that matplotlib writes.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    optional("matplotlib", "plots", "soup plot")
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result.history if not row["reason"].startswith("left out")]
+    figure = Figure(figsize=(max(5.0, 0.45 * len(rows) + 2), 4), layout="constrained")
+    axes = figure.subplots()
+    alone = [row for row in rows if row["single"] is not None]
+    axes.plot([row["order"] for row in alone], [row["single"] for row in alone], "o", label="ingredient alone")
+    for accepted, mark, label in ((True, "^", "average, accepted"), (False, "x", "average, rejected")):
+        tried = [row for row in rows if row["score"] is not None and row["accepted"] == accepted]
+        axes.plot([row["order"] for row in tried], [row["score"] for row in tried], mark, label=label)
+    axes.axhline(result.score, linewidth=1, linestyle="--", label=f"soup: {result.score:.5g}")
+    axes.set_xticks(range(len(rows)), [Path(row["name"]).name for row in rows], rotation=45, ha="right")
+    axes.set_ylabel("held-out metric")
+    axes.legend()
+    with atomic_write(file) as temporary:
+        figure.savefig(temporary)
+    return Path(file)

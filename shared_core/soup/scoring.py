@@ -23,8 +23,8 @@ from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
 from shared_core.files.atomic import atomic_write
+from shared_core.soup.adapters import AdapterCandidate, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.candidates import AdapterCandidate, candidate_for
 from shared_core.soup.config import larger_is_better
 from shared_core.soup.ingredients import Source, open_ingredients
 

@@ -17,14 +17,12 @@ from shared_core.engine.preflight import check_all
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
-from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of
+from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of, candidate_for
 from shared_core.soup.averaging import batch_norms, estimate_norms_
-from shared_core.soup.candidates import candidate_for
 from shared_core.soup.config import SoupConfig
-from shared_core.soup.greedy import Order, greedy_soup
+from shared_core.soup.greedy import Order, greedy_soup, noise_of, path_dict, rank_errors
 from shared_core.soup.ingredients import RunIngredients
-from shared_core.soup.reports import noise_of, path_dict, rank_errors
-from shared_core.soup.uniform import average_of
+from shared_core.soup.merging import average_of
 
 
 class ModelSoup(Technique):

@@ -14,7 +14,7 @@ from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 from shared_core.low_rank import LowRankConfig, LowRankLayer, factorize, load, merge
 from shared_core.low_rank.config import parse_rank
-from shared_core.low_rank.decomposition import decompose
+from shared_core.low_rank.layers import decompose
 from shared_core.low_rank.rank_selection import share_out
 
 ALL = {"min_size": 0, "skip": ()}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shared_core.errors import ConfigError
-from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
+from shared_core.pruning.scorers.scorer import below_threshold_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

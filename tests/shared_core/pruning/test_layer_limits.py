@@ -25,7 +25,7 @@ from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 from shared_core.lottery_ticket.selection import next_masks
 from shared_core.pruning import PruneConfig, erdos_renyi_sparsities, prune
-from shared_core.pruning.towers import tower_names
+from shared_core.pruning.targets import tower_names
 from shared_core.runs import LotterySearch
 from shared_core.tools.shrink import shrink
 

@@ -14,7 +14,7 @@ from torch import nn
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup import AdapterWeights, greedy_soup, save_soup, uniform_soup
-from shared_core.soup.reports import path_json
+from shared_core.soup.greedy import path_json
 
 
 class Net(nn.Module):
