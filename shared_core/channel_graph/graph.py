@@ -26,12 +26,7 @@ def unless_unknown(value: Tensor | None) -> Tensor | None:
 
 
 def product(first: Tensor, second: Tensor) -> Tensor:
-    """Return the product of two tensors of constants; zero times the unknown is zero.
-
-    Example:
-        >>> product(torch.tensor([0.0, 2.0]), torch.tensor([float("nan"), 3.0]))
-        tensor([0., 6.])
-    """
+    """Return the product of two tensors of constants; zero times the unknown is zero."""
     result = first * second
     # IEEE gives 0 * NaN = NaN; NaN stands for an unknown finite number here, and 0 times that is 0.
     return torch.where((first == 0) | (second == 0), torch.zeros_like(result), result)
@@ -75,12 +70,7 @@ def pointwise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def agreed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the constants that do not differ over `dims`, which are dropped; NaN where they do.
-
-    Example:
-        >>> agreed(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), (0,))
-        tensor([1., nan])
-    """
+    """Return the constants that do not differ over `dims`, which are dropped; NaN where they do."""
     if not dims:
         return value
     low, high = value.amin(dims), value.amax(dims)  # both are NaN where one is
@@ -139,12 +129,7 @@ def core(label: Tensor) -> Tensor:
 
 
 def along(label: Tensor, dim: int) -> Tensor:
-    """Return the ids along one dim, at the first place of every other.
-
-    Example:
-        >>> along(torch.tensor([[1, 2], [3, 4]]), 0)
-        tensor([1, 3])
-    """
+    """Return the ids along one dim, at the first place of every other."""
     for other in reversed(range(label.ndim)):
         if other != dim:
             label = label.select(other, 0)
@@ -152,12 +137,7 @@ def along(label: Tensor, dim: int) -> Tensor:
 
 
 def compact(label: Tensor) -> Tensor:
-    """Return the same label with stride 0 along every dim where its ids do not differ.
-
-    Example:
-        >>> varying_dims(compact(torch.tensor([[1, 2], [1, 2]])))
-        (1,)
-    """
+    """Return the same label with stride 0 along every dim where its ids do not differ."""
     # Operators that compute (cat, index, reshape) return dense labels: find the dims that repeat, and expand them
     # again.
     shape, inner = label.shape, core(label)
@@ -169,11 +149,7 @@ def compact(label: Tensor) -> Tensor:
 
 
 class Positions:
-    """Union-find over ids, in bulk: what is removed together, what must stay and why, and what each id is.
-
-    Args:
-        shapes: Shape of every tensor by name; each of their axes gets ids.
-    """
+    """Union-find over ids, in bulk: what is removed together, what must stay and why, and what each id is."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.axes: dict[tuple[str, int], Axis] = {}
@@ -388,12 +364,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.module_names[-1] or "the model"
 
     def sum_over(self, label: Tensor, value: Tensor | None) -> None:
-        """Note that positions are summed over, and what arrives there.
-
-        Args:
-            label: Compact or not.
-            value: Constants of the same shape as `core(label)`, NaN where unknown; None: nowhere known.
-        """
+        """Note that positions are summed over, and what arrives there."""
         ids = core(label).reshape(-1).numpy()
         found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
         # The same ids may be met at several places of the label (heads, tokens): sort by id, then compare within each
@@ -487,14 +458,7 @@ def covered(labels: list[Tensor]) -> set[int]:
 
 
 def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: list[Tensor]) -> None:
-    """Fix labels along the dims of another operand that no label of its own covers: its size stays.
-
-    Args:
-        tracer: Notes it.
-        labels: Of the shape of the result.
-        other: The other operand, expanded to that shape.
-        other_labels: Its labels in that shape.
-    """
+    """Fix labels along the dims of another operand that no label of its own covers: its size stays."""
     # Dims along which another operand has different elements, but no label of its own that could shrink with ours.
     fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
     # what is the same for all positions is made as wide as it must be: zeros to which a mask was added

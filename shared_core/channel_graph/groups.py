@@ -56,12 +56,7 @@ def _named_inputs(example_inputs: Any) -> Mapping[Any, Any]:
 
 
 def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Return names and tensors that an output is judged by: logits and loss, or else all but by-products.
-
-    Example:
-        >>> [name for name, _ in outputs_of({"logits": torch.ones(2), "hidden_states": torch.ones(3)})]
-        ['logits']
-    """
+    """Return names and tensors that an output is judged by: logits and loss, or else all but by-products."""
     if isinstance(output, Tensor):
         return [(name, output)]
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):

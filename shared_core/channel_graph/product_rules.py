@@ -66,16 +66,7 @@ def add_bias(
     shape: tuple[int, ...],
     factors: tuple[float, float] = (1, 1),
 ) -> Tracked:
-    """Return what is known of a product after a bias was added.
-
-    Args:
-        tracer: Notes what meets.
-        result: The product.
-        bias: Of any shape that `shape` holds.
-        out: The sum.
-        shape: Of the bias, for it to broadcast against the sum.
-        factors: Of the bias and of the product.
-    """
+    """Return what is known of a product after a bias was added."""
     found = tracer.get(bias) or Tracked()
     labels = [label.reshape(shape).expand(out.shape) for label in found.labels]
     if found.is_parameter:

@@ -469,12 +469,7 @@ def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any)
 
 @torch.no_grad()
 def set_base_(layer: Any, weight: Tensor) -> None:
-    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``.
-
-    Args:
-        layer: From `inject`.
-        weight: Of the shape of the user's.
-    """
+    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``."""
     user: nn.Linear = layer.user_layer
     value = weight.detach().to(layer.plain.device, layer.plain.dtype)
     # An empty one was released: nothing holds the float weight then, and codes are all there is.
@@ -494,10 +489,6 @@ def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
     """Let a model hold the user's own layers inside, for weights to be loaded by their names.
 
     They become the base, and the adapters add nothing to it.
-
-    Args:
-        model: Changed in place, and back at the end.
-        layers: From `inject`, with base none.
     """
     places = {path: module for path, module in model.named_modules() if module in layers}
     for path, layer in places.items():

@@ -166,12 +166,7 @@ def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
-    """Return `weight` rounded to the base's grid: dequantised after quantisation, in its own dtype.
-
-    Args:
-        weight: (outputs, inputs), finite.
-        config: `base` and `double_quant`.
-    """
+    """Return `weight` rounded to the base's grid: dequantised after quantisation, in its own dtype."""
     return float_weight(freeze(linear_of(weight), config)).to(weight.dtype)
 
 

@@ -33,12 +33,7 @@ class RankRule:
 
 
 def parse_rank(given: Any) -> RankRule:
-    """Return what a rank option means.
-
-    Example:
-        >>> parse_rank("16"), parse_rank(0.25), parse_rank("budget:0.5").kind
-        (RankRule(kind='number', value=16), RankRule(kind='share', value=0.25), 'budget')
-    """
+    """Return what a rank option means."""
     text = str(given).strip()
     kind, colon, number = text.partition(":")
     if text.endswith(".json"):

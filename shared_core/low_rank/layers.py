@@ -23,12 +23,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def schemes(layer: nn.Module) -> tuple[str, ...]:
-    """Return how a layer can be factorised.
-
-    Example:
-        >>> schemes(nn.Linear(4, 2)), schemes(nn.Conv2d(3, 8, 3)), schemes(nn.Conv2d(3, 8, 1))
-        (('linear',), ('channel', 'spatial'), ('channel',))
-    """
+    """Return how a layer can be factorised."""
     if not isinstance(layer, nn.Conv2d):
         return (LINEAR,)
     return (CHANNEL, SPATIAL) if max(layer.kernel_size) > 1 else (CHANNEL,)
@@ -285,12 +280,9 @@ _FLOOR = 1e-12
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A weight's decomposition, ordered by what each direction of its output is worth.
+    """A weight W, (rows, columns), orthonormal directions `u` of its output, (rows, k), and their worth `s`, (k,).
 
-    Args:
-        weight: W, (rows, columns), float64.
-        u: Orthonormal directions of the output, (rows, k).
-        s: What each is worth: singular values of ``W S``, falling, (k,).
+    In float64; `s` are the singular values of ``W S``, falling.
     """
 
     weight: Tensor

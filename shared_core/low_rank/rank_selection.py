@@ -83,13 +83,7 @@ def _slope(points: Sequence[Point], start: int, end: int) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer in one scheme.
-
-    Args:
-        module: The user's layer.
-        scheme: How its weight becomes a matrix.
-        spectrum: Of that matrix.
-    """
+    """A user's layer, in one scheme, with the spectrum of its matrix."""
 
     module: Any
     scheme: str
@@ -118,13 +112,7 @@ class Candidate:
 
 
 def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone.
-
-    Raises:
-        MatchError: If none is left.
-        CompatibilityError: If a weight is not there yet, or sharded.
-        TrainingError: If a weight is not finite.
-    """
+    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
     found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
     inside = _not_ours(model)
@@ -199,13 +187,7 @@ def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config:
 def candidates(
     layers: Mapping[str, Any], config: LowRankConfig, moments: Mapping[tuple[str, str], Tensor] | None = None
 ) -> dict[str, Candidate]:
-    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it.
-
-    Args:
-        layers: By name.
-        config: The options.
-        moments: Second moments of the inputs by (name, scheme); without, the weights alone decide.
-    """
+    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it."""
     chosen = {}
     for name, module in layers.items():
         able = [scheme for scheme in schemes(module) if config.conv in (scheme, "auto")] or schemes(module)[:1]
@@ -225,13 +207,7 @@ def _kept_by_half(candidate: Candidate) -> float:
 def choose_ranks(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the rank of each layer, and why others stay as they are.
-
-    Args:
-        found: The layers.
-        config: The options; not a report.
-        worth: For ``sensitivity``: what is gained by a rank of a layer, 0 at its full rank.
-    """
+    """Return the rank of each layer, and why others stay as they are."""
     rule = config.rule
     if rule.kind in ("budget", "sensitivity"):
         wanted = _by_budget(found, config, worth)
@@ -297,14 +273,7 @@ def measure_worth(
     multiple_of: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[int, float]]:
-    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank.
-
-    Args:
-        found: The layers, whose weights are truncated one at a time and put back.
-        loss: Returns the loss of the model as it is.
-        multiple_of: What ranks are multiples of.
-        progress: Called with (ranks tried, ranks).
-    """
+    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank."""
     before = loss()
     if not before < float("inf"):
         raise TrainingError(

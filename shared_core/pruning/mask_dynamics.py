@@ -28,12 +28,6 @@ from shared_core.pruning.targets import Targets
 def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
     """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``.
 
-    Args:
-        step: Applied optimizer steps.
-        begin: Step that counts as t = 0.
-        end: Step that counts as T_end; from there on nothing moves.
-        alpha: Share at `begin`, in (0, 1).
-
     Example:
         >>> rigl_drop_share(50, begin=0, end=100, alpha=0.3)
         0.15
@@ -60,10 +54,6 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float,
 
     Returns:
         bool of the same shape with exactly as many live weights as `mask`.
-
-    Example:
-        >>> rigl_mask(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 5.0]), torch.tensor([1, 1, 0]).bool(), 0.5)
-        tensor([ True, False,  True])
     """
     num_live = count_kept([mask])[0] if num_live is None else num_live
     # As many grow as are dropped, so no more than there are pruned weights.

@@ -215,11 +215,6 @@ def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
     That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
     numbers, so that a step with the masked gradients of a half pruned model takes more than twice as long.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> [is_slow_on_zeros(torch.optim.AdamW([weight], fused=fused)) for fused in (None, True)]
-        [True, False]
     """
     return isinstance(optimizer, torch.optim.Adam) and any(
         not group["fused"] and any(parameter.is_cpu for parameter in group["params"])
@@ -231,11 +226,6 @@ def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
 
     ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 whatever the weight's type.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> [keeps_zeros(torch.optim.AdamW([weight], eps=eps, fused=True)) for eps in (1e-8, 0.0)]
-        [True, False]
     """
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and group["eps"] > _SMALLEST for group in optimizer.param_groups
@@ -265,11 +255,6 @@ def clear_moments_(
     their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book
     ``qmap<i>`` beside ``state<i>`` (127 in the signed one, 0 in the unsigned) and the scale of a block need
     not change.
-
-    Args:
-        optimizers: Their ``state`` is looked up by parameter.
-        weights: Parameters by name.
-        masks: bool by the same names, True = keep.
     """
     for optimizer in optimizers:
         for name, weight in weights.items():
@@ -536,12 +521,7 @@ class MaskPolicy:
 
 
 def unseen_note(where: str, names: Collection[str]) -> list[str]:
-    """Return the note on weights that nothing has reached, if there are any.
-
-    Example:
-        >>> unseen_note("prune", ["aux.weight"])
-        ['prune: aux.weight stay dense: no input has reached them']
-    """
+    """Return the note on weights that nothing has reached, if there are any."""
     return [f"{where}: {listed([*names])} stay dense: no input has reached them"] if names else []
 
 
@@ -557,13 +537,7 @@ def zeros_of_sharded(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def weights_report(targets: Targets, counted: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights.
-
-    Args:
-        targets: The weights.
-        counted: By name the zeros of sharded weights as they were last counted: gathering needs every process, and a
-            receipt is written by one.
-    """
+    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights."""
     tensors: list[dict[str, Any]] = []
     for name, weight in targets.weights().items():
         pruned = counted.get(name, 0) if is_sharded(weight) else weight.numel() - int(weight.detach().count_nonzero())

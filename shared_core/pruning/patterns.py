@@ -77,10 +77,6 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
     Trailing dimensions (a kernel) belong to the inputs: a convolution's weight is the matrix
     ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean is of what they hold.
 
-    Args:
-        scores: Two or more dimensions, floating point.
-        block: Rows and columns of a tile, at least 1 each.
-
     Returns:
         Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
 
@@ -103,12 +99,7 @@ def _sizes(length: int, block: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """Return the mask of elements that a mask of tiles means, of the weight's shape.
-
-    Example:
-        >>> expand_blocks(torch.tensor([[True, False]]), torch.Size([1, 3]), (1, 2))
-        tensor([[ True,  True, False]])
-    """
+    """Return the mask of elements that a mask of tiles means, of the weight's shape."""
     columns = shape[1:].numel()
     full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return full[: shape[0], :columns].reshape(shape)

@@ -348,12 +348,7 @@ def prune(
 
 
 def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
-    """Return a config from either form that `prune` takes.
-
-    Example:
-        >>> as_config({"sparsity": 0.5}).schedule
-        'one_shot'
-    """
+    """Return a config from either form that `prune` takes, without options of training."""
     if not isinstance(config, PruneConfig | Mapping):
         raise ConfigError("prune", f"config must be a PruneConfig or a mapping of its options, got {config!r}")
     defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}

@@ -24,14 +24,7 @@ from shared_core.pruning.targets import block_of
 
 @torch.no_grad()
 def add_l1_gradient_(gradient: Tensor, weight: Tensor, strength: float) -> None:
-    """Add the gradient of ``strength·Σ|w|`` in place: ``strength·sign(w)``, 0 at 0.
-
-    Example:
-        >>> gradient = torch.zeros(3)
-        >>> add_l1_gradient_(gradient, torch.tensor([2.0, 0.0, -1.0]), 0.5)
-        >>> gradient
-        tensor([ 0.5000,  0.0000, -0.5000])
-    """
+    """Add the gradient of ``strength·Σ|w|`` in place: ``strength·sign(w)``, 0 at 0."""
     gradient.add_(weight.detach().sign().to(gradient.dtype), alpha=strength)
 
 
@@ -74,12 +67,6 @@ def add_group_lasso_gradient_(
 def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, block: tuple[int, int]) -> None:
     """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group; those at the edge are smaller.
 
-    Args:
-        gradient: Of the weight's shape; changed in place.
-        weight: Two or more dimensions, trailing ones belonging to the inputs.
-        strength: Factor of the penalty, at least 0.
-        block: Rows and columns of a tile.
-
     Example:
         >>> gradient = torch.zeros(1, 3)
         >>> add_block_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0, 5.0]]), 1.0, (1, 2))
@@ -97,14 +84,7 @@ def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
 def add_unit_lasso_gradient_(
     gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], strength: float, unit: Sequence[UnitSlices]
 ) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors.
-
-    Args:
-        gradients: By name; changed in place.
-        weights: By name.
-        strength: Factor of the penalty, at least 0.
-        unit: Where the units of one group lie in each tensor.
-    """
+    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors."""
     found = [gather_units(weights[part.name], part.axis, part.positions).double() for part in unit]
     rms = (sum(part.square().sum(1) for part in found) / sum(part.shape[1] for part in found)).sqrt()  # type: ignore[union-attr]
     scales = strength / rms.masked_fill(rms == 0, 1.0)

@@ -47,13 +47,7 @@ class Schedule:
         return self.begin <= step <= self.end and on_time
 
     def sparsity(self, step: int, final: float) -> float:
-        """Return the sparsity after `step` of what is to have `final` in the end.
-
-        Example:
-            >>> config = PruneConfig(sparsity=0.5, schedule="linear")
-            >>> Schedule(config, begin=0, end=10).sparsity(5, 0.5)
-            0.25
-        """
+        """Return the sparsity after `step` of what is to have `final` in the end."""
         config = self.config
         # A layer whose own sparsity is below the common start starts, and stays, at its own.
         initial = min(config.initial_sparsity, final)

@@ -310,24 +310,14 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
 
 
 def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the names of the layers that have given all that they may.
-
-    Example:
-        >>> at_limit(0.9, 0.5, {"first": (10, 1), "last": (10, 9)})
-        ['last']
-    """
+    """Return the names of the layers that have given all that they may."""
     limits = layer_limits(most, sparsity, [size for size, _ in layers.values()])
     pairs = zip(layers.items(), limits, strict=True)
     return [name for (name, (_, gone)), limit in pairs if 0 < limit <= gone]
 
 
 def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return what a user should know of layers and towers that lost most of what they had, a line each.
-
-    Example:
-        >>> limit_notes("prune", 0.98, ["fc.weight"], {"fc.weight": (6400, 6272), "out.weight": (6400, 6399)})[1]
-        'prune: more than 99 % of these layers is gone: out.weight (6,399 of 6,400)'
-    """
+    """Return what a user should know of layers and towers that lost most of what they had, a line each."""
     notes = []
     if capped:
         notes.append(

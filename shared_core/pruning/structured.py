@@ -92,13 +92,7 @@ def masked_slices(group: ChannelGroup) -> list[Slice]:
 def masks_of_units(
     groups: Iterable[ChannelGroup], keeps: Iterable[Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return by name which elements to keep, given which units of each group are kept.
-
-    Args:
-        groups: Whose slices may name the same tensor; an element goes if any of its units does.
-        keeps: One bool vector a group, True = keep.
-        tensors: By name what may be masked; slices of others (running statistics) are left alone.
-    """
+    """Return by name which elements to keep, given which units of each group are kept."""
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
         # positions[gone]: (units that go, positions each), flat for index_fill_.
@@ -117,13 +111,7 @@ def masks_of_units(
 
 @torch.no_grad()
 def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output.
-
-    Example:
-        >>> groups = filter_groups({"weight": nn.Linear(2, 2, bias=False)})
-        >>> kept_units(groups, {"weight": torch.tensor([[True, False], [False, False]])})
-        [tensor([ True, False])]
-    """
+    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output."""
     parts = [[part for part in masked_slices(group) if part.tensor in masks] for group in groups]
     axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
     kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))

@@ -64,14 +64,7 @@ def tower_names(names: Sequence[str]) -> list[str]:
 
 
 def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return a line for each tower of several matrices that keeps next to nothing while the others keep their weights.
-
-    Example:
-        >>> layers = ("eye.a", "eye.b", "text.a", "text.b")
-        >>> lost = {f"{layer}.weight": (100, 98 if "eye" in layer else 5) for layer in layers}
-        >>> tower_notes("prune", lost)[0].partition(":")[2].partition(":")[0]
-        ' 98.0 % of the weights of eye is gone, of the others 5.0 %'
-    """
+    """Return a line for each tower of several matrices that keeps next to nothing while the others do not."""
     counts: dict[str, list[int]] = {}
     for tower, (size, gone) in zip(tower_names([*weights]), weights.values(), strict=True):
         size_, gone_, matrices = counts.get(tower, [0, 0, 0])

@@ -39,13 +39,7 @@ _CLEARLY = 0.05
 
 
 def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generator) -> MaskPolicy:
-    """Return what masks these options ask for: of units, of weights that may come back, or of weights that stay pruned.
-
-    Args:
-        config: The options.
-        targets: The weights within reach.
-        generator: For criteria that draw; the same on every rank.
-    """
+    """Return the masks that these options ask for: of units, or of weights that may come back or stay pruned."""
     policy: type[MaskPolicy] = MaskPolicy
     if config.prunes_units:
         policy = ShapleyPruning if config.criterion == "shapley" else UnitPruning

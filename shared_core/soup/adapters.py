@@ -25,6 +25,7 @@ from shared_core.checkpoint_formats.adapter import (
     rank_and_alpha,
     scaling,
 )
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.soup.averaging import Candidate, accumulator_dtype, copy_finite_, mean_with_
 
@@ -147,9 +148,7 @@ def _parts(layer: LoraLayer, members: Sequence[tuple[Ingredient, float]]) -> lis
 
 
 def _equal(one: _Factors, two: _Factors) -> bool:
-    return one.scale == two.scale and one.a.shape == two.a.shape and torch.equal(one.a, two.a) and torch.equal(
-        one.b, two.b
-    )  # fmt: skip
+    return one.scale == two.scale and torch.equal(one.a, two.a) and torch.equal(one.b, two.b)
 
 
 def _stacked(parts: Sequence[tuple[_Factors, float]], total: float) -> _Factors:
@@ -229,20 +228,16 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         # lora_A without a PeftModel: layers were injected (inject_adapter_in_model), and there is no config to read
         # scales from.
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
-        if odd is not None:
-            raise CompatibilityError(
-                "soup",
-                f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and "
-                "averaging A and B apart is not averaging BA",
-                "make the model by peft.get_peft_model",
-            )
-        return None
-    if len(found) > 1:
-        raise CompatibilityError(
-            "soup",
-            f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}",
-            "average their saved adapters with `eff soup`, each model's for itself",
+        if odd is None:
+            return None
+        rule = (
+            f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and averaging "
+            "A and B apart is not averaging BA"
         )
+        raise CompatibilityError("soup", rule, "make the model by peft.get_peft_model")
+    if len(found) > 1:
+        rule = f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}"
+        raise CompatibilityError("soup", rule, "average their saved adapters with `eff soup`, each model's for itself")
     return PeftAdapter(model, *found[0])
 
 
@@ -259,17 +254,12 @@ class PeftAdapter:
             for key in model.state_dict()
             if not key.startswith(self._prefix) or key.removeprefix(self._prefix) in inner
         ]
-        names = list(peft_model.peft_config)
-        if len(names) != 1:
-            raise CompatibilityError("soup", f"PEFT model must have one adapter, got {names}", "delete the others")
-        self._name: str = names[0]
+        self._name, *others = list(peft_model.peft_config)
         kind = str(getattr(self._config.peft_type, "value", self._config.peft_type))
-        if kind != "LORA" or self._config.is_prompt_learning:
-            raise CompatibilityError(
-                "soup",
-                f"PEFT model must have a LoRA adapter, got {kind}, whose averages are not those of what it does",
-                "leave soup out",
-            )
+        if others or kind != "LORA" or self._config.is_prompt_learning:
+            got = f"{[self._name, *others]}" if others else f"{kind}, whose averages are not those of what it does"
+            rule = f"PEFT model must have one adapter, of LoRA, got {got}"
+            raise CompatibilityError("soup", rule, "delete the others, or leave soup out")
         present = Ingredient("the model's adapter", ADAPTER, None, self.weights, self.fields())
         check_adapters(present, present)
 
@@ -286,12 +276,7 @@ class PeftAdapter:
     def weights(
         self, state_dict: Mapping[str, Tensor] | None = None, like: Ingredient | None = None
     ) -> dict[str, Tensor]:
-        """Return the adapter under PEFT's names, and what else checkpoints hold.
-
-        Args:
-            state_dict: The whole model's; by default the present one, whose tensors are not copied.
-            like: Has the names to return: PEFT also saves embeddings that were resized.
-        """
+        """Return the adapter under PEFT's names, and what else checkpoints hold."""
         from peft import get_peft_model_state_dict
 
         whole = self._model.state_dict() if state_dict is None else state_dict
@@ -355,12 +340,7 @@ def _set_rank(holder: Any, name: str, old: Tensor, dimension: int, rank: int) ->
 
 
 class AdapterCandidate:
-    """Candidates of a soup of models, as `averaging.Candidate`: one state dict takes every average of adapters.
-
-    Args:
-        rank: Cut every average to this rank.
-        after_average: Called with the state dict each time that it was written.
-    """
+    """Candidates of a soup of models, as `averaging.Candidate`: one state dict takes every average of adapters."""
 
     def __init__(self, rank: int | None, after_average: Callable[[dict[str, Tensor]], None] | None) -> None:
         self._rank, self._after = rank, after_average
@@ -414,12 +394,10 @@ def candidate_for(
     rank: int | None,
 ) -> Candidate | AdapterCandidate:
     """Return where averages of these ingredients are written."""
-    if ingredients[0].kind != ADAPTER:
-        if rank is not None:
-            raise ConfigError("soup", f"rank must be given for adapters only, got {rank!r} for {ingredients[0].kind}s")
-        return Candidate(ingredients[0], into, after_average)
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ConfigError("soup", f"rank must be an integer >= 1, got {rank!r}")
-    if into is not None:
-        raise ConfigError("soup", "into must be None for adapters, whose averages have other ranks", "leave it out")
-    return AdapterCandidate(rank, after_average)
+    kind, rank = ingredients[0].kind, checked(rank, int | None, "soup", "rank", low=1)
+    unfit = ("into", into) if kind == ADAPTER else ("rank", rank)
+    if unfit[1] is not None:
+        only = "whole models" if kind == ADAPTER else "adapters"
+        rule = f"{unfit[0]} must be given for {only} only, got {'it' if kind == ADAPTER else rank} for {kind}s"
+        raise ConfigError("soup", rule, "leave it out")
+    return AdapterCandidate(rank, after_average) if kind == ADAPTER else Candidate(ingredients[0], into, after_average)

@@ -32,7 +32,7 @@ from shared_core.checkpoint_formats import (
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import all_reduce_, broadcast_
 from shared_core.engine.state_file import STATE_FILE, load_state
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, MatchError, TrainingError
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
 CHUNK = 1 << 16
@@ -47,12 +47,7 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a mean over this dtype is held in: float32, or the dtype itself if it is wider.
-
-    Example:
-        >>> accumulator_dtype(torch.bfloat16), accumulator_dtype(torch.float64)
-        (torch.float32, torch.float64)
-    """
+    """Return the dtype that a mean over this dtype is held in: float32, or the dtype itself if it is wider."""
     # float8 has no entry in torch's table of promotions: promote_types raises for it.
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
@@ -143,11 +138,6 @@ class Candidate:
     """The one state dict that every average is written into, beside the running mean it is made from.
 
     Memory: this state dict, and the mean in a file; ingredients are read tensor by tensor, however many there are.
-
-    Args:
-        like: An ingredient: names, shapes and ties of the state dict.
-        into: Write into these tensors (a model's ``state_dict()``) instead of new ones; they keep their dtypes.
-        after_average: Called with the state dict each time that it was written, to re-apply masks for example.
     """
 
     def __init__(
@@ -162,8 +152,7 @@ class Candidate:
         self._mean: dict[str, Tensor] = {}
         self._total = 0.0
         self._best: Ingredient | None = None
-        # For each tensor of the ingredients: the keys it has in the state dict. Ties are one tensor under several
-        # keys.
+        # For each tensor of the ingredients: the keys it has in the state dict; a tied one has several.
         self._names = {key: [key] for key in like.specs}
         if into is None:
             for alias, owner in like.ties.items():
@@ -222,9 +211,7 @@ class Candidate:
         ingredient.close()
 
     def _best_slots(self) -> Iterator[tuple[str, Tensor]]:
-        best = self._best
-        if best is None:
-            raise RuntimeError("begin_mean comes first")
+        best = cast(Ingredient, self._best)
         for key in self._names:
             # Integers, booleans and dtypes are the best ingredient's: a mean of step counters or of masks means
             # nothing.
@@ -280,25 +267,19 @@ def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]
     for group in groups.values():
         key = next((name for name in group if like.has(name)), None)
         if key is None:
-            raise CheckpointError(
-                like.name,
-                f"checkpoint must hold all tensors of the model, got none named {group[0]!r}",
-                "it is of another model",
-            )
+            raise _stranger(like, f"checkpoint must hold all tensors of the model, got none named {group[0]!r}")
         shape = like.spec(key).shape
         if shape != tuple(into[key].shape):
-            raise CheckpointError(
-                like.name,
-                f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}",
-                "it is of another model",
-            )
+            raise _stranger(like, f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}")
         names[key] = group
     extra = next((key for key in (*like.specs, *like.ties) if key not in into), None)
     if extra is not None:
-        raise CheckpointError(
-            like.name, f"checkpoint must hold only tensors of the model, got {extra!r}", "it is of another model"
-        )
+        raise _stranger(like, f"checkpoint must hold only tensors of the model, got {extra!r}")
     return names
+
+
+def _stranger(ingredient: Ingredient, rule: str) -> CheckpointError:
+    return CheckpointError(ingredient.name, rule, "it is of another model")
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -307,6 +288,12 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def batch_norms(model: nn.Module) -> list[Any]:
     """Return the batch norms of a model that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, _NORMS) and module.track_running_stats]
+
+
+def refuse_no_norms(where: str, bn_batches: int, model: nn.Module) -> None:
+    """Refuse batches for statistics that a model does not keep."""
+    if bn_batches and not batch_norms(model):
+        raise MatchError(where, f"bn_batches must be 0 for a model without BatchNorm, got {bn_batches}", "remove it")
 
 
 def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batches: int) -> None:
@@ -324,11 +311,9 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
     try:
         calibrate(num_batches)
         if not any(int(norm.num_batches_tracked) for norm in norms):
-            raise TrainingError(
-                "bn_batches",
-                f"training data must give batches to estimate statistics on, got none of {num_batches}",
-                "let it start anew each time that it is iterated, or leave bn_batches at 0",
-            )
+            rule = f"training data must give batches to estimate statistics on, got none of {num_batches}"
+            remedy = "let it start anew each time that it is iterated, or leave bn_batches at 0"
+            raise TrainingError("bn_batches", rule, remedy)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -375,11 +360,8 @@ def masked_ingredients(
         else:
             notes.append(f"left out: {item.name}, from before its pruning ended (--unpruned takes it in)")
     if not usable:
-        raise CheckpointError(
-            "eff soup",
-            "at least one checkpoint must be from after its pruning ended, got none",
-            "give later ones, or pass --unpruned",
-        )
+        rule = "at least one checkpoint must be from after its pruning ended, got none"
+        raise CheckpointError("eff soup", rule, "give later ones, or pass --unpruned")
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
 
     return usable, functools.partial(_remask, masks), notes  # it pickles: processes re-apply masks too
@@ -422,17 +404,10 @@ def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
 
 
 def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
-    if not ingredient.has(name):
-        raise CheckpointError(
-            ingredient.name, f"checkpoint must hold {name!r}, which its mask is for, got no such tensor"
-        )
-    shape = ingredient.spec(name).shape
-    if packed.numel() != packed_size(shape):
-        raise CheckpointError(
-            ingredient.name,
-            f"mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes",
-            "its state file is of another model",
-        )
+    shape = ingredient.spec(name).shape if ingredient.has(name) else None
+    if shape is None or packed.numel() != packed_size(shape):
+        size = "no such tensor" if shape is None else f"{packed.numel()} bytes for {math.prod(shape)} bits"
+        raise _stranger(ingredient, f"checkpoint must hold {name!r} and a mask of its size, got {size}")
     return unpack_bits(packed, shape)
 
 

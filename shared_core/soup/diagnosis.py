@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich import box
@@ -106,14 +106,11 @@ def diagnose(
         >>> found.metrics, found.uniform, found.barriers, found.distances[0][1]
         ([1.0, 1.0], 0.0, {'ingredient 1': 1.0}, 2.0)
     """
-    checked(mode, Literal["max", "min"], "soup", "mode")
+    checked(mode, Mode, "soup", "mode")
     opened = open_ingredients(ingredients)
     if opened[0].kind == ADAPTER:
-        raise ConfigError(
-            "soup",
-            "diagnose must get whole models, got adapters, whose ranks differ",
-            "merge them into their base model",
-        )
+        rule = "diagnose must get whole models, got adapters, whose ranks differ"
+        raise ConfigError("soup", rule, "merge them into their base model")
     candidate = Candidate(opened[0], None, after_average)
     search = {"kind": "diagnosis", "mode": mode, **(about or {})}
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)
@@ -157,11 +154,8 @@ def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored
         else:
             able.append((number, item, single))
     if len(able) < 2:
-        raise CheckpointError(
-            "soup",
-            f"at least two ingredients must have finite weights and a finite metric, got {len(able)}",
-            "; ".join(f"{name} {reason}" for name, reason in left_out.items()),
-        )
+        rule = f"at least two ingredients must have finite weights and a finite metric, got {len(able)}"
+        raise CheckpointError("soup", rule, "; ".join(f"{name} {reason}" for name, reason in left_out.items()))
     return able, left_out
 
 
@@ -185,9 +179,7 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
 def _barrier(path: Sequence[float], sign: float) -> float:
     if not all(math.isfinite(score) for score in path):
         return math.inf
-    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between the two ends less the metric
-    # between them. Ends have none by definition, so falls[1:-1].
-    falls = [
+    falls = [  # ends have none by definition
         sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
     ]
     return max(0.0, *falls[1:-1])

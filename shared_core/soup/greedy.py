@@ -22,7 +22,7 @@ from shared_core.files.atomic import atomic_write
 from shared_core.libraries import optional
 from shared_core.soup.adapters import AdapterCandidate, AdapterWeights, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
 Mode = Literal["max", "min"]
@@ -34,7 +34,6 @@ class SoupResult:
     """A soup and the path that led to it."""
 
     state_dict: dict[str, Tensor]
-    """The average, in the best ingredient's dtypes."""
     ingredients: list[str]
     """Names of the members in the order they were added."""
     score: float
@@ -132,12 +131,15 @@ def greedy_soup(
         >>> result.state_dict["w"], result.ingredients, result.score
         (tensor([2.]), ['ingredient 1', 'ingredient 0'], -0.5)
     """
-    # Greedy soup of Wortsman et al. (2022, arXiv:2203.05482, recipe 1): sort by the held-out metric, then add each in
-    # turn if the average does not get worse.
-    _check(mode, min_delta, order, jobs, max_ingredients)
+    checked(mode, Mode, "soup", "mode")
+    checked(max_ingredients, int | None, "soup", "max_ingredients", low=1)
+    checked(min_delta, float, "soup", "min_delta", low=0)
+    checked(order, Order, "soup", "order")
+    if jobs > 1 and order != "metric":
+        told = f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
+        raise ConfigError("soup", told)
     opened = open_ingredients(ingredients)
-    if scores is not None and len(scores) != len(opened):
-        raise ConfigError("soup", f"scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
+    check_number_of("scores", scores, len(opened))
     options = {
         "kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "rank": rank,
     }  # fmt: skip
@@ -170,17 +172,6 @@ def greedy_soup(
     )
 
 
-def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: int | None) -> None:
-    checked(mode, Literal["max", "min"], "soup", "mode")
-    checked(max_ingredients, int | None, "soup", "max_ingredients", low=1)
-    checked(min_delta, float, "soup", "min_delta", low=0)
-    checked(order, Literal["metric", "random", "given"], "soup", "order")
-    if jobs > 1 and order != "metric":
-        raise ConfigError(
-            "soup", f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
-        )
-
-
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
     """Return ingredients of finite weights in the order they are tried; by metric all are scored, else the first."""
     able: list[_Row] = []
@@ -194,11 +185,9 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
         if not row.reason:
             able.append(row)
     if not able:
-        raise CheckpointError(
-            "soup",
-            "at least one ingredient must have finite weights and a finite metric, got "
-            + "; ".join(f"{row.item.name} {row.reason}" for row in rows),
-        )
+        told = "; ".join(f"{row.item.name} {row.reason}" for row in rows)
+        rule = f"at least one ingredient must have finite weights and a finite metric, got {told}"
+        raise CheckpointError("soup", rule)
     # A stable sort: of equal metrics, the one given first is tried first.
     if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))
@@ -284,10 +273,6 @@ def path_json(result: SoupResult) -> str:
 
     Args:
         result: As `greedy_soup` returns it.
-
-    Example:
-        >>> path_json(SoupResult({}, ["a"], 0.5, []))
-        '{"score": 0.5, "ingredients": ["a"], "history": [], "repeat": null}'
     """
     return json.dumps(path_dict(result))
 
@@ -297,10 +282,6 @@ def noise_of(result: SoupResult) -> str | None:
 
     Args:
         result: As `greedy_soup` returns it.
-
-    Example:
-        >>> noise_of(SoupResult({}, ["a"], 0.5, [], repeat=(0.5, 0.5))) is None
-        True
     """
     if result.repeat is None or result.repeat[0] == result.repeat[1]:
         return None

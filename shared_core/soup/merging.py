@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, IN_MEMORY, Ingredient
+from shared_core.config.options import checked
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.adapters import candidate_for
 from shared_core.soup.averaging import Candidate, accumulator_dtype, chunks, non_finite_tensor
-from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
 from shared_core.soup.scoring import not_finite
 
 
@@ -102,11 +103,9 @@ def average_of(
         elif share > 0:
             members.append((item, share))
     if not members:
-        raise CheckpointError(
-            "soup",
-            "at least one ingredient must have finite weights and a weight above 0, got "
-            + ("; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"),
-        )
+        told = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
+        rule = f"at least one ingredient must have finite weights and a weight above 0, got {told}"
+        raise CheckpointError("soup", rule)
     candidate.begin_mean(*members[0])
     for number, (item, share) in enumerate(members, start=1):
         if number > 1:
@@ -119,18 +118,14 @@ def average_of(
 
 def check_weights(weights: Sequence[float] | None, count: int) -> None:
     """Raise `ConfigError` unless there is one weight >= 0 for each of `count` ingredients, and one above 0."""
-    if weights is None:
-        return
-    if len(weights) != count:
-        raise ConfigError("soup", f"weights must be one for each of {count} ingredients, got {len(weights)}")
-    for weight in weights:
-        if isinstance(weight, bool) or not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError("soup", f"weights must be finite numbers >= 0, got {weight!r}")
-    if not any(weight > 0 for weight in weights):
-        raise ConfigError("soup", "weights must not all be 0")
+    check_number_of("weights", weights, count)
+    for weight in weights or ():
+        if isinstance(weight, bool) or not (math.isfinite(weight) and weight >= 0) or not any(weights or ()):
+            rule = f"weights must be finite numbers >= 0, and not all be 0, got {weight!r}"
+            raise ConfigError("soup", rule)
 
 
-TASK_VECTOR_KINDS = ("ties", "dare_linear", "dare_ties")
+Kind = Literal["ties", "dare_linear", "dare_ties"]
 
 # torch splits sums of 32768 numbers and more over its threads, and their last bits then depend on how many there are.
 _SERIAL = 1 << 14
@@ -143,7 +138,7 @@ _NO_SUM = 1e-7
 def task_vector_soup(
     ingredients: Sequence[Source],
     base: Source,
-    kind: Literal["ties", "dare_linear", "dare_ties"],
+    kind: Kind,
     *,
     density: float,
     weights: Sequence[float] | None = None,
@@ -188,12 +183,9 @@ def task_vector_soup(
         >>> task_vector_soup(tuned, {"w": torch.zeros(2)}, "ties", density=1.0)["w"]
         tensor([ 3., -3.])
     """
-    if kind not in TASK_VECTOR_KINDS:
-        raise ConfigError("soup", f"kind must be {', '.join(TASK_VECTOR_KINDS[:-1])} or dare_ties, got {kind!r}")
-    if isinstance(density, bool) or not 0 < density <= 1:
-        raise ConfigError("soup", f"density must be in (0, 1], got {density!r}", "give the share to keep, such as 0.5")
-    if isinstance(lambda_, bool) or not math.isfinite(lambda_):
-        raise ConfigError("soup", f"lambda must be a finite number, got {lambda_!r}")
+    checked(kind, Kind, "soup", "kind")
+    checked(density, float, "soup", "density", above=0, high=1)
+    checked(lambda_, float, "soup", "lambda")
     if isinstance(base, Mapping):
         base = Ingredient("base", IN_MEMORY, None, functools.partial(dict, base))
     *opened, start = open_ingredients([*open_ingredients(ingredients), base])
@@ -233,8 +225,7 @@ def slerp_soup(
         >>> slerp_soup([{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}])["w"]
         tensor([0.7071, 0.7071])
     """
-    if isinstance(t, bool) or not 0 <= t <= 1:
-        raise ConfigError("soup", f"t must be in [0, 1], got {t!r}", "0 is the first ingredient, 1 the second")
+    checked(t, float, "soup", "t", low=0, high=1)
     opened = open_ingredients(ingredients)
     if len(opened) != 2:
         raise ConfigError("soup", f"slerp must have two ingredients, got {len(opened)}", "merge two at a time")
@@ -244,18 +235,13 @@ def slerp_soup(
 
 def _check_mergeable(opened: Sequence[Ingredient]) -> None:
     """Refuse adapters, and what is not finite: a merge without it would be another one than asked for."""
-    for item in opened:
-        if item.kind == ADAPTER:
-            raise CheckpointError(
-                "soup",
-                f"ingredients of a merge must be whole models, got {item.name} ({ADAPTER})",
-                "merge the adapter into its model (merge_and_unload) and save that",
-            )
+    if adapter := next((item for item in opened if item.kind == ADAPTER), None):
+        rule = f"ingredients of a merge must be whole models, got {adapter.name} ({ADAPTER})"
+        raise CheckpointError("soup", rule, "merge the adapter into its model (merge_and_unload) and save that")
     for item in opened:
         if (bad := non_finite_tensor(item)) is not None:
-            raise CheckpointError(
-                item.name, f"{bad!r} must be finite to be merged, got a NaN or an infinity", "leave it out"
-            )
+            rule = f"{bad!r} must be finite to be merged, got a NaN or an infinity"
+            raise CheckpointError(item.name, rule, "leave it out")
 
 
 def _written(

@@ -18,7 +18,7 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of, candidate_for
-from shared_core.soup.averaging import batch_norms, estimate_norms_
+from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.soup.config import SoupConfig
 from shared_core.soup.greedy import Order, greedy_soup, noise_of, path_dict, rank_errors
 from shared_core.soup.ingredients import RunIngredients
@@ -66,19 +66,10 @@ class ModelSoup(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
         context.services.checkpoints()
-        if self._options.bn_batches and not batch_norms(context.model):
-            raise MatchError(
-                "soup",
-                f"bn_batches must be 0 for a model without BatchNorm, got {self._options.bn_batches}",
-                "remove it",
-            )
+        refuse_no_norms("soup", self._options.bn_batches, context.model)
         if self._options.rank is not None and self._adapter is None:
-            raise MatchError(
-                "soup",
-                f"rank must be given for a PEFT model only, got {self._options.rank} for "
-                f"{type(context.model).__name__}",
-                "remove it",
-            )
+            got = f"{self._options.rank} for {type(context.model).__name__}"
+            raise MatchError("soup", f"rank must be given for a PEFT model only, got {got}", "remove it")
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Learn while training whether validation reports the metric, where one batch at the start could not tell.
@@ -108,8 +99,7 @@ class ModelSoup(Technique):
 
         def load(candidate: dict[str, Tensor]) -> None:
             if self._adapter is not None:
-                # Order matters: an adapter's tensors are loaded first, then sharded again, then others are told to
-                # re-read weights.
+                # first its tensors are loaded, then sharded again, then others are told to re-read weights
                 self._adapter.load(candidate)
             reshard_(model)
             context.weights_replaced()

@@ -19,7 +19,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.modules.running_average import move_towards_
-from shared_core.soup.averaging import batch_norms, estimate_norms_
+from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.weight_average.config import AverageConfig
 
 
@@ -335,15 +335,9 @@ class WeightAverage(Technique):
         context.undo.callback(self._detach)
         refuse_scripted(model, "average")
         if not any(map(is_trained, model.parameters())):
-            raise MatchError(
-                "average", "model must have a trainable parameter, got none", "unfreeze what is to be trained"
-            )
-        if self.config.bn_batches and not batch_norms(model):
-            raise MatchError(
-                "average",
-                f"bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}",
-                "remove it",
-            )
+            rule = "model must have a trainable parameter, got none"
+            raise MatchError("average", rule, "unfreeze what is to be trained")
+        refuse_no_norms("average", self.config.bn_batches, model)
         self._model = model
         return trained(model)
 
@@ -353,12 +347,11 @@ class WeightAverage(Technique):
         # Step 0 has no weights of a step: the first update is after `every` steps.
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
-            raise ConfigError(
-                "average",
+            rule = (
                 f"first update must come within the {context.total_steps} steps of this run, got step {self._first} "
-                f"from begin {config.start!r} and every {config.every}",
-                "begin earlier",
+                f"from begin {config.start!r} and every {config.every}"
             )
+            raise ConfigError("average", rule, "begin earlier")
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return Plan(
             [(self._first, first), (None, "the model holds the average, if it was updated")],
@@ -568,22 +561,18 @@ class WeightAverage(Technique):
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError("average", f"state must be one that average saved, got {error!r}") from error
-        if kind != self.config.kind:
-            raise CheckpointError(
-                "average", f"saved average must be of kind {self.config.kind}, got {kind}", "resume with that kind"
-            )
         # With the layers that were frozen since: the best checkpoint may be of an earlier step.
         known = [value for name, value in context.model.named_parameters() if name in shapes]
         swapped = SwappedWeights(context.model, known, context.modes)
         like = {**swapped.parameters, **swapped.norms}
         odd = sorted(set(shapes) - set(swapped.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
-        if odd:
-            raise CheckpointError(
-                "average",
-                f"saved average must be of this model's parameters, got a difference at {odd[0]}",
-                "resume with the model and recipe that wrote the checkpoint",
-            )
+        if odd or kind != self.config.kind:
+            rule = f"be of kind {self.config.kind}, got {kind}"
+            if kind == self.config.kind:
+                rule = f"be of this model's parameters, got a difference at {odd[0]}"
+            remedy = "resume with the model and recipe that wrote the checkpoint"
+            raise CheckpointError("average", f"saved average must {rule}", remedy)
         self._swapped = swapped
         # An empty state: the count begins anew, as warm-up and the mean go by it.
         self._running.num_updates = updates if kept else 0

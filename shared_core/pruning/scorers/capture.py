@@ -47,12 +47,6 @@ class BackwardWatch:
 
     Under ``torch.compile`` hooks stay outside the graph (a graph break at each layer, so no ``fullgraph=True``), and
     they must be registered before the first compiled call.
-
-    Args:
-        modules: Layers by name, each with one tensor as output.
-        keep: ``keep(x, output)`` returns what to hold until backward.
-        take: Gets a layer's name and its (kept, gradient of the output) pairs, without gradients.
-        where: The criterion, for errors.
     """
 
     def __init__(
@@ -316,15 +310,6 @@ class Wanda(GatheringScorer):
 
     A layer that no input has reached since the last update (an expert) is scored by those before: only weights of one
     row compete, so that it matters to no other that they are older.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> scorer = Wanda({"weight": layer})
-        >>> with scorer.calibrating():
-        ...     _ = layer(torch.tensor([[3.0, 1.0], [4.0, 0.0]]))
-        >>> scorer.reduce()
-        >>> scorer.scores("weight", torch.tensor([[1.0, -2.0]]))
-        tensor([[5., 2.]])
     """
 
     criterion: ClassVar[str] = "wanda"

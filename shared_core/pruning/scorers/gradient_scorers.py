@@ -70,12 +70,7 @@ def squared_gradient_sum(
 
 
 def num_examples(module: nn.Module, x: Tensor) -> int:
-    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis.
-
-    Example:
-        >>> num_examples(nn.Linear(4, 2), torch.zeros(4)), num_examples(nn.Linear(4, 2), torch.zeros(3, 5, 4))
-        (1, 3)
-    """
+    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis."""
     return _batched(module, x).shape[0]
 
 
@@ -166,9 +161,6 @@ class Fisher(BackwardScorer):
         generator: Not used.
         costs: As in `Scorer`.
         max_elements: Most numbers that one chunk of per-example gradients holds, at least one example's.
-
-    Raises:
-        ConfigError: If a layer is neither linear nor convolutional.
     """
 
     criterion: ClassVar[str] = "fisher"
@@ -332,14 +324,6 @@ class NeuronTaylor(BackwardScorer):
     a is the output of the layer, before the nonlinearity: where that is piecewise linear through 0 (ReLU), a·∂L/∂a is
     the same after it. Scaling is that of `Fisher`, to the first power; N is counted likewise. Outputs are held as
     copies until backward, since a nonlinearity may overwrite them.
-
-    Args:
-        modules: Weight name to its linear or convolutional layer.
-        generator: Not used.
-        costs: As in `Scorer`.
-
-    Raises:
-        ConfigError: If a layer is neither linear nor convolutional.
     """
 
     criterion: ClassVar[str] = "neuron_taylor"
@@ -348,11 +332,7 @@ class NeuronTaylor(BackwardScorer):
 
     @torch.no_grad()
     def unit_scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return one score an output unit: (units,), in the type of scores.
-
-        Raises:
-            TrainingError: If nothing was observed.
-        """
+        """Return one score an output unit: (units,), in the type of scores."""
         self._require_ready()
         units = self._unit_means(name, weight.detach())
         return units if self.costs is None else units / self.costs[name]

@@ -195,9 +195,6 @@ def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
 class GroupTaylor:
     """``mean over steps of (Σ w·g)²`` of the units of groups, the sum over all weights of a unit.
 
-    Args:
-        groups: Group name to where its units lie; as many units in each tensor.
-
     Example:
         >>> taylor = GroupTaylor({"g": [UnitSlices("w", 0, np.array([[0], [1]]))]})
         >>> taylor.observe_step({"w": torch.tensor([[1.0, 2.0], [3.0, 0.0]])}, {"w": torch.ones(2, 2)})
@@ -241,11 +238,7 @@ class GroupTaylor:
         self._ever.add(group)
 
     def scores(self, group: str) -> Tensor:
-        """Return (units,) scores, 0 for a group that had no gradient.
-
-        Raises:
-            TrainingError: If no step was observed.
-        """
+        """Return (units,) scores, 0 for a group that had no gradient."""
         if not self.num_observed:
             raise TrainingError(
                 "group taylor", "a step must have been observed before units are scored, got none since the last update"
@@ -264,11 +257,7 @@ class GroupTaylor:
         return {"num_observed": self.num_observed, "sums": sums, "ever": sorted(self._ever)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            CheckpointError: If it is of other groups.
-        """
+        """Restore a saved state."""
         sums = dict(state["sums"])
         for name, total in sums.items():
             units = len(self.groups[name][0].positions) if name in self.groups else 0

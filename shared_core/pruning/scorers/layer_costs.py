@@ -205,10 +205,6 @@ class CostWatch:
     An expert may wait for its first token: until then its cost is not known. Positions are those of all processes,
     whose batches may be padded to other lengths: costs are equal, and with them the masks. They are counted per call
     of the first layer that was called, since which module a trainer calls is not known.
-
-    Args:
-        kind: ``flops``, ``bytes`` or ``energy``.
-        modules: Weight name to layer.
     """
 
     def __init__(self, kind: Literal["flops", "bytes", "energy"], modules: Mapping[str, nn.Module]) -> None:

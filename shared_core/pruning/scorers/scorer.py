@@ -119,11 +119,7 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape.
-
-        Raises:
-            TrainingError: If nothing was observed, or a score is NaN.
-        """
+        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape."""
         self._require_ready()
         scores = self._divided(name, self._scores(name, weight.detach()))
         if scores.numel():
@@ -138,11 +134,7 @@ class Scorer:
 
     @torch.no_grad()
     def part(self, name: str, weight: Tensor, where: slice) -> Tensor:
-        """Return a slice of one weight's flattened scores, not checked for NaN.
-
-        Raises:
-            TrainingError: If nothing was observed.
-        """
+        """Return a slice of one weight's flattened scores, not checked for NaN."""
         self._require_ready()
         return self._divided(name, self._part(name, weight.detach(), where))
 
@@ -166,11 +158,7 @@ class Scorer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            CheckpointError: If it is another criterion's, or of other weights.
-        """
+        """Restore a saved state."""
         if state.get("criterion") != self.criterion:
             raise CheckpointError(
                 "prune",
@@ -280,24 +268,12 @@ def make_scorer(
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the type of scores: float64 as it is, everything else as float32.
-
-    Example:
-        >>> wide(torch.ones(1, dtype=torch.bfloat16)).dtype
-        torch.float32
-    """
+    """Return a tensor in the type of scores: float64 as it is, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.Size], where: str) -> dict[str, Tensor]:
-    """Return copies of the tensors by weight name under `key` of a saved state.
-
-    Args:
-        state: What a scorer saved.
-        key: Which of its entries.
-        like: The shape that each may have, by weight name.
-        where: The criterion, for errors.
-    """
+    """Return copies of the tensors by weight name under `key` of a saved state."""
     tensors = dict(state[key])
     for name, tensor in tensors.items():
         if name not in like or tensor.shape != like[name]:
@@ -359,15 +335,6 @@ class Random(Scorer):
 
     A draw is a function of a seed (taken once from the generator), the weight's place in `modules` (without one, its
     name) and its flat index, in whole numbers: the same on every rank and device, and a slice costs its length alone.
-
-    Raises:
-        ConfigError: If there is no generator.
-
-    Example:
-        >>> scorer = Random({}, generator=torch.Generator().manual_seed(0))
-        >>> draws = scorer.scores("w", torch.zeros(2, 3))
-        >>> torch.equal(draws.view(-1)[1:4], scorer.part("w", torch.zeros(2, 3), slice(1, 4)))
-        True
     """
 
     criterion: ClassVar[str] = "random"

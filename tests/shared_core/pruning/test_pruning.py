@@ -531,7 +531,7 @@ def test_plain_magnitude_enters_no_file_of_other_policies():
     finally:
         sys.setprofile(None)
     found = {file.relative_to(folder).as_posix() for file in entered if file.is_relative_to(folder)}
-    names = ("config", "masks", "schedules", "scorers/scorer", "selection", "targets", "technique", "towers")
+    names = ("config", "masks", "schedules", "scorers/scorer", "selection", "targets", "technique")
     assert found == {f"{name}.py" for name in names}
 
 
