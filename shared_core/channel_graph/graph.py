@@ -138,8 +138,7 @@ def along(label: Tensor, dim: int) -> Tensor:
 
 def compact(label: Tensor) -> Tensor:
     """Return the same label with stride 0 along every dim where its ids do not differ."""
-    # Operators that compute (cat, index, reshape) return dense labels: find the dims that repeat, and expand them
-    # again.
+    # Operators that compute (cat, index, reshape) return dense labels: expand the dims that repeat again.
     shape, inner = label.shape, core(label)
     for dim in range(inner.ndim):
         first = inner.narrow(dim, 0, 1)
@@ -177,10 +176,8 @@ class Positions:
         """Note that ids at equal places are removed together; the labels broadcast against each other."""
         first, second = core(first), core(second)
         shape = np.broadcast_shapes(first.shape, second.shape)
-        # Cores broadcast to the smallest common shape: a label of a (batch, tokens, channels) tensor has `channels`
-        # ids.
+        # Cores broadcast to the smallest common shape: of (batch, tokens, channels) there are `channels` ids.
         flat = [label.expand(shape).reshape(-1).numpy() for label in (first, second)]
-        # Equal pairs repeat over every dim that neither varies along.
         pairs = np.unique(np.stack(flat), axis=1)
         self._pairs.append((pairs[0], pairs[1]))
 
@@ -216,8 +213,7 @@ class Positions:
         first = np.concatenate([pair[0] for pair in self._pairs])
         second = np.concatenate([pair[1] for pair in self._pairs])
         # Connected components by hooking and pointer jumping: every pair hooks the larger root onto the smaller one,
-        # then paths are halved until each id points at its root. A few rounds, each a pass in numpy, for millions of
-        # ids.
+        # then paths are halved until each id points at its root: a few rounds in numpy for millions of ids.
         while True:
             low, high = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
             open_pairs = low != high
@@ -311,7 +307,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in self.names.items():
             labels = [self.positions.label(name, axis, tensor) for axis in range(tensor.ndim)]
             for label in labels:
-                # An axis of one position cannot lose it.
                 if not varying_dims(label):
                     self.positions.pin(label, "it is the only one")
             tracked = Tracked([label for label in labels if varying_dims(label)], is_parameter=True)
@@ -367,8 +362,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that positions are summed over, and what arrives there."""
         ids = core(label).reshape(-1).numpy()
         found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
-        # The same ids may be met at several places of the label (heads, tokens): sort by id, then compare within each
-        # run.
+        # The same ids may be met at several places (heads, tokens): sort by id, then compare within each run.
         order = np.argsort(ids, kind="stable")
         ids, found = ids[order], found[order]
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
@@ -444,7 +438,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def real_dims(tensor: Tensor) -> set[int]:
     """Return the dims along which a tensor has different elements, not one that is repeated."""
-    # The same rule as for labels: an expanded dim holds one element.
     return {
         dim
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -459,7 +452,6 @@ def covered(labels: list[Tensor]) -> set[int]:
 
 def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: list[Tensor]) -> None:
     """Fix labels along the dims of another operand that no label of its own covers: its size stays."""
-    # Dims along which another operand has different elements, but no label of its own that could shrink with ours.
     fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
     # what is the same for all positions is made as wide as it must be: zeros to which a mask was added
     if fixed and other.untyped_storage().data_ptr() not in tracer.inputs:

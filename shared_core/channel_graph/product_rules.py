@@ -77,7 +77,6 @@ def add_bias(
     restrict(tracer, labels, out, result.labels)
     value = None
     if result.value is not None and found.value is not None:
-        # beta * bias + alpha * product.
         value = result.value * factors[1] + found.value.reshape(shape) * factors[0]
     return Tracked(join(tracer, [result.labels, labels]), value)
 
@@ -97,7 +96,6 @@ def _product(
     for item, summed, free in ((found[0], columns, rows), (found[1], rows, columns)):
         labels = []
         for label in item.labels:
-            # Summed over: the label does not reach the result.
             if varying_dims(label) == (summed,):
                 continue
             # The summed dim has size 1 in the label, and the result's other free dim in its place.

@@ -22,14 +22,7 @@ from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
 from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.quantized_base import (
-    float_weight,
-    freeze,
-    frozen_tensors,
-    linear_of,
-    on_qat_grid,
-    restore_,
-)
+from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
 from shared_core.modules.experts import StackedExperts, expert_weights
 from shared_core.modules.matching import (
     change_class,
@@ -98,20 +91,11 @@ class AdaptedStack:
         """The frozen stack."""
         return self.module._parameters[self.name]  # type: ignore[return-value]
 
-    @property
-    def plain(self) -> Tensor:
-        """A tensor that has the device and the type of the user's weight."""
-        return self.weight
-
-    @property
-    def base_layer(self) -> AdaptedStack:
-        """The module that holds the frozen weight; bitsandbytes has no codes of stacks."""
-        return self
-
-    @property
-    def user_layer(self) -> nn.Module:
-        """The module, which qat may quantise."""
-        return self.module
+    # What peft's layers have: a tensor of the device and type of the user's weight, what holds the frozen weight, as
+    # bitsandbytes has no codes of stacks, and the module that qat may quantise.
+    plain = weight
+    base_layer = property(lambda self: self)
+    user_layer = property(lambda self: self.module)
 
     @property
     def base(self) -> Tensor:
@@ -211,8 +195,7 @@ def select_layers(
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     asked = bool(config.include) and any(found.module is output for found in matched)
     whole = _trained_whole(model, config.train, output_name)
-    # A classifier has fewer outputs than inputs and is new in most fine-tunings: an adapter over random weights would
-    # not do.
+    # A classifier has fewer outputs than inputs and is new in most fine-tunings: an adapter would not do.
     if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
         whole = {output_name: output}
     inside = {id(module) for top in whole.values() for module in top.modules()}
@@ -337,11 +320,8 @@ def _inject(
         for name, module in layers.items():
             model.set_submodule(where[name], module)
         if isinstance(error, ValueError):  # peft has lists of layers by architecture
-            raise CompatibilityError(
-                "lora",
-                f"layers must be those that peft can adapt, got {error}",
-                "leave them out with skip (--lora_skip)",
-            ) from error
+            rule = f"layers must be those that peft can adapt, got {error}"
+            raise CompatibilityError("lora", rule, "leave them out with skip (--lora_skip)") from error
         raise
     finally:
         # trainers would take it for peft's own model, whose checkpoints hold adapters alone
@@ -425,8 +405,7 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     a, b = adapters(layer)
     base = base_weight(layer)
     wide = torch.promote_types(dtype, torch.float32)
-    # BA is summed wide and only then rounded once, with the base: the product of 16-bit factors rounded alone would
-    # lose more.
+    # BA is summed wide and rounded once, with the base: 16-bit factors rounded alone would lose more.
     added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
     # cut: A and B are gathered, the base may be sharded; each process adds its part.
     merged: Tensor = base.to(wide) + cut(added, base)

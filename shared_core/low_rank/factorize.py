@@ -123,11 +123,7 @@ def factorize(
     before = sum(parameter.numel() for parameter in model.parameters())
     layers, left_out = select(model, config)
     moments = _moments(model, config, layers, data, loss, progress) if config.needs_batches else {}
-
-    def measured() -> float:
-        return _mean_loss(model, data, loss)
-
-    plan, kept_out = plan_ranks(config, layers, moments, measured, progress)
+    plan, kept_out = plan_ranks(config, layers, moments, lambda: _mean_loss(model, data, loss), progress)
     left = left_out | kept_out
     sizes = {name: candidate.numel for name, (candidate, _) in plan.items()}
     reached = coverage.after_training(
@@ -157,18 +153,17 @@ def plan_ranks(
     rule = config.rule
     if rule.kind == "report":
         structure = read_report(rule.value)
-        if unknown := sorted(set(structure) - set(layers)):
-            raise ConfigError(
-                "low_rank",
-                f"report {rule.value} must tell of layers that can be factorised here, got {unknown[:5]}",
-                "use it with the model that it was written for and the same include, skip and min_size",
-            )
+        unfit = [
+            name for name, told in structure.items()
+            if name not in layers or told["scheme"] not in schemes(layers[name])
+        ]  # fmt: skip
+        if unfit:
+            told = {name: structure[name]["scheme"] for name in unfit[:5]}
+            found = f"report {rule.value} must tell of layers that can be factorised here by its scheme, got {told}"
+            remedy = "use it with the model that it was written for and the same include, skip and min_size"
+            raise ConfigError("low_rank", found, remedy)
         plan = {}
         for name, told in structure.items():
-            if told["scheme"] not in schemes(layers[name]):
-                raise ConfigError(
-                    "low_rank", f"report {rule.value} must fit the layers, got scheme {told['scheme']} for {name}"
-                )
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
             plan[name] = (each, min(told["rank"], each.full))
@@ -208,16 +203,11 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
     needs = kind if kind == "sensitivity" else config.decomposition if config.needs_batches else ""
     if not needs:
         return []
-    if batches is None:
-        raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     if world_size() > 1:
-        raise CompatibilityError(
-            "low_rank",
-            f"batches must be looked at in one process, got {world_size()}",
-            "factorise before starting them",
-        )
-    if not (data := list(itertools.islice(batches, config.calibration_batches))):
-        raise ConfigError("low_rank", "batches must hold some, got none")
+        rule = f"batches must be looked at in one process, got {world_size()}"
+        raise CompatibilityError("low_rank", rule, "factorise before starting them")
+    if not (data := list(itertools.islice(() if batches is None else batches, config.calibration_batches))):
+        raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     return data
 
 
@@ -254,11 +244,8 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
     if loss is None:
         found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
-        raise ConfigError(
-            "low_rank",
-            "loss must be a number for sensitivity",
-            "pass loss(model, batch), or batches with labels to a model whose output has a loss",
-        )
+        remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+        raise ConfigError("low_rank", "loss must be a number for sensitivity", remedy)
     return sum(float(each) for each in found) / len(found)
 
 
@@ -310,12 +297,9 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
 def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, others = unlike(model, state)
     if missing or others:
-        raise CheckpointError(
-            "low_rank",
-            f"weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and others "
-            f"{others[:3]}",
-            "build the model as it was before it was factorised",
-        )
+        got = f"missing {missing[:3]} and others {others[:3]}"
+        rule = f"weights must be those of a factorised {type(model).__name__}, got {got}"
+        raise CheckpointError("low_rank", rule, "build the model as it was before it was factorised")
     check_values(model, state, "low_rank")
 
 
@@ -336,11 +320,8 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
             scheme = CHANNEL if second.shape[2:].numel() == 1 and first.shape[2:] == layer.kernel_size else SPATIAL
         structure[name] = {"rank": len(first), "scheme": scheme}
     if not structure:
-        raise CheckpointError(
-            "low_rank",
-            f"weights must hold factorised layers of {type(model).__name__}, got none",
-            "weights of the whole model need no load of ours",
-        )
+        rule = f"weights must hold factorised layers of {type(model).__name__}, got none"
+        raise CheckpointError("low_rank", rule, "weights of the whole model need no load of ours")
     return structure
 
 
@@ -369,12 +350,9 @@ def _read(path: Path) -> dict[str, Tensor]:
 
     files = sorted(path.glob(_OURS)) or sorted(path.glob(_PLAIN)) if path.is_dir() else [path]
     try:
-        if not files:
-            raise FileNotFoundError("no .safetensors file")
         if path.suffix == ".ckpt":
             return dict(load_checkpoint(path)["state_dict"])
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return {name: tensor for file in files or [path / WEIGHTS_FILE] for name, tensor in load_file(file).items()}
     except Exception as error:  # libraries raise whatever the damage makes it
-        raise CheckpointError(
-            "low_rank", f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
-        ) from error
+        rule = f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
+        raise CheckpointError("low_rank", rule) from error

@@ -92,10 +92,7 @@ def factor_weights(a: Tensor, b: Tensor, scheme: str, layer: Any) -> tuple[Tenso
     height, width = layer.kernel_size
     if scheme == CHANNEL:
         return a.reshape(rank, -1, height, width), b.reshape(-1, rank, 1, 1)
-    return (
-        a.reshape(rank, -1, height, 1),
-        b.reshape(-1, width, rank).permute(0, 2, 1).reshape(-1, rank, 1, width),
-    )
+    return (a.reshape(rank, -1, height, 1), b.reshape(-1, width, rank).permute(0, 2, 1).reshape(-1, rank, 1, width))
 
 
 def product(first: Tensor, second: Tensor, scheme: str) -> Tensor:
@@ -396,15 +393,12 @@ class InputStatistics:
         moments = {}
         for name, (layer, schemes) in self._layers.items():
             for scheme in schemes:
-                if (name, scheme) not in self._sums:
-                    raise TrainingError(
-                        "low_rank",
-                        f"{name} must be reached by the calibration batches, got no input",
-                        "leave it out with skip, or give other batches",
-                    )
-                total = all_reduce_(self._sums[name, scheme].to(layer.weight.device), "sum")
+                found = self._sums.get((name, scheme))
+                total = None if found is None else all_reduce_(found.to(layer.weight.device), "sum")
                 # One NaN input makes all directions NaN: better to stop than to factorise noise.
-                if not bool(total.isfinite().all()):
-                    raise TrainingError("low_rank", f"{name} must see finite inputs, got NaN or infinity")
+                if total is None or not bool(total.isfinite().all()):
+                    got = "no input" if total is None else "NaN or infinity"
+                    rule = f"{name} must be reached by the calibration batches with finite inputs, got {got}"
+                    raise TrainingError("low_rank", rule, "leave it out with skip, or give other batches")
                 moments[name, scheme] = total
         return moments

@@ -48,9 +48,8 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     # Every layer gets its cheapest choice; what is left is handed out step by step.
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
-        raise ConfigError(
-            "low_rank", f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}", "raise it"
-        )
+        rule = f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}"
+        raise ConfigError("low_rank", rule, "raise it")
     # Steps along each layer's concave hull, by worth per parameter: the greedy order that is optimal for hulls.
     steps = [
         ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
@@ -165,11 +164,8 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
 def _check_weight(name: str, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh") or weight.is_meta:
         what = "a weight without values" if weight.is_meta else "a sharded weight"
-        raise CompatibilityError(
-            "low_rank",
-            f"{name} must be factorised while its weight is whole, got {what}",
-            "load the model in full first",
-        )
+        rule = f"{name} must be factorised while its weight is whole, got {what}"
+        raise CompatibilityError("low_rank", rule, "load the model in full first")
     if not bool(weight.isfinite().all()):
         raise TrainingError("low_rank", f"{name} must be finite, got NaN or infinity in its weight")
 
@@ -177,11 +173,8 @@ def _check_weight(name: str, weight: Tensor) -> None:
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
-        raise MatchError(
-            "low_rank",
-            f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})",
-            "choose other layers or a lower rank, or force it",
-        )
+        rule = f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})"
+        raise MatchError("low_rank", rule, "choose other layers or a lower rank, or force it")
 
 
 def candidates(
@@ -245,8 +238,7 @@ def _by_budget(
 ) -> dict[str, int]:
     """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
     # Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
-    # another, so the product of their shares is what is made greatest. A sum would starve large layers at small
-    # budgets.
+    # another, so the product of their shares is made greatest. A sum would starve large layers at small budgets.
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():
@@ -276,9 +268,8 @@ def measure_worth(
     """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank."""
     before = loss()
     if not before < float("inf"):
-        raise TrainingError(
-            "low_rank", f"loss on calibration batches must be finite, got {before}", "look at the batches"
-        )
+        rule = f"loss on calibration batches must be finite, got {before}"
+        raise TrainingError("low_rank", rule, "look at the batches")
     tried = {
         name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
         if each.largest >= multiple_of

@@ -26,6 +26,7 @@ from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer, UnitSlices
+from shared_core.pruning.scorers.scorer import SAME_RUN
 from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, listed, select_weights
 from shared_core.pruning.targets import Targets, block_of
 
@@ -179,31 +180,8 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
         name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
         if name is None:
             raise
-        raise TrainingError(
-            where,
-            f"weights must be numbers, got NaN in {name} at step {step}",
-            "training has diverged: lower the learning rate, or clip gradients",
-        ) from error
-
-
-def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
-    """Refuse saved masks that are not those of these weights."""
-    missing = sorted(set(weights) - set(masks)) if masks and not of_units else []
-    strange = [name for name in masks if name not in weights and not of_units]
-    if missing or strange:
-        raise CheckpointError(
-            "prune",
-            f"saved masks must be those of this model's weights, got a difference at {(missing + strange)[0]}",
-            "resume with the model and recipe that wrote the checkpoint",
-        )
-    for name in (name for name in weights if name in masks):
-        packed, num_bytes = masks[name], packed_size(weights[name].shape)
-        if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
-            raise CheckpointError(
-                "prune",
-                f"saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of {packed.dtype}",
-                "resume with the model that wrote the checkpoint",
-            )
+        rule = f"weights must be numbers, got NaN in {name} at step {step}"
+        raise TrainingError(where, rule, "training has diverged: lower the learning rate, or clip gradients") from error
 
 
 _STAND_IN = 2.0**-45
@@ -264,8 +242,7 @@ def clear_moments_(
                 continue
             state, mask = optimizer.state[weight], masks[name]
             for key, value in state.items():
-                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps have
-                # not.
+                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps do not.
                 if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
                     continue
                 value = local_part(value)
@@ -273,8 +250,7 @@ def clear_moments_(
                     continue
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])
-                # bitsandbytes keeps moments as codes of a table: 0 is the code whose table entry is nearest to 0, not
-                # code 0.
+                # bitsandbytes keeps moments as codes of a table: 0 is the code whose entry is nearest to 0
                 elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
                     zero = int(state[key.replace("state", "qmap")].abs().argmin())
                     value.masked_fill_(~mask.to(value.device), zero)
@@ -328,9 +304,14 @@ class MaskPolicy:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put saved masks on the weights' devices, and apply them."""
-        weights, packed = self.store.weights, state["masks"]
-        if strange := sorted(set(packed) - set(weights)):
-            raise CheckpointError("prune", f"saved masks must be those of this model, got one of {strange[0]}")
+        weights, packed = self.store.weights, dict(state["masks"])
+        odd = sorted(packed.keys() - weights.keys())
+        if packed and not self.config.prunes_units:
+            odd += sorted(self.weights.keys() - packed.keys())
+        odd += [name for name in weights.keys() & packed.keys() if not _fits(packed[name], weights[name])]
+        if odd:
+            rule = f"saved masks must be those of this model's weights, got a difference at {odd[0]}"
+            raise CheckpointError("prune", rule, SAME_RUN)
         there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # an eighth of the bytes travels
         self.store.set({name: unpack_bits(mask, weights[name].shape) for name, mask in there.items()})
         self.store.apply()
@@ -518,6 +499,10 @@ class MaskPolicy:
             "notes": dense + limit_notes(config.key, config.most_of_a_layer, capped, self._lost()),
             "note": NOTES.get(config.granularity, UNITS_NOTE),
         }
+
+
+def _fits(packed: Tensor, weight: Tensor) -> bool:
+    return packed.dtype == torch.uint8 and packed.numel() == packed_size(weight.shape)
 
 
 def unseen_note(where: str, names: Collection[str]) -> list[str]:

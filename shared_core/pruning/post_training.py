@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_finite, local_part, world_size
-from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
@@ -33,7 +32,7 @@ from shared_core.pruning.masks import MaskPolicy, weights_report
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import CostWatch, layer_costs
 from shared_core.pruning.structured import UnitPruning
-from shared_core.pruning.targets import find_targets
+from shared_core.pruning.targets import find_targets, refuse_sharded
 from shared_core.pruning.technique import make_policy
 
 _OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
@@ -94,11 +93,8 @@ class Calibration:
         finally:
             self._scorer.detach()
         if not self.batches:
-            raise TrainingError(
-                "prune",
-                f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches",
-                "look at the loss",
-            )
+            rule = f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches"
+            raise TrainingError("prune", rule, "look at the loss")
 
     def solve(
         self,
@@ -132,11 +128,9 @@ class Calibration:
         found = output if self._loss is not None else _loss_of(output)
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(
-                "prune",
-                f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}",
-                "pass loss(model, batch), or batches with labels to a model whose output has a loss",
-            )
+            rule = f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}"
+            remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+            raise ConfigError("prune", rule, remedy)
         wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
         # Only for the scored weights: no gradient of the others is made.
         found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
@@ -355,19 +349,14 @@ def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
     is_made = isinstance(config, PruneConfig)
     given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
     if given.get("criterion") == "movement":
-        raise ConfigError(
-            "prune",
-            "criterion must be another after training, got 'movement', which looks at how weights move in training",
-            "take taylor",
-        )
+        rule = "criterion must be another after training, got 'movement', which looks at how weights move in training"
+        raise ConfigError("prune", rule, "take taylor")
     for name in DURING_TRAINING:
         asked = name in given and not (is_made and given[name] == defaults[name])
         if asked and (name, given[name]) != ("schedule", "one_shot"):
-            raise ConfigError(
-                "prune",
-                f"{name} must be left out after training, got {given[name]!r}",
-                "it says what happens while a model trains: put it into the recipe of a run",
-            )
+            rule = f"{name} must be left out after training, got {given[name]!r}"
+            remedy = "it says what happens while a model trains: put it into the recipe of a run"
+            raise ConfigError("prune", rule, remedy)
     return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
 
 
@@ -376,25 +365,20 @@ def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num
     needs = config.needs_batches
     if not needs:
         return []
-    if calibration is None:
-        raise ConfigError("prune", f"calibration must be given with {needs}, got none", "pass some batches")
     if world_size() > 1:
-        raise CompatibilityError(
-            "prune",
-            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches",
-            "prune before they start, and load the result",
+        rule = (
+            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches"
         )
-    batches = list(itertools.islice(calibration, num_batches))
+        raise CompatibilityError("prune", rule, "prune before they start, and load the result")
+    batches = list(itertools.islice(() if calibration is None else calibration, num_batches))
     if not batches:
-        raise ConfigError("prune", "calibration must hold batches, got none")
+        raise ConfigError("prune", f"calibration must be given with {needs}, got no batches", "pass some")
     return batches
 
 
 def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
+    refuse_sharded(config, weights)
     for name, weight in weights.items():
-        if is_sharded(weight) and (reason := config.why_not_sharded):
-            raise CompatibilityError("prune", f"{name} must be a plain tensor, got a sharded one: {reason}")
         if not bool(torch.isfinite(local_part(weight.detach())).all()):
-            raise CompatibilityError(
-                "prune", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-            )
+            rule = f"weights of {name} must be finite, got NaN or infinity"
+            raise CompatibilityError("prune", rule, "look for the diverged step")

@@ -121,9 +121,8 @@ class Penalty:
                 if isinstance(module, _BATCH_NORMS) and module.weight is not None and module.weight.requires_grad
             }
             if not self._modules:
-                raise MatchError(
-                    "prune", "regularizer bn_l1 must find a batch norm with a scale", "take l1 or group_lasso"
-                )
+                rule = "regularizer bn_l1 must find a batch norm with a scale"
+                raise MatchError("prune", rule, "take l1 or group_lasso")
         self._rates: dict[str, float] = {}
 
     @property

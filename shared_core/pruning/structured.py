@@ -95,7 +95,6 @@ def masks_of_units(
     """Return by name which elements to keep, given which units of each group are kept."""
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
-        # positions[gone]: (units that go, positions each), flat for index_fill_.
         gone = (~keep).cpu().numpy()
         for part in masked_slices(group):
             if part.tensor not in tensors:
@@ -156,8 +155,7 @@ def shapley_of_units(
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
-        # Relative to the outputs' square, so that values of different models are comparable; 1.0 if the outputs are
-        # zeros.
+        # Relative to the outputs' square, so that values of different models are comparable.
         square = sum(float(output.double().square().sum()) for output in reference) or 1.0
 
         def value(kept: Tensor) -> float:
@@ -277,12 +275,11 @@ class UnitPruning(MaskPolicy):
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
         # on every process, where one that differs would not come to the next collective
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
-            raise CompatibilityError(
-                "prune",
+            rule = (
                 f"every process must find the same {granularity}s, but their first micro-batches took different paths "
-                "through the model",
-                "use granularity filter",
+                "through the model"
             )
+            raise CompatibilityError("prune", rule, "use granularity filter")
         self._take(groups)
 
     def _take(self, groups: list[ChannelGroup]) -> None:
@@ -311,20 +308,14 @@ class UnitPruning(MaskPolicy):
             asked = {shares.get(weight) for weight in weights}
             if len(asked) > 1:
                 each = ", ".join(f"{weight} {shares.get(weight, 'none')}" for weight in dict.fromkeys(weights))
-                raise ConfigError(
-                    "prune",
-                    f"overrides must give one sparsity to layers that lose {group.kind}s together, got {each}",
-                    "name all of them",
-                )
+                rule = f"overrides must give one sparsity to layers that lose {group.kind}s together, got {each}"
+                raise ConfigError("prune", rule, "name all of them")
             if (share := asked.pop()) is not None:
                 found[group.name] = share
         if lost:
-            raise MatchError(
-                "prune",
-                f"overrides must name layers with {self.config.granularity}s that can be pruned, got "
-                f"{', '.join(sorted(lost))}",
-                "leave them out of overrides",
-            )
+            got = ", ".join(sorted(lost))
+            rule = f"overrides must name layers with {self.config.granularity}s that can be pruned, got {got}"
+            raise MatchError("prune", rule, "leave them out of overrides")
         return found
 
     def new_micro_batch(self) -> None:
@@ -381,12 +372,9 @@ class UnitPruning(MaskPolicy):
         live = kept_units(self.groups, before) if before else everything
         scores = self._scores_of_all(context, live)
         if self.config.layers_differ and self.config.criterion in RELATIVE:
-            # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
-        # Score per cost: what a unit is worth for each FLOP, byte or joule that goes with it.
         scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
-            # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
         # A group that nothing was gathered of keeps what it has, and the others share the sparsity.
@@ -414,11 +402,8 @@ class UnitPruning(MaskPolicy):
             return self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
         parts = self._scored_by_size(group)
         if criterion == "bn_scale" and not parts:
-            raise MatchError(
-                "prune",
-                f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}",
-                "take another criterion, or skip its layers",
-            )
+            rule = f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}"
+            raise MatchError("prune", rule, "take another criterion, or skip its layers")
         weights = [
             gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
         ]
@@ -442,15 +427,15 @@ class UnitPruning(MaskPolicy):
     def _cost(self, group: ChannelGroup) -> float:
         """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
         # A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
-        costs = self._costs
-        if costs is None:
+        if self._costs is None:
             return 1.0
-        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
-        tensors = self._tensors
-        # Weights for each position of the axis, times positions of a unit, times the cost of one weight.
-        sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
-        each = [costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
-        return float(sum(size * cost for size, cost in zip(sizes, each, strict=True))) or 1e-30
+        cost = 0.0
+        for part in masked_slices(group):
+            if part.tensor in self._modules:
+                tensor = self._tensors[part.tensor]
+                size = tensor.numel() // tensor.shape[part.axis]
+                cost += size * (self._costs.get(part.tensor, 0.0) * part.positions.shape[1])
+        return cost or 1e-30
 
     def freeze(self, context: Context) -> None:
         """Stop listening too."""
@@ -458,7 +443,7 @@ class UnitPruning(MaskPolicy):
         self._stop_listening()
 
     def close(self) -> None:
-        """Stop listening too."""
+        """Let go of the micro-batch too."""
         super().close()
         self._stop_listening()
 
@@ -530,11 +515,8 @@ class ShapleyPruning(UnitPruning):
     def _scores_of_all(self, context: Context, live: list[Tensor]) -> list[Tensor]:
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
         if replay is None:
-            raise TrainingError(
-                "prune shapley",
-                "a micro-batch must have been seen since the last step, got none",
-                "let the last update fall on a step of the run",
-            )
+            rule = "a micro-batch must have been seen since the last step, got none"
+            raise TrainingError("prune shapley", rule, "let the last update fall on a step of the run")
         found = shapley_of_units(
             context.model, self.groups, live, self._tensors, replay,
             permutations=self.config.permutations, generator=context.generator,

@@ -78,8 +78,7 @@ def average_adapters(
     total = math.fsum(weight for _, weight in members)
     layers = lora_layers(first)
     of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
-    # PEFT saves more than factors (modules_to_save, trained token rows). Those are plain tensors: their plain mean is
-    # right.
+    # PEFT saves more than factors (modules_to_save, trained token rows), whose plain mean is right.
     for key in first.specs:
         if key not in of_layers:
             soup[key] = _mean(key, members, [1.0] * len(members))
@@ -90,8 +89,7 @@ def average_adapters(
         # One distinct pair of factors needs no stacking: equal members, or a soup of one, keep bits and rank.
         factors = parts[0][0] if len(parts) == 1 else _stacked(parts, total)
         if rank is not None:
-            # Frobenius norms over layers add up as squares, so the error over all layers is a ratio of two sums of
-            # squares.
+            # Frobenius norms over layers add up as squares.
             norm = _norm(factors)
             if factors.a.shape[0] > rank:
                 factors, cut = _cut(factors, rank, parts[0][0].scale)
@@ -99,14 +97,12 @@ def average_adapters(
                 lost += cut**2
             whole += norm**2
         changed = changed or factors is not parts[0][0]
-        # copy: a soup of equal members would otherwise hold the ingredient's own (mapped) memory, which close() lets
-        # go.
+        # copy: a soup of equal members would otherwise hold the ingredient's mapped memory, which close() lets go
         soup[layer.a] = factors.a.to(first.spec(layer.a).dtype, copy=True).contiguous()
         soup[layer.b] = factors.b.to(first.spec(layer.b).dtype, copy=True).contiguous()
         ranks[layer.module] = (factors.a.shape[0], factors.scale)
         if first.has(layer.bias):
-            # LoRA computes s(BAx + b). The saved scale is the soup's, so each bias enters with s_i / s: s_i b_i is
-            # what is averaged.
+            # LoRA computes s(BAx + b), and the saved scale is the soup's: s_i b_i is what is averaged.
             shares = [scaling(adapter.config, layer.module) / factors.scale for adapter, _ in members]
             soup[layer.bias] = _mean(layer.bias, members, shares)
     soup.error = math.sqrt(lost / whole) if whole else 0.0
@@ -184,11 +180,9 @@ def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     # B starts with most of the size where training starts: split evenly. The first one's scale stays, so that a model
     # built for this rank takes the factors as they are.
     scale = scale if scale > 0 else 1.0
-    # scale B A must give u diag(values) v: each factor takes sqrt(values / scale).
     root = (values[:rank] / scale).sqrt()
     rank = root.numel()
     new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
-    # The distance to the nearest matrix of that rank is the norm of the values that are cut.
     new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
     return _Factors(new_a, new_b, scale), float(values[rank:].norm())
 
@@ -225,8 +219,7 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         (name, module) for name, module in model.named_modules() if isinstance(module, peft.PeftModel)
     ]  # fmt: skip
     if not found:
-        # lora_A without a PeftModel: layers were injected (inject_adapter_in_model), and there is no config to read
-        # scales from.
+        # lora_A without a PeftModel: layers were injected, and there is no config to read scales from.
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
         if odd is None:
             return None
@@ -298,8 +291,7 @@ class PeftAdapter:
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
         """Give the model this adapter, of whatever rank; parameters of a new shape are new ones."""
-        # Ranks and scales go into layers first: `set_peft_model_state_dict` copies tensors only, and refuses other
-        # shapes.
+        # Ranks and scales go into layers first: `set_peft_model_state_dict` refuses other shapes.
         from peft import set_peft_model_state_dict
 
         fields, name = cast(AdapterWeights, weights).config, self._name
@@ -359,8 +351,7 @@ class AdapterCandidate:
 
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start from the best adapter, whose dtypes and config the soup takes."""
-        # No running mean: a product of stacked factors cannot be updated in place, so the members are kept and read
-        # again.
+        # No running mean: a product of stacked factors cannot be updated in place.
         self._members = [(best, weight)]
 
     def write_mean(self) -> None:

@@ -41,8 +41,7 @@ ALIGNMENT = 64  # bytes: that of a line of the cache, and what torch's allocator
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield flat parts of tensors of equal size, the same of each."""
-    # Views of contiguous tensors; `reshape` would copy others, which `mean_with_` and `copy_finite_` rule out for
-    # targets.
+    # `reshape` would copy others than contiguous tensors, which `mean_with_` and `copy_finite_` rule out for targets.
     return zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in tensors), strict=True)
 
 
@@ -70,17 +69,14 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
         >>> mean_with_(torch.empty(2), torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0]), total=3)
         tensor([2., 2.])
     """
-    # reshape(-1) of a strided tensor is a copy: writes into its chunks would be lost. Such targets get a buffer,
-    # copied last.
+    # Writes into chunks of a strided tensor, which are copies, would be lost: it gets a buffer, copied last.
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    # Same dtype and device: chunks are written where they belong. Else each is rounded, or moved, once, when it is
-    # done.
+    # Same dtype and device: chunks are written where they belong. Else each is rounded, or moved, once.
     direct = target.dtype == mean.dtype and target.device == mean.device
     share = weight / total
     for goal, so_far, member in chunks(target, mean, tensor):
         into, member = (goal if direct else torch.empty_like(so_far)), member.to(so_far)
-        # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: with start x and end m this is m - (m - x) *
-        # share.
+        # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: here m - (m - x) * share
         if share <= 0.5:
             torch.lerp(member, so_far, 1 - share, out=into)  # the same in one pass: torch starts at so_far then
         else:
@@ -174,8 +170,7 @@ class Candidate:
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start the running mean from the best ingredient, whose integers, booleans and dtypes the soup takes."""
         self._best, self._total = best, weight
-        # On the CPU and with memory of its own: `into` may be the model's tensors on the device, which candidates
-        # overwrite.
+        # In memory of its own: `into` may be the model's tensors, which candidates overwrite.
         self._mean = _in_a_file({key: best.spec(key) for key in self._names if averaged(best.spec(key).dtype)})
         for key, mean in self._mean.items():
             mean.copy_(best.tensor(key))
@@ -197,8 +192,7 @@ class Candidate:
     def write_average(self, ingredient: Ingredient, weight: float = 1.0) -> None:
         """Write what the mean would be with one more member; the mean itself stays as it is."""
         for key, slot in self._best_slots():
-            # The mean itself is not touched: a rejected candidate costs no copy of it, and cannot leave rounding
-            # errors behind.
+            # The mean itself is not touched: a rejected candidate leaves no rounding errors behind.
             mean_with_(slot, self._mean[key], ingredient.tensor(key), weight, self._total + weight)
         ingredient.close()
         self._written()
@@ -213,8 +207,7 @@ class Candidate:
     def _best_slots(self) -> Iterator[tuple[str, Tensor]]:
         best = cast(Ingredient, self._best)
         for key in self._names:
-            # Integers, booleans and dtypes are the best ingredient's: a mean of step counters or of masks means
-            # nothing.
+            # a mean of step counters or of masks means nothing
             spec = best.spec(key)
             slot = self._slot(key, spec.shape, spec.dtype)
             if averaged(spec.dtype):
@@ -227,8 +220,7 @@ class Candidate:
         names = self._names[key]
         # Allocated once, at the first candidate, and reused: memory is one model, however many candidates are tried.
         slot = self.state_dict.get(names[0])
-        # Single ingredients may have other dtypes than the soup. An owned slot follows them; a model's tensor keeps
-        # its own.
+        # An owned slot follows single ingredients' dtypes; a model's tensor keeps its own.
         if slot is None or (self._owned and slot.dtype != dtype):
             slot = torch.empty(shape, dtype=dtype)
             self.state_dict.update(dict.fromkeys(names, slot))
@@ -322,8 +314,7 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
         for name, buffer in model.named_buffers():
             if id(buffer) not in fresh and name in before:
                 buffer.copy_(before[name])
-    # Each process saw batches of its own. Rank 0's statistics are taken: a mean of variances would lack the spread of
-    # means.
+    # Rank 0's statistics are taken: a mean of variances would lack the spread of means.
     for norm in norms:
         for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
             broadcast_(cast(Tensor, buffer))

@@ -153,8 +153,7 @@ def greedy_soup(
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
-    # Single scores are independent, so they may run in processes. Averages are not: each depends on what was
-    # accepted.
+    # Single scores are independent, so they may run in processes. Each average depends on what was accepted.
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
     scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
@@ -175,8 +174,7 @@ def greedy_soup(
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
     """Return ingredients of finite weights in the order they are tried; by metric all are scored, else the first."""
     able: list[_Row] = []
-    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean it is
-    # tried in.
+    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean.
     for row in rows:
         if by_metric or not able:
             row.single, row.reason = scoring.alone(row.number, row.item, row.single)
@@ -212,12 +210,10 @@ def _grown(
         if most is not None and len(members) >= most:
             row.reason = f"not tried: the soup has {most} ingredients"
             continue
-        # Members in the order of acceptance: a running mean depends on it in its last bits, and the score belongs to
-        # those bits.
+        # Members in the order of acceptance: the last bits of a running mean, and so the score, depend on it.
         key = "+".join(str(member.number) for member in (*members, row))
         known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
-        # The paper accepts ties (>=). With strict, an average must be better by more than min_delta.
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
@@ -227,7 +223,6 @@ def _grown(
             candidate.accept(row.item)
             members.append(row)
             current = known
-    # The candidate may hold a rejected average: write the accepted one over it.
     candidate.write_mean()
     return members
 

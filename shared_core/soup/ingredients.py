@@ -191,8 +191,7 @@ class RunIngredients:
         context = self._context
         saved = sorted(context.services.checkpoints(), key=lambda checkpoint: checkpoint.step)
         first = context.first_usable_step
-        # Before this step weights were dense or unquantised: averages with them would undo what the recipe trained
-        # for.
+        # Averages with earlier weights, dense or unquantised, would undo what the recipe trained for.
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
         if usable and len(usable) < len(saved):
             context.services.say(
@@ -227,8 +226,7 @@ class RunIngredients:
             groups.setdefault(storage_key(tensor) or name, []).append(name)
 
         def load() -> Mapping[str, Tensor]:
-            # Shards: the whole tensor is read lazily, and this process's part cut out, so no process holds a whole
-            # model.
+            # Shards: a tensor is read when its part is cut out, so that no process holds a whole model.
             if self._parts_on is not None:
                 return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
             loaded = services.load_weights(saved.path)
@@ -278,7 +276,6 @@ class _Parts(Mapping[str, Tensor]):
             got = "none" if tensor is None else tuple(tensor.shape)
             rule = f"{name!r} must have the model's shape {tuple(like.shape)}, got {got}"
             raise CheckpointError(self._path, rule, "it is of another model")
-        # The same rows that this process's shard of the model holds.
         return tensor[place_of(like)]
 
     def __iter__(self) -> Iterator[str]:

@@ -107,8 +107,7 @@ def save_soup(
         rule = f"weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}"
         raise CheckpointError("soup", rule, "give the first ingredient, whose names a soup of several formats has")
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
-        # Built beside the target and renamed when complete: a killed run leaves no folder that looks like a
-        # checkpoint.
+        # Built beside the target and renamed when complete: a killed run leaves no half folder.
         with atomic_folder(target) as folder:
             had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
@@ -163,8 +162,7 @@ def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
             f"soup: hyperparameters {', '.join(lost)} are left out of the soup, as only plain values are read; pass "
             "them to load_from_checkpoint by name"
         )
-    # Ranges of qat belong to one member's weights and not to a mean of them; other values for deployments hold for
-    # all.
+    # Ranges of qat belong to one member's weights; other values for deployments hold for all.
     deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
     return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
 

@@ -93,8 +93,7 @@ class Journal:
     def record(self, key: str, score: float) -> None:
         """Keep a score, on disk before this returns."""
         self._scores[key] = score
-        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one, never
-        # half.
+        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one.
         self._write()
 
 
@@ -212,8 +211,7 @@ def scores_in_processes(
         raise ConfigError("soup", rule, "define it at the top of a module") from error
     pool = ProcessPoolExecutor(
         min(jobs, len(items)),
-        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads that do not
-        # exist there.
+        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads
         multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(evaluate, after_average),
@@ -318,7 +316,6 @@ class Scoring:
         bad = non_finite_tensor(item) if known is not None else self._candidate.write_single(item)
         if bad:
             return None, not_finite(bad)
-        # `write_single` has written it: only the evaluation is left.
         known = self.score(key, lambda: None) if known is None else known
         return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
 

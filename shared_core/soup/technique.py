@@ -115,8 +115,7 @@ class ModelSoup(Technique):
                 self._search(run, ingredients, target, context)
             else:
                 self._average(ingredients, target, context)
-            # Validation has last seen the final weights. Unless the soup is these alone, the trainer has to validate
-            # anew.
+            # Validation has last seen the final weights: unless the soup is these alone, it has to come again.
             context.unvalidated |= self._report["ingredients"] != [final.name] or bool(options.bn_batches)
         # Also on KeyboardInterrupt: whatever stopped it, the model must not be left holding a rejected candidate.
         except BaseException:
@@ -125,7 +124,6 @@ class ModelSoup(Technique):
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
         options, say = self._options, context.services.say
-        # Fewer checkpoints than weights: the newest keep theirs.
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):

@@ -89,8 +89,7 @@ class RunningAverage:
             self.kept = [{name: value.to(_wide(value), copy=True) for name, value in values.items()}]
         else:
             decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
-            # swa: m + (x - m) / (n + 1), the plain mean of n + 1 values (Izmailov et al. 2018, arXiv:1803.05407,
-            # algorithm 1).
+            # swa: the plain mean of n + 1 values (arXiv:1803.05407, algorithm 1)
             weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
             move_towards_(self.kept[0].values(), (values[name] for name in self.kept[0]), weight)
         self.num_updates += 1

@@ -79,8 +79,7 @@ class BackwardWatch:
 
     def clear(self) -> None:
         """Forget what arrived and is not taken, and whatever a forward kept so far."""
-        # Graphs of an earlier step may still run backward (an error, a probe): their hooks compare this and do
-        # nothing.
+        # Graphs of an earlier step may still run backward (an error, a probe): their hooks then do nothing.
         self._generation += 1
         self._expected, self._arrived = {}, {}
 
@@ -108,7 +107,6 @@ class BackwardWatch:
             if self._arrived.get(name):
                 self._flush(name)
             self._expected[name] = self._expected.get(name, 0) + 1
-        # A frozen path: no gradient will ever arrive for this call.
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
         # Without an input that requires a gradient, apply would make no node.
@@ -123,16 +121,12 @@ class BackwardWatch:
                 carriers.clear()
                 return
             if not carriers:
-                raise TrainingError(
-                    self._where,
-                    f"a forward of {name} must have one backward, got a second",
-                    "add the losses up, or use the criterion taylor",
-                )
+                rule = f"a forward of {name} must have one backward, got a second"
+                raise TrainingError(self._where, rule, "add the losses up, or use the criterion taylor")
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors
             self._arrived.setdefault(name, []).append((kept, gradient.detach()))
-            # A layer may be called several times in one forward (weight sharing): all calls of a step belong
-            # together.
+            # A layer may be called several times in one forward (weight sharing): these calls belong together.
             if len(self._arrived[name]) >= self._expected.get(name, 0):
                 self._flush(name)
 
@@ -333,10 +327,12 @@ class Wanda(GatheringScorer):
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._remove()
         self.discard_step()
+
+    def _remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -348,9 +344,7 @@ class Wanda(GatheringScorer):
         finally:
             self._calibrating = False
             if not attached:
-                for handle in self._handles:
-                    handle.remove()
-                self._handles = []
+                self._remove()
 
     def has_seen(self, name: str) -> bool:
         """Return whether an input has ever reached the layer, by the last `observe_step` or `reduce`."""
@@ -390,9 +384,8 @@ class Wanda(GatheringScorer):
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            counts = module is self.modules[name] and (
-                module.training or self._calibrating
-            )  # not a copy with its hooks
+            # not a copy with its hooks
+            counts = module is self.modules[name] and (module.training or self._calibrating)
             # the one forward inside a backward pass is a recomputation
             if counts and torch._C._current_graph_task_id() == -1:
                 self._see(name, args[0] if args else next(iter(kwargs.values())))
@@ -402,9 +395,8 @@ class Wanda(GatheringScorer):
     @torch.no_grad()
     def _see(self, name: str, x: Tensor) -> None:
         axis = channel_axis(self.modules[name], x)
-        # Over all positions and examples: one norm for each input channel.
         others = [i for i in range(x.dim()) if i != axis]
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(x.dtype, torch.float32)
         # sums of squares of long runs are kept in float64, where small batches still count
         norms = torch.linalg.vector_norm(x, dim=others, dtype=dtype) if others else x.abs()
         self._gather(name, norms.double().square(), x.numel() // max(x.shape[axis], 1))
@@ -420,10 +412,7 @@ class Wanda(GatheringScorer):
         if total is None and name in self._former:
             total = self._former[name].to(weight.device)
         if total is None:
-            raise TrainingError(
-                "prune wanda",
-                f"{name} must have seen an input, got none",
-                "leave the layer out with skip, or calibrate on batches that reach it",
-            )
+            remedy = "leave the layer out with skip, or calibrate on batches that reach it"
+            raise TrainingError("prune wanda", f"{name} must have seen an input, got none", remedy)
         scores = wide(weight).abs()
         return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

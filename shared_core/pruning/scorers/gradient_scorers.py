@@ -203,7 +203,7 @@ class Fisher(BackwardScorer):
 
 
 class _StepSums(Scorer):
-    """Keeps one sum over steps for each weight, in float32 (float64 for float64), where the weight is.
+    """Keeps one sum over steps for each weight, in the type of scores, where the weight is.
 
     Gradients of complete steps are the same on every rank, so there is nothing to reduce; of a weight that FSDP2 shards
     a rank keeps the sum of its own part, and weights are scored one by one.
@@ -223,7 +223,6 @@ class _StepSums(Scorer):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            # Sums over steps hold this process's part; they are gathered only to rank and to save.
             gradient = local_part(gradient.to_dense() if gradient.is_sparse else gradient)
             if is_sharded(weights[name]) and name not in self._placed:
                 self._placed[name] = weights[name]
@@ -310,8 +309,7 @@ class Movement(_StepSums):
     keeps_going: ClassVar[bool] = True
 
     def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        # S -= w g: the score's own gradient step (Sanh et al., equation 3) but for its learning rate, which ranks
-        # alike.
+        # the score's own gradient step (equation 3) but for its learning rate, which ranks alike
         total.addcmul_(weight, gradient, value=-1)
 
     def _mean(self, total: Tensor) -> Tensor:
@@ -346,7 +344,6 @@ class NeuronTaylor(BackwardScorer):
         places = examples = 0
         for output, gradient in calls:
             axis = channel_axis(module, output)
-            # a ∂L/∂a, channels last.
             product = (wide(output) * wide(gradient)).movedim(axis, -1)
             if axis == 0:
                 product = product.unsqueeze(0)  # without a batch axis: one example
@@ -355,8 +352,7 @@ class NeuronTaylor(BackwardScorer):
                 return
             product = product.reshape(examples, -1, product.shape[-1])
             places += product.shape[1]
-            # Summed over positions with its sign, before |.|: equation 8 takes the absolute value of an example's
-            # mean.
+            # Summed with its sign, before |.|: equation 8 takes the absolute value of an example's mean.
             products = product.sum(1) if products is None else products + product.sum(1)
         if products is not None:
             # float64: counts over a long run exceed what float32 sums resolve.

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared_core.config.options import checked
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.numerics.deferred_checks import checked_together, refuse
-from shared_core.pruning.scorers.scorer import wide
+from shared_core.pruning.scorers.scorer import NAN_REMEDY, SAME_RUN, wide
 
 _PIECE = 1 << 24
 
@@ -143,17 +144,16 @@ def group_scores(
         >>> group_scores("l1_norm", [torch.tensor([[1.0, -2.0], [0.5, 0.0]]), torch.tensor([[1.0], [1.0]])])
         tensor([4.0000, 1.5000])
     """
+    shapes, got = ([tuple(tensor.shape) for tensor in tensors] for tensors in (weights, extras))
+    rule = ""
     if criterion not in GROUP_CRITERIA:
-        raise ConfigError(
-            "group_scores", f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
-        )
-    if not weights or any(weight.dim() != 2 or len(weight) != len(weights[0]) for weight in weights):
-        shapes = [tuple(weight.shape) for weight in weights]
-        raise ConfigError("group_scores", f"weights must be (units, k) with as many units each, got shapes {shapes}")
-    shapes = [tuple(weight.shape) for weight in weights]
-    if criterion in _EXTRAS and [tuple(extra.shape) for extra in extras] != shapes:
-        got = [tuple(extra.shape) for extra in extras]
-        raise ConfigError("group_scores", f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}")
+        rule = f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
+    elif not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
+        rule = f"weights must be (units, k) with as many units each, got shapes {shapes}"
+    elif criterion in _EXTRAS and got != shapes:
+        rule = f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}"
+    if rule:
+        raise ConfigError("group_scores", rule)
     if criterion == "random":
         return torch.rand(len(weights[0]), generator=generator).to(weights[0].device)
     double = any(weight.dtype == torch.float64 for weight in weights)
@@ -164,12 +164,8 @@ def group_scores(
 
 
 def _not_numbers(criterion: str, scores: Tensor) -> TrainingError:
-    unit = int(scores.isnan().nonzero()[0])
-    return TrainingError(
-        "group_scores",
-        f"{criterion} scores must be numbers, got NaN for unit {unit}",
-        "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
-    )
+    rule = f"{criterion} scores must be numbers, got NaN for unit {int(scores.isnan().nonzero()[0])}"
+    return TrainingError("group_scores", rule, NAN_REMEDY)
 
 
 @torch.no_grad()
@@ -187,7 +183,6 @@ def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
         >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
         tensor([0.5000, 1.5000, 4.0000])
     """
-    # A mean of 0 (all units of the group are zeros) compares as it is.
     mean = scores[live].double().mean()
     return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
 
@@ -240,9 +235,8 @@ class GroupTaylor:
     def scores(self, group: str) -> Tensor:
         """Return (units,) scores, 0 for a group that had no gradient."""
         if not self.num_observed:
-            raise TrainingError(
-                "group taylor", "a step must have been observed before units are scored, got none since the last update"
-            )
+            rule = "a step must have been observed before units are scored, got none since the last update"
+            raise TrainingError("group taylor", rule)
         if group not in self._sums:
             return torch.zeros(len(self.groups[group][0].positions))
         return self._sums[group] / self.num_observed
@@ -262,11 +256,8 @@ class GroupTaylor:
         for name, total in sums.items():
             units = len(self.groups[name][0].positions) if name in self.groups else 0
             if total.shape != (units,):
-                raise CheckpointError(
-                    "group taylor",
-                    f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}",
-                    "resume with the model and recipe that wrote the checkpoint",
-                )
+                rule = f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}"
+                raise CheckpointError("group taylor", rule, SAME_RUN)
         self._sums, self.num_observed = (
             {name: total.clone() for name, total in sums.items()},
             int(state["num_observed"]),
@@ -312,30 +303,26 @@ def shapley_values(
         >>> values.tolist(), error.tolist()
         ([2.0, 1.0], [0.0, 0.0])
     """
-    least = 4 if antithetic else 2
-    if num_units < 1:
-        raise ConfigError("shapley_values", f"num_units must be at least 1, got {num_units!r}")
-    if permutations < least or (antithetic and permutations % 2):
-        rule = f"{'even and ' if antithetic else ''}at least {least}"
-        raise ConfigError("shapley_values", f"permutations must be {rule}, got {permutations!r}")
-    if not 0 <= truncate < 1:
-        raise ConfigError("shapley_values", f"truncate must be in [0, 1), got {truncate!r}")
+    where = "shapley_values"
+    checked(num_units, int, where, "num_units", low=1)
+    checked(truncate, float, where, "truncate", low=0, below=1)
+    checked(permutations, int, where, "permutations", low=4 if antithetic else 2)
+    if antithetic and permutations % 2:
+        raise ConfigError(where, f"permutations must be even with antithetic, got {permutations!r}")
 
-    def checked(kept: Tensor) -> float:
+    def worth(kept: Tensor) -> float:
         result = float(value(kept.clone()))
         if not math.isfinite(result):
-            raise TrainingError(
-                "shapley_values", f"value must be finite, got {result} with {int(kept.sum())} of {num_units} units kept"
-            )
+            rule = f"value must be finite, got {result} with {int(kept.sum())} of {num_units} units kept"
+            raise TrainingError(where, rule)
         return result
 
     # The empty and the full coalition begin and end every order: computed once.
-    empty, full = checked(torch.zeros(num_units, dtype=torch.bool)), checked(torch.ones(num_units, dtype=torch.bool))
+    empty, full = (worth(torch.full((num_units,), kept)) for kept in (False, True))
     near = truncate * abs(full - empty)
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)
     order = torch.empty(0, dtype=torch.int64)
     for row, marginal in enumerate(orders):
-        # Antithetic: each second order is the reverse of the one before, whose errors partly cancel.
         order = order.flip(0) if antithetic and row % 2 else torch.randperm(num_units, generator=generator)
         kept = torch.zeros(num_units, dtype=torch.bool)
         before = empty
@@ -344,7 +331,7 @@ def shapley_values(
             if truncate and abs(full - before) <= near:
                 break
             kept[unit] = True
-            after = full if place == num_units - 1 else checked(kept)
+            after = full if place == num_units - 1 else worth(kept)
             marginal[unit] = after - before
             before = after
     # A pair is one sample: its two orders are not independent.

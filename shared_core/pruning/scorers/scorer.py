@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.numerics.deferred_checks import refuse
 
+NAN_REMEDY = "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients"
+SAME_RUN = "resume with the model and recipe that wrote the checkpoint"
 SCORERS: dict[str, type[Scorer]] = {}
 """By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""
 
@@ -55,11 +58,11 @@ class Scorer:
         costs: Mapping[str, float] | None = None,
     ) -> None:
         self.modules = dict(modules)
-        for name in self.modules if costs is not None else ():
-            cost = (costs or {}).get(name)
-            if cost is None or not 0 < cost < float("inf"):
-                raise ConfigError(f"prune {self.criterion}", f"cost of {name} must be a number above 0, got {cost!r}")
-        self.costs = None if costs is None else {name: float(costs[name]) for name in self.modules}
+        where = f"prune {self.criterion}"
+        self.costs: dict[str, float] | None = None
+        if costs is not None:
+            each = {name: costs.get(name) for name in self.modules}
+            self.costs = {name: checked(cost, float, where, f"cost of {name}", above=0) for name, cost in each.items()}
         self.num_observed = 0
         """Optimizer steps observed since the last `reset`."""
         self.num_left_out = 0
@@ -127,10 +130,7 @@ class Scorer:
         return scores
 
     def _nan_in(self, name: str) -> TrainingError:
-        return TrainingError(
-            f"prune {self.criterion}: scores must be numbers, got NaN in {name}; look for NaN in the batches; if "
-            "training has diverged, lower the learning rate or clip gradients"
-        )
+        return TrainingError(f"prune {self.criterion}", f"scores must be numbers, got NaN in {name}", NAN_REMEDY)
 
     @torch.no_grad()
     def part(self, name: str, weight: Tensor, where: slice) -> Tensor:
@@ -160,11 +160,8 @@ class Scorer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         if state.get("criterion") != self.criterion:
-            raise CheckpointError(
-                "prune",
-                f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}",
-                "resume with the recipe that wrote the checkpoint",
-            )
+            rule = f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}"
+            raise CheckpointError("prune", rule, SAME_RUN)
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
         self._ever = set(state.get("ever", self.modules))  # runs saved before this was kept
 
@@ -199,14 +196,12 @@ class Scorer:
             return
         reason = "got none since the last update; let masks be updated after the first step, or calibrate"
         if self.num_left_out:
-            reason = (
-                f"got {self.num_left_out} with NaN or infinite gradients alone; lower the loss scale or learning rate"
-            )
+            told = "with NaN or infinite gradients alone; lower the loss scale or learning rate"
+            reason = f"got {self.num_left_out} {told}"
         elif self.num_observed:
             reason = self._saw_nothing
-        raise TrainingError(
-            f"prune {self.criterion}", f"a step must have been observed before weights are scored, {reason}"
-        )
+        rule = f"a step must have been observed before weights are scored, {reason}"
+        raise TrainingError(f"prune {self.criterion}", rule)
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -241,11 +236,7 @@ class Magnitude(Scorer):
 
 
 def make_scorer(
-    criterion: str,
-    modules: Mapping[str, nn.Module],
-    *,
-    generator: torch.Generator | None = None,
-    **options: Any,
+    criterion: str, modules: Mapping[str, nn.Module], *, generator: torch.Generator | None = None, **options: Any
 ) -> Scorer:
     """Return a new scorer, not attached yet.
 
@@ -278,11 +269,8 @@ def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.S
     for name, tensor in tensors.items():
         if name not in like or tensor.shape != like[name]:
             wanted = f"of shape {tuple(like[name])}" if name in like else "none: this run does not prune it"
-            raise CheckpointError(
-                where,
-                f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}",
-                "resume with the model and recipe that wrote the checkpoint",
-            )
+            rule = f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}"
+            raise CheckpointError(where, rule, SAME_RUN)
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -320,8 +308,7 @@ def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
         >>> below_threshold_mask(torch.tensor([-0.5, 0.1, 0.2]), 0.2)
         tensor([ True, False,  True])
     """
-    if not eps >= 0:
-        raise ConfigError("below_threshold_mask", f"eps must be at least 0, got {eps!r}")
+    checked(eps, float, "below_threshold_mask", "eps", low=0)
     scores = magnitude(weight)
     # in the type of the scores: a weight of float32 0.1 is not below 0.1
     return scores.lt(scores.new_tensor(eps)).logical_not_()
@@ -355,16 +342,15 @@ class Random(Scorer):
         return True
 
     def _scores(self, name: str, weight: Tensor) -> Tensor:
-        scores = torch.empty(weight.numel(), dtype=_score_dtype(weight), device=weight.device)
+        scores = torch.empty(weight.numel(), dtype=_wider(weight.dtype), device=weight.device)
         for start in range(0, weight.numel(), _PIECE):
             stop = min(start + _PIECE, weight.numel())
             scores[start:stop] = self._draw(name, torch.arange(start, stop, device=weight.device))
         return scores.view(weight.shape)
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
-        # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
         index = torch.arange(*where.indices(weight.numel()), device=weight.device)
-        return self._draw(name, index).to(_score_dtype(weight))
+        return self._draw(name, index).to(_wider(weight.dtype))
 
     def _draw(self, name: str, index: Tensor) -> Tensor:
         key = hashlib.blake2b(f"{self.seed}:{self._places.get(name, name)}".encode(), digest_size=8).digest()
@@ -386,8 +372,8 @@ class Random(Scorer):
         self.seed = int(state["seed"])
 
 
-def _score_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _signed(value: int) -> int:
