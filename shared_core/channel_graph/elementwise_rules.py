@@ -86,7 +86,6 @@ def cat(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     tensors = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     found = [tracer.get(tensor) or Tracked() for tensor in tensors]
-    # Labels along the dim are laid end to end; those across it must agree between operands.
     across = [[label for label in item.labels if dim not in varying_dims(label)] for item in found]
     along = [[label for label in item.labels if dim in varying_dims(label)] for item in found]
     # Across the dim a label is the same at each index, so one slice of it, expanded, fits the longer result.
@@ -124,7 +123,6 @@ def stack(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     wide = [[label.unsqueeze(dim).expand(out.shape) for label in item.labels] for item in found]
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(args[0]):
-            # As in `cat`: an operand without a label of its own has a fixed size, which binds the others.
             if other != index:
                 restrict(tracer, labels, tensor.unsqueeze(dim).expand(out.shape), wide[other])
     values = [item.value for item in found]
@@ -237,9 +235,7 @@ def pointwise(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return Tracked()
     operands = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     found = [tracer.get(item) or Tracked() for item in operands]
-    # Broadcasting is an expand, of labels too: stride 0 keeps saying that ids do not differ along the new dims.
     wide = [[label.expand(out.shape) for label in item.labels] for item in found]
-    # Both ways: each operand's size may bind the labels of every other.
     for index, labels in enumerate(wide):
         for other, tensor in enumerate(operands):
             if other != index and labels:

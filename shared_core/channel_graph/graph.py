@@ -33,13 +33,7 @@ def product(first: Tensor, second: Tensor) -> Tensor:
 
 
 def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return a sum of products of constants, known where no term is unknown times what is not zero.
-
-    Example:
-        >>> nan = float("nan")
-        >>> contraction(torch.tensor([[nan, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.mm)
-        tensor([[2., nan]])
-    """
+    """Return a sum of products of constants, known where no term is unknown times what is not zero."""
     # Sums with the unknown as 0. How many terms are unknown times nonzero: (nonzero · nonzero) - (known · known),
     # both counted by the same contraction; where that is above 0 the sum is unknown.
     value = contract(first.nan_to_num(0.0), second.nan_to_num(0.0))
@@ -169,7 +163,6 @@ class Positions:
         found = self.axes[name, axis]
         # on the CPU whatever the device: labels are compared in every operator, and a GPU would be waited for each time
         ids = torch.arange(found.start, found.start + found.size, device="cpu")
-        # One arange along the axis, expanded to the tensor's shape: O(size) memory for any tensor.
         return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
@@ -235,7 +228,6 @@ class Positions:
 
 def flat_ids(label: Tensor) -> Ids:
     """Return the different ids of a label."""
-    # Pins and marks repeat over batch and tokens; the core has each id once.
     found: Ids = np.unique(core(label).reshape(-1).numpy())
     return found
 
@@ -392,7 +384,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._viewed.discard(out.untyped_storage().data_ptr())  # the memory of a view that is gone
             return out
         known = RULES.get(name.removesuffix("_") if mutates else name)
-        # torch tags element-wise operators; one rule serves all of them.
         if known is None and torch.Tag.pointwise in func.tags:
             known = RULES["pointwise"]
         # An unknown operator may do anything with positions, so all that went into it stays.

@@ -20,11 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from shared_core.channel_graph import elementwise_rules as moves
-from shared_core.channel_graph import elementwise_rules as norms
-from shared_core.channel_graph import elementwise_rules as pointwise
-from shared_core.channel_graph import product_rules as contractions
-from shared_core.channel_graph import product_rules as convolutions
+from shared_core.channel_graph import elementwise_rules, product_rules
 from shared_core.channel_graph.graph import FIXED, Axis, Ids, Role, Tracer
 from shared_core.modules.calls import call as call
 from shared_core.modules.calls import evaluated
@@ -117,7 +113,7 @@ def _parametrized(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         yield
 
 
-RULES_OF = (contractions, convolutions, moves, norms, pointwise)
+RULES_OF = (elementwise_rules, product_rules)
 """Importing them registers their rules."""
 
 UNREAD = "the forward that was followed does not use it"

@@ -155,7 +155,6 @@ def _note_summed(tracer: Tracer, found: list[Tracked], tensors: tuple[Tensor, Te
             continue
         value = found[other].value
         if value is not None:
-            # One number for each summed position, over all tokens and examples of the trace.
             value = constants.agreed(value, tuple(index for index in range(value.ndim) if index != other_dim))
         for label in found[weight].labels:
             if dim not in varying_dims(label):
@@ -212,7 +211,6 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
             tracer.positions.mark(label, Role.IN)
             if not channels:
                 tracer.positions.pin(label, f"it meets what has a fixed size in {here}")
-            # groups = 1: every output reads every input channel, so each can go alone.
             for other in channels:
                 tracer.positions.unite(along(other, 1), along(label, in_axis))
         for label in channels if not ins and not tracer.takes_zeros(kernel) else ():
@@ -221,7 +219,6 @@ def convolution(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tracer.pin((tensor, weight), f"{here} is a grouped convolution that is not followed")
         produced = []
     else:
-        # Each group reads its own inputs and makes its own outputs: the group is the unit.
         for label in ins:
             tracer.positions.pin(label, f"each group of {here} has that many")
         _unite_groups(tracer, channels[0], outs[0], groups)

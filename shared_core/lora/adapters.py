@@ -394,10 +394,6 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
 
     Of a sharded layer it is sharded alike; then every process must call it.
-
-    Args:
-        layer: From `inject`.
-        dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
     """
     dtype = dtype or layer.plain.dtype
     if isinstance(layer, AdaptedStack):

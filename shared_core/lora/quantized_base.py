@@ -50,13 +50,9 @@ def int8_sums_exactly() -> bool:
 
 
 def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
-    """Return a layer that computes with the quantised weight of `linear`, which stays as it is.
+    """Return a layer that computes with the quantised weight of `linear`, finite, which stays as it is.
 
     With ``base="none"`` this is `linear` itself.
-
-    Args:
-        linear: Its weight in float32, bf16 or fp16, finite; transformers' Conv1D gives a linear layer.
-        config: `base` and `double_quant`.
 
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """

@@ -46,9 +46,6 @@ class Lora(Technique):
     bit for bit. A weight that is loaded alone becomes the base, with adapters that add nothing. `finish` merges in
     float and leaves the user's own layers.
 
-    Args:
-        config: The options.
-
     Source: Hu et al., 2021, arXiv:2106.09685; Dettmers et al., 2023, arXiv:2305.14314.
 
     Example:

@@ -20,15 +20,12 @@ _SHARES = ("energy", "budget", "sensitivity")
 
 @dataclass(frozen=True)
 class RankRule:
-    """How ranks are chosen.
-
-    Args:
-        kind: ``number``, ``share``, ``energy``, ``budget``, ``sensitivity`` or ``report``.
-        value: The number, the share in (0, 1], or the path of a report.
-    """
+    """How ranks are chosen."""
 
     kind: str
+    """``number``, ``share``, ``energy``, ``budget``, ``sensitivity`` or ``report``."""
     value: Any
+    """The number, the share in (0, 1], or the path of a report."""
 
 
 def parse_rank(given: Any) -> RankRule:

@@ -158,10 +158,10 @@ def plan_ranks(
             if name not in layers or told["scheme"] not in schemes(layers[name])
         ]  # fmt: skip
         if unfit:
-            told = {name: structure[name]["scheme"] for name in unfit[:5]}
-            found = f"report {rule.value} must tell of layers that can be factorised here by its scheme, got {told}"
+            got = {name: structure[name]["scheme"] for name in unfit[:5]}
+            wrong = f"report {rule.value} must tell of layers that can be factorised here by its scheme, got {got}"
             remedy = "use it with the model that it was written for and the same include, skip and min_size"
-            raise ConfigError("low_rank", found, remedy)
+            raise ConfigError("low_rank", wrong, remedy)
         plan = {}
         for name, told in structure.items():
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])

@@ -322,12 +322,6 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
 
     Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; with a diagonal, after Yuan et al.,
         2023 (ASVD), arXiv:2312.05821.
-
-    Example:
-        >>> inputs = torch.tensor([[3.0, 0.0], [0.0, 0.1]])
-        >>> a, b = decompose(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), inputs @ inputs.T).factors(1)
-        >>> (b @ a).square().round(decimals=3).tolist()
-        [[1.0, 0.0], [0.0, 0.0]]
     """
     weight = weight.detach().double()
     # min ‖(W - BA) X‖_F: with X Xᵀ = M = V Λ Vᵀ, decompose W V Λ^½ and map back by U alone.

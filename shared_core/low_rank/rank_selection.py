@@ -39,10 +39,6 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     Goes along the upper concave hulls of the layers' points by falling worth per parameter. Where the budget is spent
     to the last parameter of a hull's step that is the optimum; between two such budgets it falls short of it by less
     than one step.
-
-    Example:
-        >>> share_out({"a": [(1, 0.5), (2, 0.9), (3, 1.0)], "b": [(1, 0.2), (2, 0.8)]}, 4)
-        {'a': 1, 'b': 1}
     """
     taken = dict.fromkeys(choices, 0)
     # Every layer gets its cheapest choice; what is left is handed out step by step.

@@ -39,9 +39,6 @@ class LowRank(Technique):
     checkpoints hold both. At the end they stay (`shared_core.low_rank.load` loads them), or with `merge` the user's own
     layers come back, of low rank and at full cost.
 
-    Args:
-        config: The options.
-
     Example:
         >>> from shared_core.engine.recipe import Recipe
         >>> from shared_core.engine.session import Session
@@ -154,11 +151,7 @@ class LowRank(Technique):
         return self._touched()
 
     def prepare_optimizers(self, context: Context) -> None:
-        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
-
-        Raises:
-            CompatibilityError: If an optimizer does not hold them.
-        """
+        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own."""
         self._is_checked = True
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
         unheld = {id(parameter) for parameter in context.unheld}

@@ -232,11 +232,6 @@ class PruneConfig(OverridableConfig):
         return self.schedule != "one_shot" or self.straight_through or self.dynamic == "rigl"
 
     @property
-    def needs_a_step(self) -> bool:
-        """Whether nothing can be pruned before a step has shown gradients, units or costs."""
-        return bool(self.needs_batches)
-
-    @property
     def needs_batches(self) -> str:
         """The option that needs to see a batch, such as ``criterion wanda``; empty if none does."""
         if self.criterion in GATHERED:

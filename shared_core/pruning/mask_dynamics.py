@@ -26,12 +26,7 @@ from shared_core.pruning.targets import Targets
 
 
 def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
-    """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``.
-
-    Example:
-        >>> rigl_drop_share(50, begin=0, end=100, alpha=0.3)
-        0.15
-    """
+    """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``."""
     if step >= end:
         return 0.0
     return alpha / 2 * (1 + math.cos(math.pi * max(0, step - begin) / (end - begin)))
@@ -78,7 +73,6 @@ class RigL(MaskPolicy):
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Keep the dense gradients if masks are made after this step."""
         super().observe(context, gradients)
-        # Dense gradients are as large as the weights; they are held only for a step that an update follows.
         if self.schedule.is_due(context.step + 1) and context.step >= self.schedule.begin:
             # Copied: `shape_gradients` zeroes those of pruned weights right after, in place.
             self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
@@ -199,7 +193,6 @@ class StraightThroughMasks(MaskPolicy):
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Show the dense weights to scorer and optimizer, until `hold`, `take` or `end_step` hides them again."""
-        # The optimizer must update the dense weight, not the masked one: shown before the step, hidden after it.
         if self._learns:
             self._under.show(self.weights)
         super().observe(context, gradients)

@@ -76,10 +76,6 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
 
     Returns:
         Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
-
-    Example:
-        >>> block_scores(torch.tensor([[1.0, 3.0, 5.0]]), (1, 2))
-        tensor([[2., 5.]])
     """
     matrix = scores.reshape(scores.shape[0], -1)
     rows, columns = matrix.shape
@@ -152,11 +148,6 @@ def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
         module: The layer whose ``weight`` is scored.
         scores: Of its shape.
         sparsity: Share to prune, in [0, 1].
-
-    Example:
-        >>> row_mask(nn.Linear(2, 2), torch.tensor([[1.0, 2.0], [9.0, 8.0]]), 0.5)
-        tensor([[False,  True],
-                [ True, False]])
     """
     rows = output_rows(module, scores)
     # At least one weight of each output stays; n of m with m the length of a row is a row's ranking.

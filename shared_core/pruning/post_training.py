@@ -343,11 +343,11 @@ def prune(
 
 def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
     """Return a config from either form that `prune` takes, without options of training."""
-    if not isinstance(config, PruneConfig | Mapping):
-        raise ConfigError("prune", f"config must be a PruneConfig or a mapping of its options, got {config!r}")
     defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}
     is_made = isinstance(config, PruneConfig)
     given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
+    if not isinstance(given, Mapping):
+        return PruneConfig.from_dict(given)  # which refuses it
     if given.get("criterion") == "movement":
         rule = "criterion must be another after training, got 'movement', which looks at how weights move in training"
         raise ConfigError("prune", rule, "take taylor")

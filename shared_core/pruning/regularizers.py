@@ -42,13 +42,6 @@ def add_group_lasso_gradient_(
         weight: Two or more dimensions.
         strength: Factor of the penalty, at least 0.
         axis: The output axis; of stacked experts with that of the experts.
-
-    Example:
-        >>> gradient = torch.zeros(2, 2)
-        >>> add_group_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0], [0.0, 0.0]]), 1.0, axis=0)
-        >>> gradient
-        tensor([[0.8485, 1.1314],
-                [0.0000, 0.0000]])
     """
     # float32 at least: squares of half-precision weights vanish below 2e-4.
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
@@ -65,14 +58,7 @@ def add_group_lasso_gradient_(
 
 @torch.no_grad()
 def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, block: tuple[int, int]) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group; those at the edge are smaller.
-
-    Example:
-        >>> gradient = torch.zeros(1, 3)
-        >>> add_block_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0, 5.0]]), 1.0, (1, 2))
-        >>> gradient
-        tensor([[0.8485, 1.1314, 1.0000]])
-    """
+    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group, smaller at the edge."""
     values = whole(weight.detach()).double()
     # √p·w/‖w‖ is w over the root of the mean square
     rms = expand_blocks(block_scores(values.square(), block).sqrt(), values.shape, block)
@@ -149,16 +135,16 @@ class Penalty:
             weight = weight_of(name, module)
             if weight.grad is None:
                 continue
-            if self.kind == "group_lasso" and self._config.granularity == "block":
+            if self.kind != "group_lasso":
+                add_l1_gradient_(weight.grad, weight, self.strength)
+            elif self._config.granularity == "block":
                 block = block_of(self._config, module)
                 for gradient, matrix in zip(matrices(module, weight.grad), matrices(module, weight), strict=True):
                     add_block_lasso_gradient_(gradient, matrix, self.strength, block)
-            elif self.kind == "group_lasso":
+            else:
                 axes = (0,) * isinstance(module, StackedExperts) + (output_axis(module),)
                 is_layer = self._config.granularity == "layer"
                 add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=() if is_layer else axes)
-            else:
-                add_l1_gradient_(weight.grad, weight, self.strength)
 
     def _add_to_units(self) -> None:
         weights = {name: weight_of(name, module) for name, module in self._modules.items()}

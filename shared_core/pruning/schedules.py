@@ -30,19 +30,13 @@ class Schedule:
         """Return the schedule of a run."""
         end = config.end if config.updates_until_end else config.begin
         first, last = context.resolve_range(config.begin, end, "prune")
-        if config.needs_a_step:
+        if config.needs_batches:
             # Gradients, units and costs are known after the first step at the earliest.
             first, last = max(1, first), max(1, last)
         return cls(config, first, last)
 
     def is_due(self, step: int) -> bool:
-        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`.
-
-        Example:
-            >>> schedule = Schedule(PruneConfig(sparsity=0.5, every=4), begin=2, end=9)
-            >>> [step for step in range(12) if schedule.is_due(step)]
-            [2, 6, 9]
-        """
+        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`."""
         on_time = (step - self.begin) % self.config.every == 0 or step == self.end
         return self.begin <= step <= self.end and on_time
 

@@ -256,7 +256,6 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
     """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU."""
-    # The order of ties is that of tensors and elements, so that every process agrees.
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
         torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)

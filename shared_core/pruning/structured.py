@@ -47,31 +47,23 @@ from shared_core.pruning.targets import Targets, refuse_nothing
 _MASKED = ("out", "norm")
 
 
-def filter_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every output unit of every layer, each by itself: its row of the weight, and its bias."""
-    return [_layer_group(name, module, "filter", whole_layer=False) for name, module in modules.items()]
+def layer_groups(modules: Mapping[str, nn.Module], kind: Kind) -> list[ChannelGroup]:
+    """Return every layer as a group: of its output units, a row of the weight and its bias each, or of one, itself."""
+    return [_layer_group(name, module, kind) for name, module in modules.items()]
 
 
-def layer_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every layer as a group of one unit: all of its weight, and its bias."""
-    return [_layer_group(name, module, "layer", whole_layer=True) for name, module in modules.items()]
-
-
-def _layer_group(name: str, module: nn.Module, kind: Kind, *, whole_layer: bool) -> ChannelGroup:
+def _layer_group(name: str, module: nn.Module, kind: Kind) -> ChannelGroup:
     weight = cast("Tensor", module.weight)
     axis = output_axis(module)
     outputs: NDArray[np.int64] = np.arange(weight.shape[axis])
-    tensors: list[tuple[str, int, NDArray[np.int64]]] = [(name, axis, outputs)]
+    units = 1 if kind == "layer" else len(outputs)
+    slices = [Slice(name, axis, outputs.reshape(units, -1), "out")]
     bias = module._parameters.get("bias")
     if bias is not None:
         # a grouped transposed convolution holds outputs of one group in the weight and all of them in the bias
-        of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T if bias.numel() != len(outputs) else outputs
-        tensors.append((f"{name.removesuffix('weight')}bias", 0, of_bias))
-    slices = tuple(
-        Slice(tensor, along, places.reshape(1 if whole_layer else len(outputs), -1), "out")
-        for tensor, along, places in tensors
-    )
-    return ChannelGroup(name=name, kind=kind, units=1 if whole_layer else len(outputs), slices=slices)
+        of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T.reshape(units, -1)
+        slices.append(Slice(f"{name.removesuffix('weight')}bias", 0, of_bias, "out"))
+    return ChannelGroup(name=name, kind=kind, units=units, slices=tuple(slices))
 
 
 def prunable_groups(groups: Iterable[ChannelGroup], granularity: str, chosen: Iterable[str]) -> Iterator[ChannelGroup]:
@@ -115,7 +107,6 @@ def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> l
     axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
     kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))
     keeps = [torch.zeros(group.units, dtype=torch.bool) for group in groups]
-    # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
     for keep, each in zip(keeps, parts, strict=True):
         for part in each:
             keep |= kept[part.tensor, part.axis][torch.from_numpy(np.asarray(part.positions))].any(1)
@@ -140,18 +131,8 @@ def shapley_of_units(
 
     The value of a set of units is ``-Σ(y - y_all)² / Σ y_all²`` with y the floating-point outputs when all others are
     masked (a set that changes nothing is worth 0), in eval mode. With several processes it is rank 0's micro-batch.
-
-    Args:
-        model: Runs ``permutations·units`` times.
-        groups: Whose units play.
-        live: One bool vector a group: which units are not pruned yet.
-        tensors: By name what masks reach; restored bit for bit.
-        replay: Runs the micro-batch and returns its outputs.
-        permutations: Orders to draw, at least 2.
-        generator: The same on every process.
     """
     sizes = [group.units for group in groups]
-    # Players are live units; the value of a coalition is minus how far the outputs move when only it is there.
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
@@ -162,7 +143,6 @@ def shapley_of_units(
             keep = torch.cat(list(live))
             keep[players] = kept
             masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
-            # Only tensors that a group reaches are saved: one coalition at a time changes the model.
             before = {name: tensors[name].detach().clone() for name in masks}
             try:
                 apply_mask_([tensors[name] for name in masks], list(masks.values()))
@@ -216,8 +196,7 @@ class UnitPruning(MaskPolicy):
         self.groups: list[ChannelGroup] = []
         self.found = not config.is_traced
         if self.found:
-            make = filter_groups if config.granularity == "filter" else layer_groups
-            self._take(make(self._modules))
+            self._take(layer_groups(self._modules, cast("Kind", config.granularity)))
 
     def touched(self) -> Touched:
         """Return the weights that hold units, once these are known."""
@@ -342,9 +321,7 @@ class UnitPruning(MaskPolicy):
         """True if units are found too, and there is a micro-batch or a gradient to score them by."""
         if not self.found:
             return False
-        if self._taylor is not None:
-            return self._taylor.num_observed > 0 and (self.scorer.costs is None or bool(self.scorer.costs))
-        return super().is_ready
+        return super().is_ready if self._taylor is None else self._taylor.num_observed > 0
 
     def observe_units(self) -> None:
         """Take in the gradients of one complete step, if the criterion is about units' gradients."""

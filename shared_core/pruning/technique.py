@@ -49,9 +49,6 @@ class Pruning(Technique):
     Masks are recomputed at the steps of the schedule; what is pruned stays pruned, unless `dynamic`, `sr_ste` or
     criterion ``movement`` let weights under the mask learn on until ``end``. After every optimizer step pruned weights
     are set to exactly +0.0, whatever momentum, weight decay or an 8-bit state would make of them.
-
-    Args:
-        config: The options.
     """
 
     key: ClassVar[str] = "prune"
@@ -160,7 +157,7 @@ class Pruning(Technique):
             policy.listen(context.model)
         if self.config.criterion != "shapley":
             context.drop(self.forward)
-        if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
+        if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_batches:
             self._update(context)
 
     def _tell_refilled(self, context: Context) -> None:
@@ -171,7 +168,7 @@ class Pruning(Technique):
         # not those that begin as zeros, such as the last layer of a residual branch
         zeros = sum(zero for size, zero in counts if zero < size)
         size, config = sum(size for size, _ in counts), self.config
-        waits = self._schedule.begin > 0 or config.needs_a_step
+        waits = self._schedule.begin > 0 or bool(config.needs_batches)
         held = 0.0 if waits else self._schedule.sparsity(0, config.sparsity)
         if size and zeros / size > held + _CLEARLY:
             context.note(
@@ -314,7 +311,6 @@ class Pruning(Technique):
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
-            # A NaN weight fails the ranking; the error then says which weight and step.
             with naming_nan("prune", self._policy.weights, step):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)

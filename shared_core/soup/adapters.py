@@ -311,7 +311,6 @@ class PeftAdapter:
 
 
 def _resize(layer: Any, name: str, rank: int) -> None:
-    # dimension is where the factor's rank lies: 0 in A, 1 in B.
     for holder, dimension in (("lora_A", 0), ("lora_B", 1)):
         if name in getattr(layer, holder):
             inner = getattr(layer, holder)[name]

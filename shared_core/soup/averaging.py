@@ -64,10 +64,6 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
         tensor: The new member, any dtype and device.
         weight: Weight of the new member.
         total: Weight of all members, the new one included; for plain means the number of members.
-
-    Example:
-        >>> mean_with_(torch.empty(2), torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0]), total=3)
-        tensor([2., 2.])
     """
     # Writes into chunks of a strided tensor, which are copies, would be lost: it gets a buffer, copied last.
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)

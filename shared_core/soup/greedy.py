@@ -158,7 +158,6 @@ def greedy_soup(
     scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
-    # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
     history = [row.to_dict(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]

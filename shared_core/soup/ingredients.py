@@ -125,7 +125,6 @@ def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:
     """Return the shape that must be alike: adapters may have different ranks."""
-    # (r, in) and (out, r) of different ranks can be averaged: the ranks add up.
     rank = rank_dimension(key) if ingredient.kind == ADAPTER else None
     return shape if rank is None else (*shape[:rank], *shape[rank + 1 :])
 

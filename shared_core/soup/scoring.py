@@ -33,16 +33,7 @@ _FORMAT = 2
 
 
 class Journal:
-    """Scores of ingredients and averages, each under a key that names its members, written whole after each evaluation.
-
-    Args:
-        path: The JSON file, None to keep nothing.
-        ingredients: All candidates, in the order given.
-        search: What else tells this search from another, as JSON has it: its options, the evaluator, the data.
-
-    Raises:
-        CheckpointError: If the file is damaged, cannot be written, or belongs to another search.
-    """
+    """A file of scores, each under a key that names its members, written whole after each evaluation."""
 
     def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], search: Mapping[str, Any]) -> None:
         self._path = None if path is None else Path(path)
@@ -217,7 +208,6 @@ def scores_in_processes(
         initargs=(evaluate, after_average),
     )
     try:
-        # Paths cross to the processes, weights do not. Evaluate is pickled once a process, by the initializer.
         futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
         for future in as_completed(futures):
             if (score := future.result()) is not None:
@@ -261,7 +251,6 @@ class Scoring:
     def score(self, key: str, write: Callable[[], Any]) -> float:
         """Return the score kept under `key`, or that of what `write` writes into the candidate."""
         known = self._journal.score(key)
-        # The candidate is written only when its score is not known: a resumed search reads no weights for known ones.
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))

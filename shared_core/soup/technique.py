@@ -35,6 +35,7 @@ class ModelSoup(Technique):
 
     key = "soup"
     replaces_weights = True
+    config: SoupConfig
 
     def __init__(self, config: SoupConfig) -> None:
         super().__init__(config)
@@ -42,22 +43,13 @@ class ModelSoup(Technique):
         self._reported: tuple[int, set[str]] | None = None
         self._report: dict[str, Any] = {}
 
-    @property
-    def _options(self) -> SoupConfig:
-        return cast(SoupConfig, self.config)
-
     def before_attach(self, context: Context) -> None:
-        """Find the adapter of a PEFT model, whose averages are not those of A and B.
-
-        Raises:
-            CompatibilityError: If it has several, or of another kind.
-            CheckpointError: If averages of it would not be those of what it adds to the base model.
-        """
+        """Find the adapter of a PEFT model, whose averages are not those of A and B."""
         self._adapter = adapter_of(context.model)
 
     def plan(self, context: Context) -> Plan:
         """Return what happens after training."""
-        return Plan([(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")])
+        return Plan([(None, f"checkpoints are averaged ({self.config.kind}) and evaluated")])
 
     def attach(self, context: Context) -> Touched:
         """Return the parameters that checkpoints are averaged over."""
@@ -66,28 +58,23 @@ class ModelSoup(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
         context.services.checkpoints()
-        refuse_no_norms("soup", self._options.bn_batches, context.model)
-        if self._options.rank is not None and self._adapter is None:
-            got = f"{self._options.rank} for {type(context.model).__name__}"
+        refuse_no_norms("soup", self.config.bn_batches, context.model)
+        if self.config.rank is not None and self._adapter is None:
+            got = f"{self.config.rank} for {type(context.model).__name__}"
             raise MatchError("soup", f"rank must be given for a PEFT model only, got {got}", "remove it")
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """Learn while training whether validation reports the metric, where one batch at the start could not tell.
-
-        Raises:
-            ConfigError: At the second validation, since one may be of several data sets in turn.
-        """
+        """Learn while training whether validation reports the metric, where one batch at the start could not tell."""
         # Loggers may report one step in several calls (one a dataset): names are collected until the step changes.
         step, names = self._reported or (context.step, set())
         if context.step != step:
-            check_all(self._options.needed_metrics(), names)
+            check_all(self.config.needed_metrics(), names)
         self._reported = context.step, names | set(metrics)
 
     def finish(self, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs."""
-        # Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
         model = context.model
-        options, say = self._options, context.services.say
+        options, say = self.config, context.services.say
         run = RunIngredients(model, context, self._adapter)
         opened = run.opened(len(options.weights) or options.last)
         if opened is None:
@@ -123,7 +110,7 @@ class ModelSoup(Technique):
             raise
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
-        options, say = self._options, context.services.say
+        options, say = self.config, context.services.say
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):
@@ -146,7 +133,7 @@ class ModelSoup(Technique):
     def _search(
         self, run: RunIngredients, ingredients: list[Ingredient], target: dict[str, Any], context: Context
     ) -> None:
-        options, say = self._options, context.services.say
+        options, say = self.config, context.services.say
         # "logged" and "newest" are orders this method makes itself; the search then takes them as given.
         order: Order = "given"
         if options.order in ("metric", "random"):
@@ -186,8 +173,8 @@ class ModelSoup(Technique):
 
     def _score(self, context: Context) -> float:
         metrics = context.services.evaluate()
-        check_all(self._options.needed_metrics(), metrics)
-        score = float(metrics[self._options.metric])
+        check_all(self.config.needed_metrics(), metrics)
+        score = float(metrics[self.config.metric])
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))

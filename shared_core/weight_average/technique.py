@@ -134,11 +134,6 @@ class SwappedWeights:
     Tensors are exchanged one by one, so that beside the average one more tensor is held; parameters of another dtype
     than the average's (16 bit) need a copy of the weights as long as it is in. Nothing else may write into the
     parameters meanwhile.
-
-    Args:
-        model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
-        trained: Parameters that count as trained though they are frozen now: the turn of a GAN's other half.
-        modes: Of the optimizers of the weights.
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor] = (), modes: OptimizerModes | None = None) -> None:
@@ -274,9 +269,6 @@ class WeightAverage(Technique):
     Checkpoints to go on from hold the weights in training, and the average beside them. Validation, saved models and
     the end of training have the average: weights and average change places in the model, tensor by tensor, and back,
     whatever happens in between. Under FSDP2 each process averages its own part.
-
-    Args:
-        config: The options.
 
     Example:
         >>> from shared_core.engine.recipe import Recipe

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -191,9 +192,9 @@ class GatheringScorer(Scorer):
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
         """Undo, in place, what the loss of this step was multiplied and divided by."""
 
+    @abstractmethod
     def _like(self, name: str) -> Tensor:
         """Return zeros as `_gather` gets of this weight."""
-        raise NotImplementedError
 
     def _commit(self, loss_scale: float) -> None:
         # Undone before the ranks are joined: each has a loss scale and a count of its own.
@@ -276,13 +277,13 @@ class BackwardScorer(GatheringScorer):
         self._watch.clear()
         super().discard_step()
 
+    @abstractmethod
     def _keep(self, x: Tensor, output: Tensor) -> Tensor:
         """Return what to hold of a layer's input and output until backward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, name: str, calls: list[Call]) -> None:
         """Gather from what was held and the gradients of the output."""
-        raise NotImplementedError
 
     def window_state(self) -> dict[str, Any]:
         """Return the sums of the step that is not over, and what they are sums over."""

@@ -7,6 +7,7 @@ per-example gradients, computed from a layer's inputs and the gradients of its o
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -43,16 +44,9 @@ def squared_gradient_sum(
 
     Returns:
         float32, float64 for a float64 weight, of the weight's shape.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> x, gradient = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
-        >>> squared_gradient_sum(layer, [(x, gradient)])  # 3² + 2²
-        tensor([[13.]])
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    # (examples, ..., features) each; a missing batch axis is one example.
     calls = [(_batched(module, x), _batched(module, gradient)) for x, gradient in calls]
     examples = calls[0][0].shape[0]
     total: Tensor | None = None
@@ -155,12 +149,6 @@ class Fisher(BackwardScorer):
     the examples of this rank's step. So the 1/N of a mean over the batch, the division by accumulation steps and the
     loss scale cancel, and 1 × 8 examples score as 4 × 2. A loss that is a sum scores N² times as much; the order is
     the same. Every step joins the ranks' sums: one reduction of the size of the weights.
-
-    Args:
-        modules: Weight name to its linear or convolutional layer.
-        generator: Not used.
-        costs: As in `Scorer`.
-        max_elements: Most numbers that one chunk of per-example gradients holds, at least one example's.
     """
 
     criterion: ClassVar[str] = "fisher"
@@ -235,8 +223,8 @@ class _StepSums(Scorer):
                 self._ever.add(name)
             self._add_(self._sum(name, weight), wide(weight), wide(gradient))
 
-    def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None: ...
 
     def _sum(self, name: str, weight: Tensor) -> Tensor:
         total = self._sums[name]

@@ -46,27 +46,26 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
                 [3, 6]])
     """
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device, non_blocking=True)
-    # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
 
 
-def _l1_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _l1_norm(weights: list[Tensor]) -> Tensor:
     return _added(weight.abs().sum(1) for weight in weights)
 
 
-def _l2_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _l2_norm(weights: list[Tensor]) -> Tensor:
     # The norm of parts' norms is the norm over all tensors of a unit.
     norms = torch.stack([torch.linalg.vector_norm(weight, dim=1) for weight in weights])
     norm: Tensor = torch.linalg.vector_norm(norms, dim=0)
     return norm
 
 
-def _mean_magnitude(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    return _l1_norm(weights, extras) / max(sum(weight.shape[1] for weight in weights), 1)
+def _mean_magnitude(weights: list[Tensor]) -> Tensor:
+    return _l1_norm(weights) / max(sum(weight.shape[1] for weight in weights), 1)
 
 
-def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _geometric_median(weights: list[Tensor]) -> Tensor:
     points = torch.cat(weights, 1)
     # (rows, units) distances at a time: all pairs of 10,000 units would be 400 MB.
     rows = max(1, _PIECE // max(len(points), 1))
@@ -78,31 +77,17 @@ def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
     return torch.cat(sums).to(points.dtype)
 
 
-def _taylor(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
-    return _added((weight * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)).square()
-
-
-def _fisher(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    return _added((weight.square() * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)) * 0.5
-
-
 def _added(parts: Iterable[Tensor]) -> Tensor:
     added: Tensor = torch.stack(list(parts)).sum(0)
     return added
 
 
-_CRITERIA: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
-    "l1_norm": _l1_norm,
-    "l2_norm": _l2_norm,
-    "magnitude": _mean_magnitude,
-    "geometric_median": _geometric_median,
+_OF_WEIGHTS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "l1_norm": _l1_norm, "l2_norm": _l2_norm, "magnitude": _mean_magnitude, "geometric_median": _geometric_median,
     "bn_scale": _mean_magnitude,
-    "taylor": _taylor,
-    "fisher": _fisher,
-}
+}  # fmt: skip
 _EXTRAS = {"taylor": "gradients", "fisher": "mean squared per-example gradients"}
-GROUP_CRITERIA = (*_CRITERIA, "random")
+GROUP_CRITERIA = (*_OF_WEIGHTS, *_EXTRAS, "random")
 """The criteria of `group_scores`."""
 
 
@@ -158,7 +143,14 @@ def group_scores(
         return torch.rand(len(weights[0]), generator=generator).to(weights[0].device)
     double = any(weight.dtype == torch.float64 for weight in weights)
     dtype = torch.float64 if double else torch.float32
-    scores = _CRITERIA[criterion]([w.detach().to(dtype) for w in weights], [e.detach().to(dtype) for e in extras])
+    values, more = ([tensor.detach().to(dtype) for tensor in tensors] for tensors in (weights, extras))
+    if criterion == "taylor":
+        # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
+        scores = _added((weight * extra).sum(1) for weight, extra in zip(values, more, strict=True)).square()
+    elif criterion == "fisher":
+        scores = _added((weight.square() * extra).sum(1) for weight, extra in zip(values, more, strict=True)) * 0.5
+    else:
+        scores = _OF_WEIGHTS[criterion](values)
     refuse(scores.isnan().any(), lambda: _not_numbers(criterion, scores))
     return scores
 
@@ -317,7 +309,6 @@ def shapley_values(
             raise TrainingError(where, rule)
         return result
 
-    # The empty and the full coalition begin and end every order: computed once.
     empty, full = (worth(torch.full((num_units,), kept)) for kept in (False, True))
     near = truncate * abs(full - empty)
     orders = torch.zeros(permutations, num_units, dtype=torch.float64)

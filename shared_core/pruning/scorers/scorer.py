@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -176,8 +177,8 @@ class Scorer:
         """Check the modules and make what this criterion keeps: the end of `__init__`."""
         self._forget()
 
-    def _scores(self, name: str, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _scores(self, name: str, weight: Tensor) -> Tensor: ...
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
         return self._scores(name, weight).reshape(-1)[where]

@@ -17,7 +17,7 @@ from shared_core.errors import ConfigError
 from shared_core.pruning import prune_mask, prune_masks
 from shared_core.pruning.mask_dynamics import StraightThrough
 from shared_core.pruning.masks import MaskStore
-from shared_core.pruning.structured import filter_groups, kept_units, layer_groups, masks_of_units
+from shared_core.pruning.structured import kept_units, layer_groups, masks_of_units
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -384,7 +384,7 @@ def test_a_pruned_filter_leaves_its_outputs_zero_and_the_others_as_they_were(nam
     torch.manual_seed(3)
     make, shape = LAYERS[name]
     layer = make()
-    groups = filter_groups({"layer.weight": layer})
+    groups = layer_groups({"layer.weight": layer}, "filter")
     keep = torch.tensor([unit not in (1, 3) for unit in range(groups[0].units)])
     tensors = {f"layer.{key}": tensor for key, tensor in layer.named_parameters()}
     masks = masks_of_units(groups, [keep], tensors)
@@ -409,7 +409,7 @@ def test_a_pruned_filter_leaves_its_outputs_zero_and_the_others_as_they_were(nam
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_pruned_layer_is_zero_altogether(name):
     layer = LAYERS[name][0]()
-    (group,) = layer_groups({"weight": layer})
+    (group,) = layer_groups({"weight": layer}, "layer")
     assert group.units == 1
     tensors = dict(layer.named_parameters())
     kept, gone = (masks_of_units([group], [torch.tensor([keep])], tensors) for keep in (True, False))
@@ -422,7 +422,7 @@ def test_a_pruned_layer_is_zero_altogether(name):
 
 def test_units_share_a_tensor_and_unnamed_tensors_are_left_alone():
     layer = nn.Linear(3, 4)
-    groups = filter_groups({"a.weight": layer}) * 2
+    groups = layer_groups({"a.weight": layer}, "filter") * 2
     keeps = [torch.tensor([True, False, True, True]), torch.tensor([True, True, False, True])]
     masks = masks_of_units(groups, keeps, {"a.weight": layer.weight})
     assert list(masks) == ["a.weight"]  # the bias may not be masked here

@@ -383,7 +383,7 @@ def test_wrong_input_is_refused_before_any_work():
     for options, arguments, message in cases:
         with pytest.raises(ConfigError, match=message):
             prune(model, {"sparsity": 0.5, **options}, **arguments)
-    with pytest.raises(ConfigError, match="config must be a PruneConfig or a mapping"):
+    with pytest.raises(ConfigError, match="prune must be a mapping of its options"):
         prune(model, 0.5)
     with pytest.raises(ConfigError, match="criterion must be another after training"):
         as_config(PruneConfig(sparsity=0.5, criterion="movement"))

@@ -172,30 +172,6 @@ def test_the_survivors_are_the_largest_weights_of_that_step():
         assert torch.equal(zero, ~mask)
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5, 9, 10, 13, 20, 21, 30])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_fused"])
-def test_resume_is_bit_exact(stop, optimizer, tmp_path):
-    options = {"begin": 5, "end": 20, "every": 5, "scope": "local", "initial_sparsity": 0.1}
-    whole = make_net()
-    session, opt = make_session(whole, OPTIMIZERS[optimizer], **options)
-    train(session, opt, whole, range(40))
-
-    first = make_net()
-    session, opt = make_session(first, OPTIMIZERS[optimizer], **options)
-    train(session, opt, first, range(stop))
-    state = {"optimizer": opt.state_dict(), "session": session.state_dict(), "model": first.state_dict()}
-    torch.save(state, tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-
-    second = make_net(seed=9)
-    second.load_state_dict(state["model"])
-    session, opt = make_session(second, OPTIMIZERS[optimizer], state=state, **options)
-    assert session.state_dict()["techniques"]["prune"].keys() == state["session"]["techniques"]["prune"].keys()
-    train(session, opt, second, range(stop, 40))
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, second.state_dict()[name]), name
-
-
 def test_a_live_weight_that_is_zero_is_not_taken_for_a_pruned_one_on_resume():
     model = nn.Linear(4, 2, bias=False)
     with torch.no_grad():

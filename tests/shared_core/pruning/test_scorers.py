@@ -256,12 +256,6 @@ def test_costs_divide_scores():
             make_scorer("magnitude", modules_of(net), costs=bad)
 
 
-def test_what_criteria_say_of_themselves():
-    assert {name for name, scorer in SCORERS.items() if scorer.per_row} == {"wanda"}
-    assert {name for name, scorer in SCORERS.items() if scorer.keeps_going} == {"random", "movement"}
-    assert {name for name, scorer in SCORERS.items() if not scorer.needs} == {"magnitude", "random"}
-
-
 @pytest.mark.parametrize("criterion", sorted(name for name, scorer in SCORERS.items() if scorer.zero_is_lowest))
 def test_zero_is_lowest_where_it_is_said(criterion):
     net = make_net()
