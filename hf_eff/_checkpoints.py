@@ -154,8 +154,8 @@ def clean_run(run: Path | str) -> None:
 @contextlib.contextmanager
 def factors_renamed(folder: Path, model: nn.Module) -> Iterator[None]:
     """Give weights that a block saves, and counts again, another name behind it if they are of factorised layers."""
+    from shared_core.low_rank.factorize import hide
     from shared_core.low_rank.layers import factorised
-    from shared_core.low_rank.saving import hide
 
     try:
         yield

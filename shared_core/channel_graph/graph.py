@@ -26,25 +26,14 @@ def unless_unknown(value: Tensor | None) -> Tensor | None:
 
 
 def product(first: Tensor, second: Tensor) -> Tensor:
-    """Return the product of two tensors of constants; zero times the unknown is zero.
-
-    Example:
-        >>> product(torch.tensor([0.0, 2.0]), torch.tensor([float("nan"), 3.0]))
-        tensor([0., 6.])
-    """
+    """Return the product of two tensors of constants; zero times the unknown is zero."""
     result = first * second
     # IEEE gives 0 * NaN = NaN; NaN stands for an unknown finite number here, and 0 times that is 0.
     return torch.where((first == 0) | (second == 0), torch.zeros_like(result), result)
 
 
 def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return a sum of products of constants, known where no term is unknown times what is not zero.
-
-    Example:
-        >>> nan = float("nan")
-        >>> contraction(torch.tensor([[nan, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.mm)
-        tensor([[2., nan]])
-    """
+    """Return a sum of products of constants, known where no term is unknown times what is not zero."""
     # Sums with the unknown as 0. How many terms are unknown times nonzero: (nonzero · nonzero) - (known · known),
     # both counted by the same contraction; where that is above 0 the sum is unknown.
     value = contract(first.nan_to_num(0.0), second.nan_to_num(0.0))
@@ -75,12 +64,7 @@ def pointwise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def agreed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the constants that do not differ over `dims`, which are dropped; NaN where they do.
-
-    Example:
-        >>> agreed(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), (0,))
-        tensor([1., nan])
-    """
+    """Return the constants that do not differ over `dims`, which are dropped; NaN where they do."""
     if not dims:
         return value
     low, high = value.amin(dims), value.amax(dims)  # both are NaN where one is
@@ -139,12 +123,7 @@ def core(label: Tensor) -> Tensor:
 
 
 def along(label: Tensor, dim: int) -> Tensor:
-    """Return the ids along one dim, at the first place of every other.
-
-    Example:
-        >>> along(torch.tensor([[1, 2], [3, 4]]), 0)
-        tensor([1, 3])
-    """
+    """Return the ids along one dim, at the first place of every other."""
     for other in reversed(range(label.ndim)):
         if other != dim:
             label = label.select(other, 0)
@@ -152,14 +131,8 @@ def along(label: Tensor, dim: int) -> Tensor:
 
 
 def compact(label: Tensor) -> Tensor:
-    """Return the same label with stride 0 along every dim where its ids do not differ.
-
-    Example:
-        >>> varying_dims(compact(torch.tensor([[1, 2], [1, 2]])))
-        (1,)
-    """
-    # Operators that compute (cat, index, reshape) return dense labels: find the dims that repeat, and expand them
-    # again.
+    """Return the same label with stride 0 along every dim where its ids do not differ."""
+    # Operators that compute (cat, index, reshape) return dense labels: expand the dims that repeat again.
     shape, inner = label.shape, core(label)
     for dim in range(inner.ndim):
         first = inner.narrow(dim, 0, 1)
@@ -169,11 +142,7 @@ def compact(label: Tensor) -> Tensor:
 
 
 class Positions:
-    """Union-find over ids, in bulk: what is removed together, what must stay and why, and what each id is.
-
-    Args:
-        shapes: Shape of every tensor by name; each of their axes gets ids.
-    """
+    """Union-find over ids, in bulk: what is removed together, what must stay and why, and what each id is."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.axes: dict[tuple[str, int], Axis] = {}
@@ -194,17 +163,14 @@ class Positions:
         found = self.axes[name, axis]
         # on the CPU whatever the device: labels are compared in every operator, and a GPU would be waited for each time
         ids = torch.arange(found.start, found.start + found.size, device="cpu")
-        # One arange along the axis, expanded to the tensor's shape: O(size) memory for any tensor.
         return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
         """Note that ids at equal places are removed together; the labels broadcast against each other."""
         first, second = core(first), core(second)
         shape = np.broadcast_shapes(first.shape, second.shape)
-        # Cores broadcast to the smallest common shape: a label of a (batch, tokens, channels) tensor has `channels`
-        # ids.
+        # Cores broadcast to the smallest common shape: of (batch, tokens, channels) there are `channels` ids.
         flat = [label.expand(shape).reshape(-1).numpy() for label in (first, second)]
-        # Equal pairs repeat over every dim that neither varies along.
         pairs = np.unique(np.stack(flat), axis=1)
         self._pairs.append((pairs[0], pairs[1]))
 
@@ -240,8 +206,7 @@ class Positions:
         first = np.concatenate([pair[0] for pair in self._pairs])
         second = np.concatenate([pair[1] for pair in self._pairs])
         # Connected components by hooking and pointer jumping: every pair hooks the larger root onto the smaller one,
-        # then paths are halved until each id points at its root. A few rounds, each a pass in numpy, for millions of
-        # ids.
+        # then paths are halved until each id points at its root: a few rounds in numpy for millions of ids.
         while True:
             low, high = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
             open_pairs = low != high
@@ -263,7 +228,6 @@ class Positions:
 
 def flat_ids(label: Tensor) -> Ids:
     """Return the different ids of a label."""
-    # Pins and marks repeat over batch and tokens; the core has each id once.
     found: Ids = np.unique(core(label).reshape(-1).numpy())
     return found
 
@@ -335,7 +299,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in self.names.items():
             labels = [self.positions.label(name, axis, tensor) for axis in range(tensor.ndim)]
             for label in labels:
-                # An axis of one position cannot lose it.
                 if not varying_dims(label):
                     self.positions.pin(label, "it is the only one")
             tracked = Tracked([label for label in labels if varying_dims(label)], is_parameter=True)
@@ -388,16 +351,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.module_names[-1] or "the model"
 
     def sum_over(self, label: Tensor, value: Tensor | None) -> None:
-        """Note that positions are summed over, and what arrives there.
-
-        Args:
-            label: Compact or not.
-            value: Constants of the same shape as `core(label)`, NaN where unknown; None: nowhere known.
-        """
+        """Note that positions are summed over, and what arrives there."""
         ids = core(label).reshape(-1).numpy()
         found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
-        # The same ids may be met at several places of the label (heads, tokens): sort by id, then compare within each
-        # run.
+        # The same ids may be met at several places (heads, tokens): sort by id, then compare within each run.
         order = np.argsort(ids, kind="stable")
         ids, found = ids[order], found[order]
         starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
@@ -427,7 +384,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._viewed.discard(out.untyped_storage().data_ptr())  # the memory of a view that is gone
             return out
         known = RULES.get(name.removesuffix("_") if mutates else name)
-        # torch tags element-wise operators; one rule serves all of them.
         if known is None and torch.Tag.pointwise in func.tags:
             known = RULES["pointwise"]
         # An unknown operator may do anything with positions, so all that went into it stays.
@@ -473,7 +429,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def real_dims(tensor: Tensor) -> set[int]:
     """Return the dims along which a tensor has different elements, not one that is repeated."""
-    # The same rule as for labels: an expanded dim holds one element.
     return {
         dim
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -487,15 +442,7 @@ def covered(labels: list[Tensor]) -> set[int]:
 
 
 def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: list[Tensor]) -> None:
-    """Fix labels along the dims of another operand that no label of its own covers: its size stays.
-
-    Args:
-        tracer: Notes it.
-        labels: Of the shape of the result.
-        other: The other operand, expanded to that shape.
-        other_labels: Its labels in that shape.
-    """
-    # Dims along which another operand has different elements, but no label of its own that could shrink with ours.
+    """Fix labels along the dims of another operand that no label of its own covers: its size stays."""
     fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
     # what is the same for all positions is made as wide as it must be: zeros to which a mask was added
     if fixed and other.untyped_storage().data_ptr() not in tracer.inputs:

@@ -20,11 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from shared_core.channel_graph import elementwise_rules as moves
-from shared_core.channel_graph import elementwise_rules as norms
-from shared_core.channel_graph import elementwise_rules as pointwise
-from shared_core.channel_graph import product_rules as contractions
-from shared_core.channel_graph import product_rules as convolutions
+from shared_core.channel_graph import elementwise_rules, product_rules
 from shared_core.channel_graph.graph import FIXED, Axis, Ids, Role, Tracer
 from shared_core.modules.calls import call as call
 from shared_core.modules.calls import evaluated
@@ -38,8 +34,7 @@ def run(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool = 
     The model's modes are restored, and nothing of it is changed.
     """
     tracer = Tracer(model, constants=constants, cuts=cuts)
-    # Storages of the inputs: `restrict` must not take an input's repeated values for a constant that any width may
-    # have.
+    # `restrict` must not take an input's repeated values for a constant that any width may have.
     leaves = [] if callable(example_inputs) else tree_leaves(dict(_named_inputs(example_inputs)))
     tracer.inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
     # The tracer is innermost: it sees the operators that attention and compiled modules decompose into.
@@ -56,12 +51,7 @@ def _named_inputs(example_inputs: Any) -> Mapping[Any, Any]:
 
 
 def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Return names and tensors that an output is judged by: logits and loss, or else all but by-products.
-
-    Example:
-        >>> [name for name, _ in outputs_of({"logits": torch.ones(2), "hidden_states": torch.ones(3)})]
-        ['logits']
-    """
+    """Return names and tensors that an output is judged by: logits and loss, or else all but by-products."""
     if isinstance(output, Tensor):
         return [(name, output)]
     if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
@@ -123,7 +113,7 @@ def _parametrized(model: nn.Module, tracer: Tracer) -> Iterator[None]:
         yield
 
 
-RULES_OF = (contractions, convolutions, moves, norms, pointwise)
+RULES_OF = (elementwise_rules, product_rules)
 """Importing them registers their rules."""
 
 UNREAD = "the forward that was followed does not use it"
@@ -224,7 +214,6 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
         found, starts = np.unique(roots[order], return_index=True)
         for root, members in zip(found, np.split(order, starts[1:]), strict=True):
             units.setdefault(int(root), _Unit(int(root))).parts.append((axis, members))
-            # A whole axis in one unit: removing it would leave an empty tensor.
             if len(members) == axis.size:
                 reasons.setdefault(int(root), "all of it is one unit")
     wide = _normalised(tracer, components)
@@ -257,7 +246,6 @@ def trace(model: nn.Module, example_inputs: Any, *, constants: bool, cuts: bool 
 def _slices(roles: NDArray[np.uint8], members: list[_Unit]) -> list[Slice]:
     slices = []
     for index, (axis, _) in enumerate(members[0].parts):
-        # (units, positions each): unit i owns row i in this axis.
         indices = np.stack([unit.parts[index][1] for unit in members])
         # A tensor may play several roles (tied weights): what produces decides first, then what scales.
         found = Role(int(np.bitwise_or.reduce(roles[axis.start + indices].reshape(-1))))

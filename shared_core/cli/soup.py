@@ -273,8 +273,8 @@ class Checkpoints:
         from shared_core.reports.plots import check_plot
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients
+        from shared_core.soup.merging import check_weights
         from shared_core.soup.saving import check_beside, check_target
-        from shared_core.soup.uniform import check_weights
 
         found = expand(options.paths)
         bases = [] if options.base is None else expand([*found, options.base])[len(found) :]
@@ -354,8 +354,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
     """Make a greedy soup, write it and tell its path."""
     from shared_core.reports.console import Console
-    from shared_core.soup.greedy import greedy_soup
-    from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
+    from shared_core.soup.greedy import greedy_soup, noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
 
     usable, order = checkpoints.usable, options.order
@@ -403,7 +402,7 @@ def _aside(note: str) -> None:
 
 
 def _say_rank_errors(state_dict: Any) -> None:
-    from shared_core.soup.reports import rank_errors
+    from shared_core.soup.greedy import rank_errors
 
     lost = rank_errors(state_dict)
     if lost:
@@ -416,9 +415,9 @@ def _say_rank_errors(state_dict: Any) -> None:
 
 def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
     """Write the uniform or weighted average of all, or a merge."""
-    from shared_core.soup.reports import rank_errors
+    from shared_core.soup.greedy import rank_errors
+    from shared_core.soup.merging import average_of
     from shared_core.soup.saving import save_soup, write_path
-    from shared_core.soup.uniform import average_of
 
     about: dict[str, Any] = {}
     with bar("averaging") as advance:
@@ -445,8 +444,7 @@ def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
 
 def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[str, Any]]:
     """Return the merge of all, and what it was made with."""
-    from shared_core.soup.merging import slerp_soup, task_vector_soup
-    from shared_core.soup.uniform import Average
+    from shared_core.soup.merging import Average, slerp_soup, task_vector_soup
 
     usable, remask = checkpoints.usable, checkpoints.remask
     about: dict[str, Any] = {"kind": options.kind}
@@ -467,8 +465,7 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
     from shared_core.reports.console import Console
-    from shared_core.soup.diagnosis import diagnose
-    from shared_core.soup.reports import diagnosis_plot, diagnosis_table
+    from shared_core.soup.diagnosis import diagnose, diagnosis_plot, diagnosis_table
 
     with _progress(4 * len(checkpoints.usable) - 2) as advance:
         found = diagnose(

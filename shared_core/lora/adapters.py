@@ -1,4 +1,7 @@
-"""Adapters of peft in the user's model: on which layers, under which keys in state dicts, and what they add up to."""
+"""Adapters of peft in the user's model: on which layers, under which keys in state dicts, and what they add up to.
+
+Stacked experts get a pair of factors for each expert, whose product is added to the frozen stack.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,159 @@ from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
 from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.expert_adapters import AdaptedStack, stacks_of
-from shared_core.lora.quantized_base import (
-    float_weight,
-    freeze,
-    frozen_tensors,
-    linear_of,
-    restore_,
+from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, linear_of, on_qat_grid, restore_
+from shared_core.modules.experts import StackedExperts, expert_weights
+from shared_core.modules.matching import (
+    change_class,
+    chosen_modules,
+    conv1d_of,
+    own_class,
+    plain_name,
+    read_past_forward,
 )
-from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import chosen_modules, conv1d_of, own_class, plain_name, read_past_forward
 from shared_core.modules.own_forward import stock_kind
-from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.modules.weight_views import as_rows, from_rows, output_axis
 from shared_core.numerics.noise import sqnr
+from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
 from shared_core.quantization.layers.plain_state import LEARNED
+
+_PREFIX = "lora_"
+_ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class _Factors(nn.Module):
+    """A of (experts, rank, inputs) and B of (experts, outputs, rank)."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.A, self.B = nn.Parameter(a), nn.Parameter(b)
+
+
+class AdaptedStack:
+    """One parameter that stacks the matrices of experts, and its adapters; stands for a layer of `lora`.
+
+    The module keeps its place and its parameters; adapters are a child of it. Its state dicts hold the sums alone. peft
+    computes the same with `target_parameters`, in wrappers that change the keys, hold adapters in the stack's 16 bits
+    and parametrize the stack in each forward, which qat's layers do not allow (peft 0.21).
+
+    Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
+    """
+
+    def __init__(self, module: nn.Module, name: str, config: LoraConfig, generator: torch.Generator) -> None:
+        self.module, self.name, self.eff_config = module, name, config
+        self.outputs_first = output_axis(module) == 1
+        weight = self.weight
+        experts, *sizes = weight.shape
+        outputs, inputs = sizes if self.outputs_first else sizes[::-1]
+        # in 16 bit the updates of small learning rates would be lost
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        bound = inputs**-0.5  # He's uniform with a = √5, as of a linear layer
+        drawn = torch.empty(experts, config.rank, inputs).uniform_(-bound, bound, generator=generator)
+        zeros = torch.zeros(experts, outputs, config.rank, dtype=dtype, device=weight.device)
+        self.factors = _Factors(drawn.to(weight.device, dtype), zeros)
+        kind = own_class(module)
+        if kind not in _ADAPTED.values():
+            if kind not in _ADAPTED:
+                about = {"__doc__": f"{kind.__name__} with adapters.", "__module__": __name__}
+                _ADAPTED[kind] = type(f"Adapted{kind.__name__}", (_AdaptedExperts, kind), about)
+            change_class(module, kind, _ADAPTED[kind])
+            vars(module)["adapted_stacks"] = []
+            vars(module)["lora_hooks"] = [
+                module.register_state_dict_post_hook(_plain_stack),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(_load_plain_stack),  # type: ignore[no-untyped-call]
+            ]
+        module.add_module(_PREFIX + name, self.factors)
+        vars(module)["adapted_stacks"].append(self)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The frozen stack."""
+        return self.module._parameters[self.name]  # type: ignore[return-value]
+
+    # What peft's layers have: a tensor of the device and type of the user's weight, what holds the frozen weight, as
+    # bitsandbytes has no codes of stacks, and the module that qat may quantise.
+    plain = weight
+    base_layer = property(lambda self: self)
+    user_layer = property(lambda self: self.module)
+
+    @property
+    def base(self) -> Tensor:
+        """The stack that the adapters are added to: rounded, where qat does so by now."""
+        weight = self.weight.detach()
+        quantises = is_quantized(self.module) and self.module.quantizer.bank.quantizing  # type: ignore[union-attr]
+        return on_qat_grid(self.module, weight) if quantises else weight
+
+    @torch.no_grad()
+    def merged(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum, added in float32 at least."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.base.to(wide) + self.product(wide)).to(dtype)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """Return ``alpha/rank·BA`` of each expert as the stack is laid out, summed in a type."""
+        made = torch.bmm(self.factors.B.to(dtype) * self.eff_config.scale, self.factors.A.to(dtype))
+        return made if self.outputs_first else made.mT
+
+    def restore(self, weight: Tensor | None) -> None:
+        """Take the adapters off, with another weight if there is one; the last stack gives the module its class."""
+        if weight is not None:
+            self.weight.data = weight.contiguous()
+        module = self.module
+        module._modules.pop(_PREFIX + self.name, None)
+        vars(module)["adapted_stacks"].remove(self)
+        if vars(module)["adapted_stacks"]:
+            return
+        for hook in vars(module).pop("lora_hooks"):
+            hook.remove()
+        del vars(module)["adapted_stacks"]
+        kind = own_class(module)
+        adapted = STOCK.get(kind, kind)
+        stock = next(before for before, after in _ADAPTED.items() if after is adapted)
+        change_class(module, kind, stock)
+        if kind is not adapted:  # qat quantises it still
+            know_layers(module)
+            change_class(module, stock, FAKE_QUANT[stock])
+
+
+class _AdaptedExperts(nn.Module):
+    # reads its parameters as attributes, whatever multiplies them; dynamo does not follow attributes that come and go
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the stock module computes with the sums."""
+        before = {stack.name: vars(self).get(stack.name) for stack in vars(self)["adapted_stacks"]}
+        try:
+            for stack in vars(self)["adapted_stacks"]:
+                base = getattr(self, stack.name)  # qat's rounded one where it is
+                vars(self)[stack.name] = base + stack.product(base.dtype)
+            return super().forward(*args, **kwargs)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    vars(self).pop(name, None)
+                else:
+                    vars(self)[name] = value
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that stack experts and can be adapted."""
+    return [name for name, weight in expert_weights(module).items() if weight.is_floating_point()]
+
+
+def _plain_stack(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for stack in vars(module)["adapted_stacks"]:
+        for key in ("A", "B"):
+            state_dict.pop(f"{prefix}{_PREFIX}{stack.name}.{key}", None)
+        state_dict[prefix + stack.name] = stack.merged(stack.weight.dtype)
+
+
+def _load_plain_stack(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    # what is loaded is the whole stack: it becomes the base, and the adapters add nothing to it
+    for stack in vars(module)["adapted_stacks"]:
+        if prefix + stack.name in state_dict:
+            stack.factors.B.data.zero_()
+        own = stack.factors.named_parameters()
+        state_dict.update((f"{prefix}{_PREFIX}{stack.name}.{key}", value) for key, value in own)
+
 
 _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,8 +195,7 @@ def select_layers(
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     asked = bool(config.include) and any(found.module is output for found in matched)
     whole = _trained_whole(model, config.train, output_name)
-    # A classifier has fewer outputs than inputs and is new in most fine-tunings: an adapter over random weights would
-    # not do.
+    # A classifier has fewer outputs than inputs and is new in most fine-tunings: an adapter would not do.
     if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
         whole = {output_name: output}
     inside = {id(module) for top in whole.values() for module in top.modules()}
@@ -179,11 +320,8 @@ def _inject(
         for name, module in layers.items():
             model.set_submodule(where[name], module)
         if isinstance(error, ValueError):  # peft has lists of layers by architecture
-            raise CompatibilityError(
-                "lora",
-                f"layers must be those that peft can adapt, got {error}",
-                "leave them out with skip (--lora_skip)",
-            ) from error
+            rule = f"layers must be those that peft can adapt, got {error}"
+            raise CompatibilityError("lora", rule, "leave them out with skip (--lora_skip)") from error
         raise
     finally:
         # trainers would take it for peft's own model, whose checkpoints hold adapters alone
@@ -256,10 +394,6 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
 
     Of a sharded layer it is sharded alike; then every process must call it.
-
-    Args:
-        layer: From `inject`.
-        dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
     """
     dtype = dtype or layer.plain.dtype
     if isinstance(layer, AdaptedStack):
@@ -267,8 +401,7 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     a, b = adapters(layer)
     base = base_weight(layer)
     wide = torch.promote_types(dtype, torch.float32)
-    # BA is summed wide and only then rounded once, with the base: the product of 16-bit factors rounded alone would
-    # lose more.
+    # BA is summed wide and rounded once, with the base: 16-bit factors rounded alone would lose more.
     added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
     # cut: A and B are gathered, the base may be sharded; each process adds its part.
     merged: Tensor = base.to(wide) + cut(added, base)
@@ -311,12 +444,7 @@ def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any)
 
 @torch.no_grad()
 def set_base_(layer: Any, weight: Tensor) -> None:
-    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``.
-
-    Args:
-        layer: From `inject`.
-        weight: Of the shape of the user's.
-    """
+    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``."""
     user: nn.Linear = layer.user_layer
     value = weight.detach().to(layer.plain.device, layer.plain.dtype)
     # An empty one was released: nothing holds the float weight then, and codes are all there is.
@@ -336,10 +464,6 @@ def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
     """Let a model hold the user's own layers inside, for weights to be loaded by their names.
 
     They become the base, and the adapters add nothing to it.
-
-    Args:
-        model: Changed in place, and back at the end.
-        layers: From `inject`, with base none.
     """
     places = {path: module for path, module in model.named_modules() if module in layers}
     for path, layer in places.items():

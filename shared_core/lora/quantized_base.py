@@ -30,12 +30,10 @@ def on_device(device: torch.device, base: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # its backends raise NotImplementedError, RuntimeError, OSError, ValueError
-        raise CompatibilityError(
-            "lora",
-            f"base {base} must run on {device}, but bitsandbytes {importlib.metadata.version('bitsandbytes')} does "
-            f"not: {type(error).__name__}: {error}",
-            "use CPU or CUDA, or --lora_base none, which does without it",
-        ) from error
+        version = importlib.metadata.version("bitsandbytes")
+        told = f"base {base} must run on {device}, but bitsandbytes {version} does not: {type(error).__name__}: {error}"
+        remedy = "use CPU or CUDA, or --lora_base none, which does without it"
+        raise CompatibilityError("lora", told, remedy) from error
 
 
 @cache
@@ -52,13 +50,9 @@ def int8_sums_exactly() -> bool:
 
 
 def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
-    """Return a layer that computes with the quantised weight of `linear`, which stays as it is.
+    """Return a layer that computes with the quantised weight of `linear`, finite, which stays as it is.
 
     With ``base="none"`` this is `linear` itself.
-
-    Args:
-        linear: Its weight in float32, bf16 or fp16, finite; transformers' Conv1D gives a linear layer.
-        config: `base` and `double_quant`.
 
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
@@ -73,12 +67,11 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     outputs, inputs = weight.shape
     layer: Any
     if config.base == "int8" and weight.device.type == "cpu" and not int8_sums_exactly():
-        raise CompatibilityError(
-            "lora",
+        rule = (
             "base int8 must be multiplied exactly, but bitsandbytes' product saturates here: it adds pairs of 8-bit "
-            "products in 16 bits",
-            "unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4",
+            "products in 16 bits"
         )
+        raise CompatibilityError("lora", rule, "unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4")
     with on_device(weight.device, config.base):
         if config.base == "int8":
             # On meta: it would draw and allocate a weight only to lose it.
@@ -100,11 +93,8 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     # An overflow of scales shows here: a row with one value near the dtype's largest number.
     if not torch.isfinite(float_weight(layer)).all():
-        raise TrainingError(
-            "lora",
-            f"weights must lie within float16 for base={config.base}, got up to {weight.abs().max().item():g}",
-            "use nf4",
-        )
+        rule = f"weights must lie within float16 for base={config.base}, got up to {weight.abs().max().item():g}"
+        raise TrainingError("lora", rule, "use nf4")
     frozen: nn.Module = layer.train(linear.training)
     return frozen
 
@@ -166,12 +156,7 @@ def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
-    """Return `weight` rounded to the base's grid: dequantised after quantisation, in its own dtype.
-
-    Args:
-        weight: (outputs, inputs), finite.
-        config: `base` and `double_quant`.
-    """
+    """Return `weight` rounded to the base's grid: dequantised after quantisation, in its own dtype."""
     return float_weight(freeze(linear_of(weight), config)).to(weight.dtype)
 
 

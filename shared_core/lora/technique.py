@@ -19,6 +19,7 @@ from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.libraries import optional
 from shared_core.lora.adapters import (
+    AdaptedStack,
     adapters,
     base_weight,
     inject,
@@ -29,7 +30,6 @@ from shared_core.lora.adapters import (
     user_layers,
 )
 from shared_core.lora.config import LoraConfig
-from shared_core.lora.expert_adapters import AdaptedStack
 from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, on_qat_grid, restore_
 from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
@@ -45,9 +45,6 @@ class Lora(Technique):
     checkpoint is the plain model's. Codes, scales, A and B are saved beside it, and a resumed run goes on from these,
     bit for bit. A weight that is loaded alone becomes the base, with adapters that add nothing. `finish` merges in
     float and leaves the user's own layers.
-
-    Args:
-        config: The options.
 
     Source: Hu et al., 2021, arXiv:2106.09685; Dettmers et al., 2023, arXiv:2305.14314.
 
@@ -97,11 +94,8 @@ class Lora(Technique):
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
             raise CompatibilityError("lora", "model must have no adapters yet, got peft's", "merge them, or drop lora")
         if any(map(is_sharded, model.parameters())):
-            raise CompatibilityError(
-                "lora",
-                "model must not be sharded yet, got one that is: adapters made now would not be",
-                "attach before fully_shard, with strategy eff_fsdp in Lightning",
-            )
+            rule = "model must not be sharded yet, got one that is: adapters made now would not be"
+            raise CompatibilityError("lora", rule, "attach before fully_shard, with strategy eff_fsdp in Lightning")
         layers, trained_whole, self.left_out = select_layers(model, self.config)
         self.whole = list(trained_whole)
         self._model = model
@@ -170,7 +164,9 @@ class Lora(Technique):
     def plan(self, context: Context) -> Plan:
         """Return what happens before and after training; the layers must stay, and their weights frozen."""
         linear = {name: layer for name, layer in self.layers.items() if not isinstance(layer, AdaptedStack)}
-        weights = {_key(name, layer): layer.base_layer.weight for name, layer in self.layers.items()}
+        weights = {
+            f"{name}.weight" if name in linear else name: layer.base_layer.weight for name, layer in self.layers.items()
+        }
         events = [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
         return Plan(events, guards=linear | weights, keeps_frozen=True)
 
@@ -211,25 +207,15 @@ class Lora(Technique):
         if state is not None:
             self._restore(state)
         self._check_wrapping()
-        held = {
-            id(parameter)
-            for optimizer in context.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        for name, layer in self.layers.items():
-            if name in self._copied:
-                continue
-            if context.optimizers and not held.issuperset(id(matrix) for matrix in adapters(layer)):
-                raise CompatibilityError(
-                    "lora",
-                    f"optimizer must hold the adapters of {name}, but it was made before they were",
-                    "let the trainer make the optimizer, or make it from the parameters after attach",
-                )
+        held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, layer in self.layers.items() if context.optimizers else ():
+            if name not in self._copied and not held.issuperset(id(matrix) for matrix in adapters(layer)):
+                rule = f"optimizer must hold the adapters of {name}, but it was made before they were"
+                remedy = "let the trainer make the optimizer, or make it from the parameters after attach"
+                raise CompatibilityError("lora", rule, remedy)
         first = next(iter(self.layers.values()))
         self._device = first.plain.device
-        # One product in the chosen base: bitsandbytes finds out here, not in the first step, whether its kernels
-        # load.
+        # One product in the chosen base: bitsandbytes finds out here, not in the first step, if its kernels load.
         if self.config.base != "none" and not isinstance(first, AdaptedStack):
             with on_device(self._device, self.config.base), torch.no_grad():
                 first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
@@ -241,18 +227,16 @@ class Lora(Technique):
     def _check_wrapping(self) -> None:
         for name, layer in self.layers.items():
             if isinstance(layer, AdaptedStack) and is_sharded(layer.weight):
-                raise CompatibilityError(
-                    "lora",
-                    f"{name} must not be sharded, got a stack of experts that is: its adapters would be gathered apart",
-                    "skip it, or train in DDP",
+                rule = (
+                    f"{name} must not be sharded, got a stack of experts that is: its adapters would be gathered apart"
                 )
+                raise CompatibilityError("lora", rule, "skip it, or train in DDP")
             if hasattr(layer, "set_reshard_after_forward"):
-                raise CompatibilityError(
-                    "lora",
-                    f"{name} must be sharded with the block that it is in, got one that is sharded by itself, of "
-                    "which nothing would be gathered after the merging",
-                    "name the blocks around it",
+                rule = (
+                    f"{name} must be sharded with the block that it is in, got one that is sharded by itself, of which "
+                    "nothing would be gathered after the merging"
                 )
+                raise CompatibilityError("lora", rule, "name the blocks around it")
 
     @property
     def _is_sharded(self) -> bool:
@@ -283,8 +267,7 @@ class Lora(Technique):
         self._tell_loaded(context)
         self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
-            # The merge in float64 is the measure: how large the adapters are, and what rounding to the weight's dtype
-            # loses.
+            # The merge in float64 is the measure of how large the adapters are, and of what rounding loses.
             merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
             told = self._told[name]
             told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
@@ -355,8 +338,8 @@ class Lora(Technique):
         """Restore what each layer's weight is made of."""
         try:
             saved = state["layers"]
-            if set(saved) != set(self.layers):
-                raise ValueError(f"layers differ in {', '.join(sorted(set(saved) ^ set(self.layers))[:5])}")
+            if odd := sorted(set(saved) ^ set(self.layers)):
+                raise ValueError(f"layers differ in {', '.join(odd[:5])}")
             for name, layer in self.layers.items():
                 restore_(layer.base_layer, saved[name]["frozen"])
                 layer.eff_loaded_db = None
@@ -365,11 +348,9 @@ class Lora(Technique):
                         raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")
                     fill_(matrix, value)
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                "lora",
-                f"state must be one that lora saved with these layers, rank and base, got {error!r}",
-                "resume with the options of the saved run, or start from its plain weights",
-            ) from error
+            rule = f"state must be one that lora saved with these layers, rank and base, got {error!r}"
+            remedy = "resume with the options of the saved run, or start from its plain weights"
+            raise CheckpointError("lora", rule, remedy) from error
 
     # -- figures
 
@@ -396,10 +377,6 @@ class Lora(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
-
-
-def _key(name: str, layer: Any) -> str:
-    return name if isinstance(layer, AdaptedStack) else f"{name}.weight"
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 from .config import LowRankConfig as LowRankConfig
 from .factorize import LowRankReport as LowRankReport
 from .factorize import factorize as factorize
+from .factorize import load as load
 from .layers import LowRankLayer as LowRankLayer
 from .layers import merge as merge
-from .saving import load as load
 from .technique import LowRank as LowRank

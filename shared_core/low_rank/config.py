@@ -5,7 +5,6 @@ The options of low-rank training.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,46 +20,33 @@ _SHARES = ("energy", "budget", "sensitivity")
 
 @dataclass(frozen=True)
 class RankRule:
-    """How ranks are chosen.
-
-    Args:
-        kind: ``number``, ``share``, ``energy``, ``budget``, ``sensitivity`` or ``report``.
-        value: The number, the share in (0, 1], or the path of a report.
-    """
+    """How ranks are chosen."""
 
     kind: str
+    """``number``, ``share``, ``energy``, ``budget``, ``sensitivity`` or ``report``."""
     value: Any
+    """The number, the share in (0, 1], or the path of a report."""
 
 
 def parse_rank(given: Any) -> RankRule:
-    """Return what a rank option means.
-
-    Example:
-        >>> parse_rank("16"), parse_rank(0.25), parse_rank("budget:0.5").kind
-        (RankRule(kind='number', value=16), RankRule(kind='share', value=0.25), 'budget')
-    """
+    """Return what a rank option means."""
     text = str(given).strip()
     kind, colon, number = text.partition(":")
     if text.endswith(".json"):
         return RankRule("report", text)
     try:
-        if isinstance(given, bool) or (colon and kind not in _SHARES):
+        is_number = not colon and (isinstance(given, int) or text.isdecimal())
+        value = int(text) if is_number else float(number if colon else text)
+        fits = value >= 1 if is_number else 0 < value <= 1
+        if isinstance(given, bool) or (colon and kind not in _SHARES) or not fits:
             raise ValueError
-        if not colon and (isinstance(given, int) or text.isdecimal()):
-            if int(text) >= 1:
-                return RankRule("number", int(text))
-            raise ValueError
-        value = float(number if colon else text)
-        if not (math.isfinite(value) and 0 < value <= 1):
-            raise ValueError
-        return RankRule(kind if colon else "share", value)
+        return RankRule("number" if is_number else kind if colon else "share", value)
     except ValueError:
-        raise ConfigError(
-            "low_rank",
+        rule = (
             "rank must be a whole number from 1, a share in (0, 1], energy:, budget: or sensitivity: with such a "
-            f"share, or a report (.json), got {given!r}",
-            "16, 0.25, energy:0.95 and budget:0.5 are examples",
-        ) from None
+            f"share, or a report (.json), got {given!r}"
+        )
+        raise ConfigError("low_rank", rule, "16, 0.25, energy:0.95 and budget:0.5 are examples") from None
 
 
 def read_report(path: str) -> dict[str, Mapping[str, Any]]:
@@ -69,11 +55,8 @@ def read_report(path: str) -> dict[str, Mapping[str, Any]]:
         layers = parse_json(Path(path).read_text(encoding="utf-8"))["layers"]
         return {str(each["name"]): {"rank": int(each["rank"]), "scheme": str(each["scheme"])} for each in layers}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            "low_rank",
-            f"rank must name a report of eff low-rank, got {path!r} ({type(error).__name__}: {error})",
-            "run eff low-rank first",
-        ) from error
+        rule = f"rank must name a report of eff low-rank, got {path!r} ({type(error).__name__}: {error})"
+        raise ConfigError("low_rank", rule, "run eff low-rank first") from error
 
 
 MEASURED = ("scaled", "whitened")
@@ -169,14 +152,9 @@ class LowRankConfig(TechniqueConfig):
 
     def validate(self) -> None:
         """Refuse a rank that is none, and force where ranks are chosen by what they save."""
-        kind = self.rule.kind
-        if self.force and kind in ("budget", "sensitivity"):
-            raise ConfigError(
-                "low_rank",
-                f"force must come with a number, a share or energy, got rank {self.rank!r}, which is chosen by what "
-                "it saves",
-                "leave force out",
-            )
+        if self.rule.kind in ("budget", "sensitivity") and self.force:
+            rule = f"must come with a number, a share or energy, got rank {self.rank!r}, chosen by what it saves"
+            raise ConfigError("low_rank", f"force {rule}", "leave force out")
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
         """Return whether the model stays factorised, beside what the product of factors would undo."""

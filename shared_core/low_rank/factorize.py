@@ -1,4 +1,4 @@
-"""A trained model factorised at once: by its weights alone, or by what a few batches show."""
+"""A trained model factorised at once, by its weights alone or by what a few batches show; and saved ones loaded."""
 
 from __future__ import annotations
 
@@ -7,19 +7,34 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats import load_checkpoint
+from shared_core.checkpoint_formats.plain import check_values, unlike
 from shared_core.distributed.collectives import world_size
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine import coverage
 from shared_core.engine.plan import Touched
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig, read_report
-from shared_core.low_rank.decomposition import InputStatistics, relative_error
-from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, schemes
+from shared_core.low_rank.layers import (
+    CHANNEL,
+    LINEAR,
+    SPATIAL,
+    InputStatistics,
+    LowRankLayer,
+    as_matrix,
+    factorised,
+    is_transposed,
+    put_in_,
+    relative_error,
+    replace_,
+    schemes,
+)
 from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
 from shared_core.modules.calls import call_on_batch, evaluated
 from shared_core.modules.matching import check_model
@@ -108,11 +123,7 @@ def factorize(
     before = sum(parameter.numel() for parameter in model.parameters())
     layers, left_out = select(model, config)
     moments = _moments(model, config, layers, data, loss, progress) if config.needs_batches else {}
-
-    def measured() -> float:
-        return _mean_loss(model, data, loss)
-
-    plan, kept_out = plan_ranks(config, layers, moments, measured, progress)
+    plan, kept_out = plan_ranks(config, layers, moments, lambda: _mean_loss(model, data, loss), progress)
     left = left_out | kept_out
     sizes = {name: candidate.numel for name, (candidate, _) in plan.items()}
     reached = coverage.after_training(
@@ -142,18 +153,17 @@ def plan_ranks(
     rule = config.rule
     if rule.kind == "report":
         structure = read_report(rule.value)
-        if unknown := sorted(set(structure) - set(layers)):
-            raise ConfigError(
-                "low_rank",
-                f"report {rule.value} must tell of layers that can be factorised here, got {unknown[:5]}",
-                "use it with the model that it was written for and the same include, skip and min_size",
-            )
+        unfit = [
+            name for name, told in structure.items()
+            if name not in layers or told["scheme"] not in schemes(layers[name])
+        ]  # fmt: skip
+        if unfit:
+            got = {name: structure[name]["scheme"] for name in unfit[:5]}
+            wrong = f"report {rule.value} must tell of layers that can be factorised here by its scheme, got {got}"
+            remedy = "use it with the model that it was written for and the same include, skip and min_size"
+            raise ConfigError("low_rank", wrong, remedy)
         plan = {}
         for name, told in structure.items():
-            if told["scheme"] not in schemes(layers[name]):
-                raise ConfigError(
-                    "low_rank", f"report {rule.value} must fit the layers, got scheme {told['scheme']} for {name}"
-                )
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
             plan[name] = (each, min(told["rank"], each.full))
@@ -193,16 +203,11 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
     needs = kind if kind == "sensitivity" else config.decomposition if config.needs_batches else ""
     if not needs:
         return []
-    if batches is None:
-        raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     if world_size() > 1:
-        raise CompatibilityError(
-            "low_rank",
-            f"batches must be looked at in one process, got {world_size()}",
-            "factorise before starting them",
-        )
-    if not (data := list(itertools.islice(batches, config.calibration_batches))):
-        raise ConfigError("low_rank", "batches must hold some, got none")
+        rule = f"batches must be looked at in one process, got {world_size()}"
+        raise CompatibilityError("low_rank", rule, "factorise before starting them")
+    if not (data := list(itertools.islice(() if batches is None else batches, config.calibration_batches))):
+        raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     return data
 
 
@@ -239,9 +244,115 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
     if loss is None:
         found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
-        raise ConfigError(
-            "low_rank",
-            "loss must be a number for sensitivity",
-            "pass loss(model, batch), or batches with labels to a model whose output has a loss",
-        )
+        remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+        raise ConfigError("low_rank", "loss must be a number for sensitivity", remedy)
     return sum(float(each) for each in found) / len(found)
+
+
+_FIRST, _SECOND = ".first.weight", ".second.weight"
+WEIGHTS_FILE = "low_rank.safetensors"
+"""A name that `from_pretrained` does not look for: it would load the rest, and draw the factorised layers anew."""
+_OURS, _PLAIN = "low_rank*.safetensors", "model*.safetensors"
+
+
+def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
+    """Return the model, factorised as saved weights are and holding them.
+
+    Ranks and schemes are read from the names and shapes of the weights, so every file will do: what a trainer saved
+    at the end or on the way, what `eff low-rank` wrote, a state dict.
+
+    Args:
+        model: The user's model before it was factorised, its weights need not be trained; changed in place. Of
+            transformers ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
+        weights: A folder with ``.safetensors``, such a file, a Lightning ``.ckpt``, or a state dict.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is of another model.
+
+    Example:
+        >>> import torch
+        >>> from shared_core.low_rank import LowRankConfig, factorize
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        >>> _ = factorize(net, LowRankConfig(rank=8))
+        >>> fresh = load(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), net.state_dict())
+        >>> torch.equal(fresh(torch.ones(1, 64)), net(torch.ones(1, 64)))
+        True
+    """
+    state = dict(weights) if isinstance(weights, Mapping) else _own_names(model, _read(Path(weights)))
+    structure = read_structure(model, state)
+    layers = put_in_(model, structure)
+    try:
+        _check(model, state)
+    except CheckpointError:
+        for layer in layers.values():
+            replace_(model, layer, layer.dense)
+        raise
+    for layer in layers.values():
+        layer.release()
+    fast_paths_off(model, (LowRankLayer,))
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    missing, others = unlike(model, state)
+    if missing or others:
+        got = f"missing {missing[:3]} and others {others[:3]}"
+        rule = f"weights must be those of a factorised {type(model).__name__}, got {got}"
+        raise CheckpointError("low_rank", rule, "build the model as it was before it was factorised")
+    check_values(model, state, "low_rank")
+
+
+def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return rank and scheme of the layers that weights hold in two factors, by name."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    structure = {}
+    for key, first in state.items():
+        name = key.removesuffix(_FIRST)
+        second = state.get(name + _SECOND)
+        if name == key or second is None:
+            continue
+        layer = modules.get(name)
+        if not (isinstance(layer, nn.Linear | nn.Conv2d) or (layer is not None and is_transposed(layer))):
+            continue  # a user's own module with parts of these names
+        scheme = LINEAR
+        if isinstance(layer, nn.Conv2d):
+            scheme = CHANNEL if second.shape[2:].numel() == 1 and first.shape[2:] == layer.kernel_size else SPATIAL
+        structure[name] = {"rank": len(first), "scheme": scheme}
+    if not structure:
+        rule = f"weights must hold factorised layers of {type(model).__name__}, got none"
+        raise CheckpointError("low_rank", rule, "weights of the whole model need no load of ours")
+    return structure
+
+
+def hide(folder: Path | str) -> None:
+    """Rename the weights of a factorised model in a folder, shards too, so that `from_pretrained` finds none."""
+    for old in Path(folder).glob(_OURS):
+        old.unlink()
+    for file in Path(folder).glob(_PLAIN):
+        file.replace(file.with_name(file.name.replace("model", "low_rank", 1)))
+    (Path(folder) / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the model's names, where its library saves them by others."""
+    from shared_core.front_ends.finding import own_weights
+
+    parts = ("first.weight", "second.weight", "second.bias")
+    names = dict.fromkeys(
+        [*model.state_dict(), *(f"{name}.{part}" for name, _ in model.named_modules() for part in parts)]
+    )
+    return own_weights(model, list(names), state)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob(_OURS)) or sorted(path.glob(_PLAIN)) if path.is_dir() else [path]
+    try:
+        if path.suffix == ".ckpt":
+            return dict(load_checkpoint(path)["state_dict"])
+        return {name: tensor for file in files or [path / WEIGHTS_FILE] for name, tensor in load_file(file).items()}
+    except Exception as error:  # libraries raise whatever the damage makes it
+        rule = f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
+        raise CheckpointError("low_rank", rule) from error

@@ -1,18 +1,18 @@
-"""Layers as matrices and back: which two smaller layers a factorised one becomes.
-
-A factorised layer, in the place of the user's own: two plain layers, one after the other.
-"""
+"""Layers as matrices and back, the best product of two thin matrices, and the layer that computes with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shared_core.distributed.collectives import all_reduce_
 from shared_core.distributed.sharded_tensors import fill_
+from shared_core.errors import TrainingError
 
 LINEAR, CHANNEL, SPATIAL = "linear", "channel", "spatial"
 
@@ -23,12 +23,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def schemes(layer: nn.Module) -> tuple[str, ...]:
-    """Return how a layer can be factorised.
-
-    Example:
-        >>> schemes(nn.Linear(4, 2)), schemes(nn.Conv2d(3, 8, 3)), schemes(nn.Conv2d(3, 8, 1))
-        (('linear',), ('channel', 'spatial'), ('channel',))
-    """
+    """Return how a layer can be factorised."""
     if not isinstance(layer, nn.Conv2d):
         return (LINEAR,)
     return (CHANNEL, SPATIAL) if max(layer.kernel_size) > 1 else (CHANNEL,)
@@ -97,10 +92,7 @@ def factor_weights(a: Tensor, b: Tensor, scheme: str, layer: Any) -> tuple[Tenso
     height, width = layer.kernel_size
     if scheme == CHANNEL:
         return a.reshape(rank, -1, height, width), b.reshape(-1, rank, 1, 1)
-    return (
-        a.reshape(rank, -1, height, 1),
-        b.reshape(-1, width, rank).permute(0, 2, 1).reshape(-1, rank, 1, width),
-    )
+    return (a.reshape(rank, -1, height, 1), b.reshape(-1, width, rank).permute(0, 2, 1).reshape(-1, rank, 1, width))
 
 
 def product(first: Tensor, second: Tensor, scheme: str) -> Tensor:
@@ -277,3 +269,130 @@ def merge(model: nn.Module) -> list[str]:
     for layer in layers.values():
         replace_(model, layer, layer.merged())
     return list(layers)
+
+
+# Directions without any input keep this share of the mean second moment: they come last, in the order of the weight.
+_FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A weight W, (rows, columns), orthonormal directions `u` of its output, (rows, k), and their worth `s`, (k,).
+
+    In float64; `s` are the singular values of ``W S``, falling.
+    """
+
+    weight: Tensor
+    u: Tensor
+    s: Tensor
+
+    def factors(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return ``(A, B)``, (rank, columns) and (rows, rank), of the best approximation ``B A = U Uᵀ W``.
+
+        Row i of A and column i of B are of the same size, so that both learn at the same pace; without a moment each
+        holds the root of a singular value.
+        """
+        # Eckart-Young: B A = U_r U_rᵀ W is the best rank-r approximation of W.
+        u = self.u[:, :rank]
+        rows = u.T @ self.weight
+        # Split so that both factors have rows of equal size: products of very different factors train badly.
+        root = rows.norm(dim=1).sqrt()
+        root = root.where(root > 0, 1.0)
+        return rows / root[:, None], u * root
+
+    def energy(self) -> Tensor:
+        """Return which share of the squared size ranks 1, 2, … keep, (k,); 1 for a zero matrix."""
+        total = self.s.square().cumsum(0)
+        return total / total[-1] if total[-1] > 0 else torch.ones_like(total)
+
+
+def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
+    r"""Return the decomposition whose truncation minimises ``‖(W − BA) X‖_F`` over all pairs of that rank.
+
+    With ``M = X Xᵀ = S Sᵀ`` the norm is ``‖(W − BA) S‖_F``, and ``W S = U Σ Vᵀ`` gives the best ``BA = U_r Σ_r V_rᵀ S⁻¹
+    = U_r U_rᵀ W``: nothing is inverted. S comes from eigenvectors, as any root of M gives the same U, and Cholesky's
+    fails where directions saw no input. The error is the root of the sum of the squared singular values left out.
+
+    Args:
+        weight: W, (rows, columns), any float dtype.
+        moment: M, (columns, columns), or its diagonal, (columns,), which leaves correlations out; None: the identity.
+
+    Returns:
+        In float64.
+
+    Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; with a diagonal, after Yuan et al.,
+        2023 (ASVD), arXiv:2312.05821.
+    """
+    weight = weight.detach().double()
+    # min ‖(W - BA) X‖_F: with X Xᵀ = M = V Λ Vᵀ, decompose W V Λ^½ and map back by U alone.
+    scaled = weight
+    if moment is not None and moment.dim() == 1:
+        scaled = weight * _floored(moment.double()).sqrt()
+    elif moment is not None:
+        values, vectors = torch.linalg.eigh(moment.double())
+        scaled = weight @ (vectors * _floored(values).sqrt())
+    u, s, _ = torch.linalg.svd(scaled, full_matrices=False)
+    return Spectrum(weight, u, s)
+
+
+# Directions without input would be free, and eigh may give tiny negative eigenvalues.
+def _floored(values: Tensor) -> Tensor:
+    mean = values.mean()
+    return values.clamp_min(float(mean) * _FLOOR) if mean > 0 else torch.ones_like(values)
+
+
+def relative_error(weight: Tensor, product: Tensor, moment: Tensor | None = None) -> float:
+    """Return ``‖(W − P) S‖ / ‖W S‖``, 0 where W does nothing; without a moment that of the weights alone."""
+    change, weight = (weight - product).double(), weight.double()
+    if moment is not None and moment.dim() == 2:
+        squared = [((each @ moment) * each).sum() for each in (change, weight)]
+    else:
+        scale = 1.0 if moment is None else moment
+        squared = [(each.square() * scale).sum() for each in (change, weight)]
+    return float((squared[0].clamp_min(0) / squared[1]).sqrt()) if squared[1] > 0 else 0.0
+
+
+class InputStatistics:
+    """Sums ``x xᵀ`` over the inputs of layers, or its diagonal, in float64."""
+
+    def __init__(self, layers: Mapping[str, tuple[Any, tuple[str, ...]]], *, diagonal: bool) -> None:
+        self._layers, self._diagonal = layers, diagonal
+        self._sums: dict[tuple[str, str], Tensor] = {}
+
+    @torch.no_grad()
+    def see(self, name: str, inputs: Tensor) -> None:
+        """Take inputs of a layer into its sums."""
+        layer, schemes = self._layers[name]
+        wide = inputs if inputs.dtype == torch.float64 else inputs.float()
+        for scheme in schemes:
+            # rows.T @ rows sums over positions: (features, features), or its diagonal.
+            rows = input_rows(layer, wide, scheme)
+            with torch.autocast(rows.device.type, enabled=False):
+                found = (rows.square().sum(0) if self._diagonal else rows.T @ rows).double()
+            total = self._sums.get((name, scheme))
+            self._sums[name, scheme] = found if total is None else total + found
+
+    def hooks(self) -> list[Any]:
+        """Return handles of hooks that show each layer's inputs to `see`."""
+
+        def hook(name: str) -> Callable[..., None]:
+            return lambda _, args, kwargs: self.see(name, args[0] if args else next(iter(kwargs.values())))
+
+        return [
+            layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, (layer, _) in self._layers.items()
+        ]
+
+    def read(self) -> dict[tuple[str, str], Tensor]:
+        """Return the sums over all processes by (name, scheme); every process must call it."""
+        moments = {}
+        for name, (layer, schemes) in self._layers.items():
+            for scheme in schemes:
+                found = self._sums.get((name, scheme))
+                total = None if found is None else all_reduce_(found.to(layer.weight.device), "sum")
+                # One NaN input makes all directions NaN: better to stop than to factorise noise.
+                if total is None or not bool(total.isfinite().all()):
+                    got = "no input" if total is None else "NaN or infinity"
+                    rule = f"{name} must be reached by the calibration batches with finite inputs, got {got}"
+                    raise TrainingError("low_rank", rule, "leave it out with skip, or give other batches")
+                moments[name, scheme] = total
+        return moments

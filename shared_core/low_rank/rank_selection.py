@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import Spectrum, decompose
-from shared_core.low_rank.layers import LowRankLayer, as_matrix, from_matrix, is_transposed, schemes
+from shared_core.low_rank.layers import (
+    LowRankLayer,
+    Spectrum,
+    as_matrix,
+    decompose,
+    from_matrix,
+    is_transposed,
+    schemes,
+)
 from shared_core.modules.matching import chosen_modules, own_class
 from shared_core.modules.own_forward import stock_kind
 
@@ -32,18 +39,13 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     Goes along the upper concave hulls of the layers' points by falling worth per parameter. Where the budget is spent
     to the last parameter of a hull's step that is the optimum; between two such budgets it falls short of it by less
     than one step.
-
-    Example:
-        >>> share_out({"a": [(1, 0.5), (2, 0.9), (3, 1.0)], "b": [(1, 0.2), (2, 0.8)]}, 4)
-        {'a': 1, 'b': 1}
     """
     taken = dict.fromkeys(choices, 0)
     # Every layer gets its cheapest choice; what is left is handed out step by step.
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
-        raise ConfigError(
-            "low_rank", f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}", "raise it"
-        )
+        rule = f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}"
+        raise ConfigError("low_rank", rule, "raise it")
     # Steps along each layer's concave hull, by worth per parameter: the greedy order that is optimal for hulls.
     steps = [
         ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
@@ -76,13 +78,7 @@ def _slope(points: Sequence[Point], start: int, end: int) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer in one scheme.
-
-    Args:
-        module: The user's layer.
-        scheme: How its weight becomes a matrix.
-        spectrum: Of that matrix.
-    """
+    """A user's layer, in one scheme, with the spectrum of its matrix."""
 
     module: Any
     scheme: str
@@ -111,13 +107,7 @@ class Candidate:
 
 
 def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone.
-
-    Raises:
-        MatchError: If none is left.
-        CompatibilityError: If a weight is not there yet, or sharded.
-        TrainingError: If a weight is not finite.
-    """
+    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone."""
     kinds = {type(module) for module in model.modules() if is_transposed(module)}
     found = chosen_modules(config, model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank")
     inside = _not_ours(model)
@@ -170,11 +160,8 @@ def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
 def _check_weight(name: str, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh") or weight.is_meta:
         what = "a weight without values" if weight.is_meta else "a sharded weight"
-        raise CompatibilityError(
-            "low_rank",
-            f"{name} must be factorised while its weight is whole, got {what}",
-            "load the model in full first",
-        )
+        rule = f"{name} must be factorised while its weight is whole, got {what}"
+        raise CompatibilityError("low_rank", rule, "load the model in full first")
     if not bool(weight.isfinite().all()):
         raise TrainingError("low_rank", f"{name} must be finite, got NaN or infinity in its weight")
 
@@ -182,23 +169,14 @@ def _check_weight(name: str, weight: Tensor) -> None:
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
-        raise MatchError(
-            "low_rank",
-            f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})",
-            "choose other layers or a lower rank, or force it",
-        )
+        rule = f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})"
+        raise MatchError("low_rank", rule, "choose other layers or a lower rank, or force it")
 
 
 def candidates(
     layers: Mapping[str, Any], config: LowRankConfig, moments: Mapping[tuple[str, str], Tensor] | None = None
 ) -> dict[str, Candidate]:
-    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it.
-
-    Args:
-        layers: By name.
-        config: The options.
-        moments: Second moments of the inputs by (name, scheme); without, the weights alone decide.
-    """
+    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it."""
     chosen = {}
     for name, module in layers.items():
         able = [scheme for scheme in schemes(module) if config.conv in (scheme, "auto")] or schemes(module)[:1]
@@ -218,13 +196,7 @@ def _kept_by_half(candidate: Candidate) -> float:
 def choose_ranks(
     found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None = None
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the rank of each layer, and why others stay as they are.
-
-    Args:
-        found: The layers.
-        config: The options; not a report.
-        worth: For ``sensitivity``: what is gained by a rank of a layer, 0 at its full rank.
-    """
+    """Return the rank of each layer, and why others stay as they are."""
     rule = config.rule
     if rule.kind in ("budget", "sensitivity"):
         wanted = _by_budget(found, config, worth)
@@ -262,8 +234,7 @@ def _by_budget(
 ) -> dict[str, int]:
     """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
     # Without a measured worth, that of a rank is the logarithm of the share of energy that it keeps: layers follow one
-    # another, so the product of their shares is what is made greatest. A sum would starve large layers at small
-    # budgets.
+    # another, so the product of their shares is made greatest. A sum would starve large layers at small budgets.
     points: dict[str, list[Point]] = {}
     ranks: dict[str, list[int]] = {}
     for name, each in found.items():
@@ -290,19 +261,11 @@ def measure_worth(
     multiple_of: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[int, float]]:
-    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank.
-
-    Args:
-        found: The layers, whose weights are truncated one at a time and put back.
-        loss: Returns the loss of the model as it is.
-        multiple_of: What ranks are multiples of.
-        progress: Called with (ranks tried, ranks).
-    """
+    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank."""
     before = loss()
     if not before < float("inf"):
-        raise TrainingError(
-            "low_rank", f"loss on calibration batches must be finite, got {before}", "look at the batches"
-        )
+        rule = f"loss on calibration batches must be finite, got {before}"
+        raise TrainingError("low_rank", rule, "look at the batches")
     tried = {
         name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
         if each.largest >= multiple_of

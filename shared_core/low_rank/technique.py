@@ -16,9 +16,17 @@ from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import InputStatistics, decompose
 from shared_core.low_rank.factorize import apply, errors, plan_ranks
-from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
+from shared_core.low_rank.layers import (
+    InputStatistics,
+    LowRankLayer,
+    as_matrix,
+    decompose,
+    factorised,
+    put_in_,
+    replace_,
+    structure_of,
+)
 from shared_core.low_rank.rank_selection import select
 from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
@@ -30,9 +38,6 @@ class LowRank(Technique):
     A change of structure: from `attach` on the model holds two plain layers for one, every trainer treats them so, and
     checkpoints hold both. At the end they stay (`shared_core.low_rank.load` loads them), or with `merge` the user's own
     layers come back, of low rank and at full cost.
-
-    Args:
-        config: The options.
 
     Example:
         >>> from shared_core.engine.recipe import Recipe
@@ -80,11 +85,9 @@ class LowRank(Technique):
             self.layers = self._as_saved(model, resumed)
         else:
             if config.rule.kind == "sensitivity":
-                raise ConfigError(
-                    "low_rank",
-                    f"rank must not need the loss of a whole model in training, got {config.rank!r}",
-                    "run eff low-rank with it and give its report (eff_low_rank.json) as the rank",
-                )
+                rule = f"rank must not need the loss of a whole model in training, got {config.rank!r}"
+                remedy = "run eff low-rank with it and give its report (eff_low_rank.json) as the rank"
+                raise ConfigError("low_rank", rule, remedy)
             chosen, left_out = select(model, config)
             plan, kept_out = plan_ranks(config, chosen, {})
             self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
@@ -102,11 +105,8 @@ class LowRank(Technique):
         try:
             return put_in_(model, saved["layers"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                "low_rank",
-                f"checkpoint must hold layers of this {type(model).__name__}, got {error!r}",
-                "build the model that it was saved from",
-            ) from error
+            rule = f"checkpoint must hold layers of this {type(model).__name__}, got {error!r}"
+            raise CheckpointError("low_rank", rule, "build the model that it was saved from") from error
 
     def _detach(self, model: nn.Module) -> None:
         """Restore the user's layers: their own weights if training has not begun, else the products."""
@@ -151,11 +151,7 @@ class LowRank(Technique):
         return self._touched()
 
     def prepare_optimizers(self, context: Context) -> None:
-        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
-
-        Raises:
-            CompatibilityError: If an optimizer does not hold them.
-        """
+        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own."""
         self._is_checked = True
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
         unheld = {id(parameter) for parameter in context.unheld}
@@ -164,11 +160,9 @@ class LowRank(Technique):
         for name, layer in self.layers.items():
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
             if context.optimizers and not held | unheld >= wanted:
-                raise CompatibilityError(
-                    "low_rank",
-                    f"optimizer must hold the factors of {name}, but it was made before they were",
-                    "let the trainer make the optimizer, or make it from the parameters after attach",
-                )
+                rule = f"optimizer must hold the factors of {name}, but it was made before they were"
+                remedy = "let the trainer make the optimizer, or make it from the parameters after attach"
+                raise CompatibilityError("low_rank", rule, remedy)
 
     def plan(self, context: Context) -> Plan:
         """Return what happens before and after training; the layers must stay."""
@@ -283,12 +277,11 @@ class LowRank(Technique):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Check that the model has the structure that was saved."""
         if not self.fits(state):
-            raise CheckpointError(
-                "low_rank",
+            rule = (
                 "checkpoint must have the same layers and ranks, got others, and sharded weights are loaded before "
-                "that is known",
-                "start from the same model with the same options",
+                "that is known"
             )
+            raise CheckpointError("low_rank", rule, "start from the same model with the same options")
         self._is_fresh = False
         if found := state.get("found"):
             self._looked_at, self.left_out = int(found["batches"]), dict(found["left_out"])

@@ -10,11 +10,11 @@ from .schedules import exponential_sparsity as exponential_sparsity
 from .schedules import iterative_sparsity as iterative_sparsity
 from .schedules import linear_sparsity as linear_sparsity
 from .schedules import one_shot_sparsity as one_shot_sparsity
+from .scorers.group_scores import shapley_values as shapley_values
 from .scorers.scorer import SCORERS as SCORERS
+from .scorers.scorer import below_threshold_mask as below_threshold_mask
 from .scorers.scorer import magnitude as magnitude
 from .scorers.scorer import make_scorer as make_scorer
-from .scorers.shapley import shapley_values as shapley_values
-from .scorers.weight_scorers import below_threshold_mask as below_threshold_mask
 from .selection import prune_mask as prune_mask
 from .selection import prune_masks as prune_masks
 from .technique import Pruning as Pruning

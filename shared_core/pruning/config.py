@@ -173,8 +173,7 @@ class PruneConfig(OverridableConfig):
     )
     regularizer_strength: float = option(1e-4, help="Its factor.", above=0)
     include: tuple[str, ...] = option(
-        (),
-        help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here.",
+        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
     )
     skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
     min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
@@ -190,23 +189,16 @@ class PruneConfig(OverridableConfig):
         if self.granularity == "n_m" and not abs(self.sparsity - (1 - kept / of)) < 1e-6:
             raise self._error("sparsity", f"must be {1 - kept / of:g} with n_m = {self.n_m}")
         _ = self.block_size
+        whole = {"n_m": f"n_m = {self.n_m} fixes it", "layer": "a layer goes whole"}.get(self.granularity)
         for pattern, _, value in self.override_options():
             asked = coerce(value, float, "prune.overrides")
-            if not 0 <= asked < 1:
-                raise self._error("overrides", f"must give {pattern} a sparsity in [0, 1)")
-            if asked and self.granularity in ("n_m", "layer"):
-                why = f"n_m = {self.n_m} fixes the sparsity" if self.granularity == "n_m" else "a layer goes whole"
-                raise self._error("overrides", f"must give {pattern} sparsity 0 with granularity {self.granularity}: "
-                                  f"{why}")  # fmt: skip
+            if not 0 <= asked < 1 or (asked and whole):
+                rule = f"0 with granularity {self.granularity}, as {whole}" if whole else "in [0, 1)"
+                raise self._error("overrides", f"must give {pattern} a sparsity {rule}")
 
     @property
     def resolved_scope(self) -> str:
-        """The scope, ``auto`` resolved.
-
-        Example:
-            >>> PruneConfig(sparsity=0.5).resolved_scope, PruneConfig(sparsity=0.5, granularity="head").resolved_scope
-            ('global', 'local')
-        """
+        """The scope, ``auto`` resolved."""
         if self.scope != "auto":
             return self.scope
         alike = self.prunes_units and self.granularity != "layer" and self.cost == "none"
@@ -224,12 +216,7 @@ class PruneConfig(OverridableConfig):
 
     @property
     def most_of_a_layer(self) -> float:
-        """The largest share of one layer that may go.
-
-        Example:
-            >>> PruneConfig(sparsity=0.5).most_of_a_layer, PruneConfig(sparsity=0.99).most_of_a_layer
-            (0.98, 0.99)
-        """
+        """The largest share of one layer that may go."""
         if self.max_layer_sparsity is not None:
             return self.max_layer_sparsity
         return max(self.sparsity, MOST_OF_STRUCTURES if self.prunes_units else MOST_OF_WEIGHTS)
@@ -245,18 +232,8 @@ class PruneConfig(OverridableConfig):
         return self.schedule != "one_shot" or self.straight_through or self.dynamic == "rigl"
 
     @property
-    def needs_a_step(self) -> bool:
-        """Whether nothing can be pruned before a step has shown gradients, units or costs."""
-        return bool(self.needs_batches)
-
-    @property
     def needs_batches(self) -> str:
-        """The option that needs to see a batch, empty if none does.
-
-        Example:
-            >>> PruneConfig(sparsity=0.5, criterion="wanda").needs_batches
-            'criterion wanda'
-        """
+        """The option that needs to see a batch, such as ``criterion wanda``; empty if none does."""
         if self.criterion in GATHERED:
             return f"criterion {self.criterion}"
         if self.is_traced:
@@ -328,17 +305,17 @@ class PruneConfig(OverridableConfig):
     @property
     def kept_of(self) -> tuple[int, int]:
         """`n_m` as numbers: kept, of how many."""
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.n_m)
-        if not found or int(found[1]) >= int(found[2]):
-            raise self._error("n_m", "must be n:m with 1 <= n < m, such as 2:4")
-        return int(found[1]), int(found[2])
+        return self._pair("n_m", ":", "n:m with 1 <= n < m, such as 2:4")
 
     @property
     def block_size(self) -> tuple[int, int]:
         """`block` as numbers: outputs, inputs."""
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", self.block)
-        if not found:
-            raise self._error("block", "must be outputs x inputs, such as 4x4")
+        return self._pair("block", "x", "outputs x inputs, such as 4x4")
+
+    def _pair(self, name: str, mark: str, rule: str) -> tuple[int, int]:
+        found = re.fullmatch(rf"([1-9]\d*){mark}([1-9]\d*)", getattr(self, name))
+        if not found or (mark == ":" and int(found[1]) >= int(found[2])):
+            raise self._error(name, f"must be {rule}")
         return int(found[1]), int(found[2])
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

@@ -26,18 +26,7 @@ from shared_core.pruning.targets import Targets
 
 
 def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
-    """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``.
-
-    Args:
-        step: Applied optimizer steps.
-        begin: Step that counts as t = 0.
-        end: Step that counts as T_end; from there on nothing moves.
-        alpha: Share at `begin`, in (0, 1).
-
-    Example:
-        >>> rigl_drop_share(50, begin=0, end=100, alpha=0.3)
-        0.15
-    """
+    """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``."""
     if step >= end:
         return 0.0
     return alpha / 2 * (1 + math.cos(math.pi * max(0, step - begin) / (end - begin)))
@@ -60,13 +49,8 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float,
 
     Returns:
         bool of the same shape with exactly as many live weights as `mask`.
-
-    Example:
-        >>> rigl_mask(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 5.0]), torch.tensor([1, 1, 0]).bool(), 0.5)
-        tensor([ True, False,  True])
     """
     num_live = count_kept([mask])[0] if num_live is None else num_live
-    # As many grow as are dropped, so no more than there are pruned weights.
     moved = min(round(drop_share * num_live), mask.numel() - num_live)
     if moved == 0:
         return mask.clone()
@@ -89,7 +73,6 @@ class RigL(MaskPolicy):
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Keep the dense gradients if masks are made after this step."""
         super().observe(context, gradients)
-        # Dense gradients are as large as the weights; they are held only for a step that an update follows.
         if self.schedule.is_due(context.step + 1) and context.step >= self.schedule.begin:
             # Copied: `shape_gradients` zeroes those of pruned weights right after, in place.
             self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
@@ -151,7 +134,6 @@ class StraightThrough:
         self.hidden = {}
         for name, mask in masks.items():
             weight = local_part(weights[name].detach())
-            # hidden + weight = what was there, bit for bit: each element is in exactly one of the two.
             hidden = weight.clone()
             apply_mask_([hidden], [~mask])
             apply_mask_([weight], [mask])
@@ -211,7 +193,6 @@ class StraightThroughMasks(MaskPolicy):
 
     def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
         """Show the dense weights to scorer and optimizer, until `hold`, `take` or `end_step` hides them again."""
-        # The optimizer must update the dense weight, not the masked one: shown before the step, hidden after it.
         if self._learns:
             self._under.show(self.weights)
         super().observe(context, gradients)
@@ -226,7 +207,6 @@ class StraightThroughMasks(MaskPolicy):
         if not self._learns:
             super().shape_gradients(context)
         elif self.config.sr_ste:
-            # SR-STE: the straight-through gradient reaches weights under the mask, and this decay pulls them to 0.
             found = {name: local_part(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
             self._under.add_decay_(found, self.config.sr_ste)
 

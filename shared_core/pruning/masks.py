@@ -26,6 +26,7 @@ from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import Scorer, UnitSlices
+from shared_core.pruning.scorers.scorer import SAME_RUN
 from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, listed, select_weights
 from shared_core.pruning.targets import Targets, block_of
 
@@ -179,31 +180,8 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
         name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
         if name is None:
             raise
-        raise TrainingError(
-            where,
-            f"weights must be numbers, got NaN in {name} at step {step}",
-            "training has diverged: lower the learning rate, or clip gradients",
-        ) from error
-
-
-def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
-    """Refuse saved masks that are not those of these weights."""
-    missing = sorted(set(weights) - set(masks)) if masks and not of_units else []
-    strange = [name for name in masks if name not in weights and not of_units]
-    if missing or strange:
-        raise CheckpointError(
-            "prune",
-            f"saved masks must be those of this model's weights, got a difference at {(missing + strange)[0]}",
-            "resume with the model and recipe that wrote the checkpoint",
-        )
-    for name in (name for name in weights if name in masks):
-        packed, num_bytes = masks[name], packed_size(weights[name].shape)
-        if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
-            raise CheckpointError(
-                "prune",
-                f"saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of {packed.dtype}",
-                "resume with the model that wrote the checkpoint",
-            )
+        rule = f"weights must be numbers, got NaN in {name} at step {step}"
+        raise TrainingError(where, rule, "training has diverged: lower the learning rate, or clip gradients") from error
 
 
 _STAND_IN = 2.0**-45
@@ -215,11 +193,6 @@ def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
     That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros and subnormal
     numbers, so that a step with the masked gradients of a half pruned model takes more than twice as long.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> [is_slow_on_zeros(torch.optim.AdamW([weight], fused=fused)) for fused in (None, True)]
-        [True, False]
     """
     return isinstance(optimizer, torch.optim.Adam) and any(
         not group["fused"] and any(parameter.is_cpu for parameter in group["params"])
@@ -231,11 +204,6 @@ def keeps_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer makes +0.0 of a weight, gradient and moments that are +0.0, and writes uncounted.
 
     ``0 - lr·λ·0 - lr·0 / (√0 + ε)`` with ε > 0, which ``fused=True`` adds in float32 whatever the weight's type.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> [keeps_zeros(torch.optim.AdamW([weight], eps=eps, fused=True)) for eps in (1e-8, 0.0)]
-        [True, False]
     """
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
         group["fused"] and group["eps"] > _SMALLEST for group in optimizer.param_groups
@@ -265,11 +233,6 @@ def clear_moments_(
     their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book
     ``qmap<i>`` beside ``state<i>`` (127 in the signed one, 0 in the unsigned) and the scale of a block need
     not change.
-
-    Args:
-        optimizers: Their ``state`` is looked up by parameter.
-        weights: Parameters by name.
-        masks: bool by the same names, True = keep.
     """
     for optimizer in optimizers:
         for name, weight in weights.items():
@@ -279,8 +242,7 @@ def clear_moments_(
                 continue
             state, mask = optimizer.state[weight], masks[name]
             for key, value in state.items():
-                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps have
-                # not.
+                # Moments have the weight's shape, possibly behind a dim of their own (history); counts of steps do not.
                 if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
                     continue
                 value = local_part(value)
@@ -288,8 +250,7 @@ def clear_moments_(
                     continue
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])
-                # bitsandbytes keeps moments as codes of a table: 0 is the code whose table entry is nearest to 0, not
-                # code 0.
+                # bitsandbytes keeps moments as codes of a table: 0 is the code whose entry is nearest to 0
                 elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
                     zero = int(state[key.replace("state", "qmap")].abs().argmin())
                     value.masked_fill_(~mask.to(value.device), zero)
@@ -343,9 +304,14 @@ class MaskPolicy:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put saved masks on the weights' devices, and apply them."""
-        weights, packed = self.store.weights, state["masks"]
-        if strange := sorted(set(packed) - set(weights)):
-            raise CheckpointError("prune", f"saved masks must be those of this model, got one of {strange[0]}")
+        weights, packed = self.store.weights, dict(state["masks"])
+        odd = sorted(packed.keys() - weights.keys())
+        if packed and not self.config.prunes_units:
+            odd += sorted(self.weights.keys() - packed.keys())
+        odd += [name for name in weights.keys() & packed.keys() if not _fits(packed[name], weights[name])]
+        if odd:
+            rule = f"saved masks must be those of this model's weights, got a difference at {odd[0]}"
+            raise CheckpointError("prune", rule, SAME_RUN)
         there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # an eighth of the bytes travels
         self.store.set({name: unpack_bits(mask, weights[name].shape) for name, mask in there.items()})
         self.store.apply()
@@ -535,13 +501,12 @@ class MaskPolicy:
         }
 
 
-def unseen_note(where: str, names: Collection[str]) -> list[str]:
-    """Return the note on weights that nothing has reached, if there are any.
+def _fits(packed: Tensor, weight: Tensor) -> bool:
+    return packed.dtype == torch.uint8 and packed.numel() == packed_size(weight.shape)
 
-    Example:
-        >>> unseen_note("prune", ["aux.weight"])
-        ['prune: aux.weight stay dense: no input has reached them']
-    """
+
+def unseen_note(where: str, names: Collection[str]) -> list[str]:
+    """Return the note on weights that nothing has reached, if there are any."""
     return [f"{where}: {listed([*names])} stay dense: no input has reached them"] if names else []
 
 
@@ -557,13 +522,7 @@ def zeros_of_sharded(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def weights_report(targets: Targets, counted: Mapping[str, int]) -> dict[str, Any]:
-    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights.
-
-    Args:
-        targets: The weights.
-        counted: By name the zeros of sharded weights as they were last counted: gathering needs every process, and a
-            receipt is written by one.
-    """
+    """Return how many weights are zero, of each tensor (and each stacked expert) and in all, counted in the weights."""
     tensors: list[dict[str, Any]] = []
     for name, weight in targets.weights().items():
         pruned = counted.get(name, 0) if is_sharded(weight) else weight.numel() - int(weight.detach().count_nonzero())

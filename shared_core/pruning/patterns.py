@@ -12,6 +12,7 @@ import torch
 from eff_kernels.masks import ranked_n_of_m
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import from_output_rows, output_rows
 from shared_core.numerics.deferred_checks import refuse
@@ -39,22 +40,18 @@ def erdos_renyi_sparsities(
         >>> [round(share, 4) for share in erdos_renyi_sparsities([(4, 4), (64, 64)], 0.9)]
         [0.0, 0.9035]
     """
-    if not 0 <= sparsity <= 1:
-        raise ConfigError("erdos_renyi_sparsities", f"sparsity must be in [0, 1], got {sparsity!r}")
+    checked(sparsity, float, "erdos_renyi_sparsities", "sparsity", low=0, high=1)
     numels, shares = [], []
     for shape in shapes:
-        if len(shape) < 2:
-            raise ConfigError("erdos_renyi_sparsities", f"shapes must have two dimensions or more, got {tuple(shape)}")
         numel = math.prod(shape)
-        if not numel:
-            raise ConfigError("erdos_renyi_sparsities", f"shapes must not be empty, got {tuple(shape)}, no weights")
+        if len(shape) < 2 or not numel:
+            rule = f"shapes must have two dimensions or more and hold weights, got {tuple(shape)}"
+            raise ConfigError("erdos_renyi_sparsities", rule)
         numels.append(numel)
         # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
         shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
     fixed: dict[int, float] = {}  # densities
     kept = (1 - sparsity) * sum(numels)
-    # Density ε · share, clipped to [1 - most, 1]. Clipped tensors are fixed and ε is found again for the others,
-    # until none is clipped: at most one round for each tensor.
     while True:
         open_ = [i for i in range(len(numels)) if i not in fixed]
         weight = sum(shares[i] * numels[i] for i in open_)
@@ -77,20 +74,11 @@ def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
     Trailing dimensions (a kernel) belong to the inputs: a convolution's weight is the matrix
     ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean is of what they hold.
 
-    Args:
-        scores: Two or more dimensions, floating point.
-        block: Rows and columns of a tile, at least 1 each.
-
     Returns:
         Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
-
-    Example:
-        >>> block_scores(torch.tensor([[1.0, 3.0, 5.0]]), (1, 2))
-        tensor([[2., 5.]])
     """
     matrix = scores.reshape(scores.shape[0], -1)
     rows, columns = matrix.shape
-    # A tile at the border is padded with zeros and divided by its own number of elements.
     padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
     tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
     return tiles.sum((1, 3)) / _sizes(rows, block[0], scores)[:, None] / _sizes(columns, block[1], scores)
@@ -103,12 +91,7 @@ def _sizes(length: int, block: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """Return the mask of elements that a mask of tiles means, of the weight's shape.
-
-    Example:
-        >>> expand_blocks(torch.tensor([[True, False]]), torch.Size([1, 3]), (1, 2))
-        tensor([[ True,  True, False]])
-    """
+    """Return the mask of elements that a mask of tiles means, of the weight's shape."""
     columns = shape[1:].numel()
     full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return full[: shape[0], :columns].reshape(shape)
@@ -136,12 +119,13 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
         >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 2.0]]), 2, 4)
         tensor([[False,  True,  True, False]])
     """
+    rule = ""
     if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
-        raise ConfigError("nm_mask", f"n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
-    if weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
-        raise ConfigError(
-            "nm_mask", f"the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
-        )
+        rule = f"n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}"
+    elif weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
+        rule = f"the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
+    if rule:
+        raise ConfigError("nm_mask", rule)
     return nm_mask_of_scores(weight.detach(), n, m, axis=axis, magnitudes=True)
 
 
@@ -164,11 +148,6 @@ def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
         module: The layer whose ``weight`` is scored.
         scores: Of its shape.
         sparsity: Share to prune, in [0, 1].
-
-    Example:
-        >>> row_mask(nn.Linear(2, 2), torch.tensor([[1.0, 2.0], [9.0, 8.0]]), 0.5)
-        tensor([[False,  True],
-                [ True, False]])
     """
     rows = output_rows(module, scores)
     # At least one weight of each output stays; n of m with m the length of a row is a row's ranking.

@@ -1,31 +1,195 @@
-"""Pruning of a trained model at once: scored by its weights alone or on a few batches, no training."""
+"""Pruning of a trained model at once: scored by its weights alone or on a few batches, no training.
+
+Batches run through the model so that a criterion sees inputs or gradients, and leave nothing in it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shared_core.config.options import checked
-from shared_core.distributed.collectives import local_part, world_size
-from shared_core.distributed.sharded_tensors import is_sharded
+from shared_core.distributed.collectives import all_finite, local_part, world_size
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.modules.calls import solve_in_order
+from shared_core.modules.calls import call_on_batch, evaluating
 from shared_core.modules.matching import check_model
-from shared_core.pruning.calibration import Calibration, Loss
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.numerics.second_order import compensated
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, PruneConfig
-from shared_core.pruning.masks import weights_report
+from shared_core.pruning.masks import MaskPolicy, weights_report
 from shared_core.pruning.schedules import Schedule
-from shared_core.pruning.scorers import layer_costs
-from shared_core.pruning.targets import find_targets
+from shared_core.pruning.scorers import CostWatch, layer_costs
+from shared_core.pruning.structured import UnitPruning
+from shared_core.pruning.targets import find_targets, refuse_sharded
 from shared_core.pruning.technique import make_policy
+
+_OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+class Calibration:
+    """Runs batches in eval mode; modes, gradients, hooks and running statistics are afterwards what they were."""
+
+    def __init__(self, model: nn.Module, policy: MaskPolicy, loss: Loss | None) -> None:
+        self._model, self._policy, self._loss = model, policy, loss
+        self._scorer, self._tensors = policy.scorer, policy.store.weights
+        self.batches = self.batches_left_out = self.examples = 0
+
+    def look_at(self, config: PruneConfig, batch: Any) -> None:
+        """Run one batch to see what each layer costs and which units there are."""
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args, kwargs))
+
+        handle = self._model.register_forward_pre_hook(keep, with_kwargs=True)
+        costs = None if config.cost == "none" else CostWatch(config.cost, self._scorer.modules)
+        try:
+            if costs:
+                costs.watch()
+            with self._prepared(gradients=False):
+                self._run(batch)
+            if costs:
+                costs.end_step()
+        finally:
+            handle.remove()
+            if costs:
+                costs.close()
+        if costs:
+            self._policy.take_costs(costs.costs)
+        if config.criterion == "shapley":
+            self._count(batch)
+        if isinstance(self._policy, UnitPruning):
+            if not calls:
+                raise ConfigError("prune", "loss must call the model as a whole, got no call of it", "call model(...)")
+            self._policy.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
+
+    def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:
+        """Let the criterion see every batch."""
+        gradients = config.criterion in _OF_GRADIENTS
+        self._scorer.attach()
+        try:
+            with self._prepared(gradients=gradients):
+                for done, batch in enumerate(batches, 1):
+                    output = self._run(batch)
+                    if not gradients or self._observe(config, output):
+                        self._count(batch)
+                    if progress is not None:
+                        progress(done, len(batches))
+            self._scorer.reduce()
+        finally:
+            self._scorer.detach()
+        if not self.batches:
+            rule = f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches"
+            raise TrainingError("prune", rule, "look at the loss")
+
+    def solve(
+        self,
+        config: PruneConfig,
+        batches: Sequence[Any],
+        own: Mapping[str, float],
+        progress: Callable[[int, int], None] | None,
+    ) -> dict[str, Tensor]:
+        """Prune linear layers in the order of the forward, the kept weights moved to make up; return the masks."""
+        masks: dict[str, Tensor] = {}
+        n_m = config.kept_of if config.granularity == "n_m" else None
+
+        def one(name: str, layer: nn.Module, hessian: Tensor) -> None:
+            weight = self._tensors[name]
+            share = 0.0 if n_m else own.get(name, config.sparsity)
+            rows, kept = compensated(as_rows(layer, weight.detach()), hessian, sparsity=share, n_m=n_m)
+            weight.copy_(from_rows(layer, rows, weight))
+            masks[name] = from_rows(layer, kept, weight).contiguous()
+
+        with self._prepared(gradients=False):
+            solve_in_order(self._model, self._scorer.modules, self._run, batches, one, "prune sparsegpt", progress)
+        for batch in batches:
+            self._count(batch)
+        return masks
+
+    def _run(self, batch: Any) -> Any:
+        return call_on_batch(self._model, batch, self._loss, "prune: calibration")
+
+    def _observe(self, config: PruneConfig, output: Any) -> bool:
+        """Show the gradients of one batch to the criterion; return whether they are finite."""
+        found = output if self._loss is not None else _loss_of(output)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+            kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            rule = f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}"
+            remedy = "pass loss(model, batch), or batches with labels to a model whose output has a loss"
+            raise ConfigError("prune", rule, remedy)
+        wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
+        # Only for the scored weights: no gradient of the others is made.
+        found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
+        gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
+        is_finite = all_finite(gradients.values())
+        if is_finite:
+            self._scorer.observe_step(self._tensors, gradients)
+            if isinstance(self._policy, UnitPruning):
+                self._policy.observe_units()
+        else:
+            # One bad batch (overflow in half precision) must not decide: it is counted and left out.
+            self._scorer.discard_step()
+            self.batches_left_out += 1
+        for tensor in wanted.values():
+            tensor.grad = None
+        return is_finite
+
+    def _count(self, batch: Any) -> None:
+        self.batches += 1
+        self.examples += _num_examples(batch)
+
+    @contextlib.contextmanager
+    def _prepared(self, *, gradients: bool) -> Iterator[None]:
+        dropouts = [(each, each.dropout) for each in self._scorer.modules.values() if isinstance(each, nn.RNNBase)]
+        before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in self._model.parameters()]
+        try:
+            for tensor, _, _ in before if gradients else ():
+                tensor.grad = None
+            for name in self._scorer.modules if gradients else ():
+                self._tensors[name].requires_grad_(True)  # a frozen one that include names
+            with (
+                evaluating(self._model),
+                torch.set_grad_enabled(gradients),
+                # a graph that was compiled before there were hooks would run without them
+                torch.compiler.set_stance("force_eager"),
+            ):
+                for module in self._scorer.modules.values():
+                    # scorers count forwards in train mode; linear and convolutional layers do the same in either, and
+                    # recurrent ones without dropout, whose backward cuDNN has in train mode alone
+                    module.training = not isinstance(module, nn.MultiheadAttention)
+                    if isinstance(module, nn.RNNBase):
+                        module.dropout = 0.0
+                yield
+        finally:
+            for recurrent, dropout in dropouts:
+                recurrent.dropout = dropout
+            for tensor, gradient, required in before:
+                tensor.grad = gradient
+                tensor.requires_grad_(required)
+
+
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _num_examples(batch: Any) -> int:
+    """Return how many examples a batch holds: the first axis of its first tensor that has one."""
+    leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 1)
 
 
 @dataclass(frozen=True)
@@ -178,31 +342,21 @@ def prune(
 
 
 def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
-    """Return a config from either form that `prune` takes.
-
-    Example:
-        >>> as_config({"sparsity": 0.5}).schedule
-        'one_shot'
-    """
-    if not isinstance(config, PruneConfig | Mapping):
-        raise ConfigError("prune", f"config must be a PruneConfig or a mapping of its options, got {config!r}")
+    """Return a config from either form that `prune` takes, without options of training."""
     defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}
     is_made = isinstance(config, PruneConfig)
     given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
+    if not isinstance(given, Mapping):
+        return PruneConfig.from_dict(given)  # which refuses it
     if given.get("criterion") == "movement":
-        raise ConfigError(
-            "prune",
-            "criterion must be another after training, got 'movement', which looks at how weights move in training",
-            "take taylor",
-        )
+        rule = "criterion must be another after training, got 'movement', which looks at how weights move in training"
+        raise ConfigError("prune", rule, "take taylor")
     for name in DURING_TRAINING:
         asked = name in given and not (is_made and given[name] == defaults[name])
         if asked and (name, given[name]) != ("schedule", "one_shot"):
-            raise ConfigError(
-                "prune",
-                f"{name} must be left out after training, got {given[name]!r}",
-                "it says what happens while a model trains: put it into the recipe of a run",
-            )
+            rule = f"{name} must be left out after training, got {given[name]!r}"
+            remedy = "it says what happens while a model trains: put it into the recipe of a run"
+            raise ConfigError("prune", rule, remedy)
     return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
 
 
@@ -211,25 +365,20 @@ def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num
     needs = config.needs_batches
     if not needs:
         return []
-    if calibration is None:
-        raise ConfigError("prune", f"calibration must be given with {needs}, got none", "pass some batches")
     if world_size() > 1:
-        raise CompatibilityError(
-            "prune",
-            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches",
-            "prune before they start, and load the result",
+        rule = (
+            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches"
         )
-    batches = list(itertools.islice(calibration, num_batches))
+        raise CompatibilityError("prune", rule, "prune before they start, and load the result")
+    batches = list(itertools.islice(() if calibration is None else calibration, num_batches))
     if not batches:
-        raise ConfigError("prune", "calibration must hold batches, got none")
+        raise ConfigError("prune", f"calibration must be given with {needs}, got no batches", "pass some")
     return batches
 
 
 def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
+    refuse_sharded(config, weights)
     for name, weight in weights.items():
-        if is_sharded(weight) and (reason := config.why_not_sharded):
-            raise CompatibilityError("prune", f"{name} must be a plain tensor, got a sharded one: {reason}")
         if not bool(torch.isfinite(local_part(weight.detach())).all()):
-            raise CompatibilityError(
-                "prune", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-            )
+            rule = f"weights of {name} must be finite, got NaN or infinity"
+            raise CompatibilityError("prune", rule, "look for the diverged step")

@@ -24,14 +24,7 @@ from shared_core.pruning.targets import block_of
 
 @torch.no_grad()
 def add_l1_gradient_(gradient: Tensor, weight: Tensor, strength: float) -> None:
-    """Add the gradient of ``strength·Σ|w|`` in place: ``strength·sign(w)``, 0 at 0.
-
-    Example:
-        >>> gradient = torch.zeros(3)
-        >>> add_l1_gradient_(gradient, torch.tensor([2.0, 0.0, -1.0]), 0.5)
-        >>> gradient
-        tensor([ 0.5000,  0.0000, -0.5000])
-    """
+    """Add the gradient of ``strength·Σ|w|`` in place: ``strength·sign(w)``, 0 at 0."""
     gradient.add_(weight.detach().sign().to(gradient.dtype), alpha=strength)
 
 
@@ -49,13 +42,6 @@ def add_group_lasso_gradient_(
         weight: Two or more dimensions.
         strength: Factor of the penalty, at least 0.
         axis: The output axis; of stacked experts with that of the experts.
-
-    Example:
-        >>> gradient = torch.zeros(2, 2)
-        >>> add_group_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0], [0.0, 0.0]]), 1.0, axis=0)
-        >>> gradient
-        tensor([[0.8485, 1.1314],
-                [0.0000, 0.0000]])
     """
     # float32 at least: squares of half-precision weights vanish below 2e-4.
     weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
@@ -72,20 +58,7 @@ def add_group_lasso_gradient_(
 
 @torch.no_grad()
 def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float, block: tuple[int, int]) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group; those at the edge are smaller.
-
-    Args:
-        gradient: Of the weight's shape; changed in place.
-        weight: Two or more dimensions, trailing ones belonging to the inputs.
-        strength: Factor of the penalty, at least 0.
-        block: Rows and columns of a tile.
-
-    Example:
-        >>> gradient = torch.zeros(1, 3)
-        >>> add_block_lasso_gradient_(gradient, torch.tensor([[3.0, 4.0, 5.0]]), 1.0, (1, 2))
-        >>> gradient
-        tensor([[0.8485, 1.1314, 1.0000]])
-    """
+    """Add what `add_group_lasso_gradient_` adds, in place, where each tile is a group, smaller at the edge."""
     values = whole(weight.detach()).double()
     # √p·w/‖w‖ is w over the root of the mean square
     rms = expand_blocks(block_scores(values.square(), block).sqrt(), values.shape, block)
@@ -97,14 +70,7 @@ def add_block_lasso_gradient_(gradient: Tensor, weight: Tensor, strength: float,
 def add_unit_lasso_gradient_(
     gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor], strength: float, unit: Sequence[UnitSlices]
 ) -> None:
-    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors.
-
-    Args:
-        gradients: By name; changed in place.
-        weights: By name.
-        strength: Factor of the penalty, at least 0.
-        unit: Where the units of one group lie in each tensor.
-    """
+    """Add what `add_group_lasso_gradient_` adds, in place, where each unit is a group of weights of several tensors."""
     found = [gather_units(weights[part.name], part.axis, part.positions).double() for part in unit]
     rms = (sum(part.square().sum(1) for part in found) / sum(part.shape[1] for part in found)).sqrt()  # type: ignore[union-attr]
     scales = strength / rms.masked_fill(rms == 0, 1.0)
@@ -141,9 +107,8 @@ class Penalty:
                 if isinstance(module, _BATCH_NORMS) and module.weight is not None and module.weight.requires_grad
             }
             if not self._modules:
-                raise MatchError(
-                    "prune", "regularizer bn_l1 must find a batch norm with a scale", "take l1 or group_lasso"
-                )
+                rule = "regularizer bn_l1 must find a batch norm with a scale"
+                raise MatchError("prune", rule, "take l1 or group_lasso")
         self._rates: dict[str, float] = {}
 
     @property
@@ -170,16 +135,16 @@ class Penalty:
             weight = weight_of(name, module)
             if weight.grad is None:
                 continue
-            if self.kind == "group_lasso" and self._config.granularity == "block":
+            if self.kind != "group_lasso":
+                add_l1_gradient_(weight.grad, weight, self.strength)
+            elif self._config.granularity == "block":
                 block = block_of(self._config, module)
                 for gradient, matrix in zip(matrices(module, weight.grad), matrices(module, weight), strict=True):
                     add_block_lasso_gradient_(gradient, matrix, self.strength, block)
-            elif self.kind == "group_lasso":
+            else:
                 axes = (0,) * isinstance(module, StackedExperts) + (output_axis(module),)
                 is_layer = self._config.granularity == "layer"
                 add_group_lasso_gradient_(weight.grad, weight, self.strength, axis=() if is_layer else axes)
-            else:
-                add_l1_gradient_(weight.grad, weight, self.strength)
 
     def _add_to_units(self) -> None:
         weights = {name: weight_of(name, module) for name, module in self._modules.items()}

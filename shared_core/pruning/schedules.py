@@ -30,30 +30,18 @@ class Schedule:
         """Return the schedule of a run."""
         end = config.end if config.updates_until_end else config.begin
         first, last = context.resolve_range(config.begin, end, "prune")
-        if config.needs_a_step:
+        if config.needs_batches:
             # Gradients, units and costs are known after the first step at the earliest.
             first, last = max(1, first), max(1, last)
         return cls(config, first, last)
 
     def is_due(self, step: int) -> bool:
-        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`.
-
-        Example:
-            >>> schedule = Schedule(PruneConfig(sparsity=0.5, every=4), begin=2, end=9)
-            >>> [step for step in range(12) if schedule.is_due(step)]
-            [2, 6, 9]
-        """
+        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`."""
         on_time = (step - self.begin) % self.config.every == 0 or step == self.end
         return self.begin <= step <= self.end and on_time
 
     def sparsity(self, step: int, final: float) -> float:
-        """Return the sparsity after `step` of what is to have `final` in the end.
-
-        Example:
-            >>> config = PruneConfig(sparsity=0.5, schedule="linear")
-            >>> Schedule(config, begin=0, end=10).sparsity(5, 0.5)
-            0.25
-        """
+        """Return the sparsity after `step` of what is to have `final` in the end."""
         config = self.config
         # A layer whose own sparsity is below the common start starts, and stays, at its own.
         initial = min(config.initial_sparsity, final)
@@ -126,7 +114,6 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
         0.7000000000000001
     """
-    # Zhu and Gupta, 2017: s_f + (s_i - s_f) (1 - t)³
     remaining = 1.0 - _progress(step, begin, end)
     # products, not a power: each is rounded correctly, so the sparsity never falls from one step to the next
     return _interpolate(initial, final, remaining * remaining * remaining)
@@ -160,7 +147,6 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
     progress = _progress(step, begin, end)
     if progress in (0.0, 1.0):
         return final if progress else initial
-    # The density falls geometrically: (1 - s_i) ((1 - s_f) / (1 - s_i))^t.
     sparsity = 1.0 - (1.0 - initial) * math.pow((1.0 - final) / (1.0 - initial), progress)
     return min(max(sparsity, initial), final)  # rounding must not carry it past an end, to fall again there
 

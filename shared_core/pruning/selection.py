@@ -16,6 +16,7 @@ from eff_kernels.pruning import keep_largest_, kth_smallest, kth_smallest_there,
 from eff_kernels.top_k import marked_largest
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
 from shared_core.modules.experts import StackedExperts
@@ -30,9 +31,8 @@ from shared_core.pruning.patterns import (
     row_mask,
 )
 from shared_core.pruning.scorers import Scorer
-from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
-from shared_core.pruning.targets import block_of
-from shared_core.pruning.towers import tower_names, tower_notes
+from shared_core.pruning.scorers.scorer import below_threshold_mask
+from shared_core.pruning.targets import block_of, tower_names, tower_notes
 
 # Elements of a piece in which ties are searched, and scores that are held rather than computed twice.
 _PIECE = 1 << 21
@@ -59,7 +59,7 @@ def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
         >>> prune_mask(torch.tensor([3.0, 1.0, 2.0, 1.0]), 0.25)
         tensor([ True,  True,  True, False])
     """
-    return lowest_pruned(scores, round(_checked(sparsity) * scores.numel()))
+    return lowest_pruned(scores, round(_share(sparsity) * scores.numel()))
 
 
 def lowest_pruned(scores: Tensor, number: int) -> Tensor:
@@ -94,10 +94,8 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         [tensor([ True, False,  True]), tensor([ True, False, False])]
     """
     sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
-    # At least one weight of each tensor stays, whatever the limit.
     limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
-    # What is asked may be more than all may give together.
-    left = min(round(_checked(sparsity) * sum(sizes)), sum(limits))
+    left = min(round(_share(sparsity) * sum(sizes)), sum(limits))
     masks: dict[int, Tensor] = {}
     # Water-filling: rank all; fix those over their limit at it; let the others compete for the rest. Each round fixes
     # one tensor at least.
@@ -151,10 +149,8 @@ class _Some(Sequence[Tensor]):
         return found
 
 
-def _checked(sparsity: float) -> float:
-    if not 0 <= sparsity <= 1:
-        raise ConfigError("prune_mask", f"sparsity must be in [0, 1], got {sparsity!r}")
-    return float(sparsity)
+def _share(sparsity: float) -> float:
+    return float(checked(sparsity, float, "prune_mask", "sparsity", low=0, high=1))
 
 
 def _comparable(scores: Tensor) -> Tensor:
@@ -166,12 +162,8 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
     flat = scores.reshape(-1)
     if not flat.numel():
         return
-    if not flat.is_cpu:
-        refuse(flat.max().isnan(), lambda: _nan_in(index))
-        return
-    peak = int(flat.numpy().argmax())  # a NaN counts as largest
-    if flat[peak].isnan():
-        raise ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index} at flat index {peak}")
+    peak = int(flat.numpy().argmax()) if flat.is_cpu else None  # a NaN counts as largest
+    refuse(flat.max().isnan() if peak is None else flat[peak].isnan(), lambda: _nan_in(index, peak))
 
 
 def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
@@ -203,8 +195,9 @@ def _marked(scores: Sequence[Tensor], num_pruned: int) -> tuple[list[Tensor], Te
     return marked_largest([scores[index] for index in range(len(scores))], num_pruned)
 
 
-def _nan_in(index: int) -> ConfigError:
-    return ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index}")
+def _nan_in(index: int, place: int | None = None) -> ConfigError:
+    where = "" if place is None else f" at flat index {place}"
+    return ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index}{where}")
 
 
 def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] | None:
@@ -231,11 +224,8 @@ def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] 
     except ValueError:
         return None  # the other way names the place of the NaN
     floor: float | None = getattr(scores, "floor", None)
-    # At or below what pruned weights score: a tie between a pruned and a live weight needs the masks to be told
-    # apart.
-    if threshold is None or (floor is not None and threshold <= floor):
-        return None  # a live weight may tie with a pruned one
-    return masks
+    # at or below what pruned weights score a live one may tie with them
+    return None if threshold is None or (floor is not None and threshold <= floor) else masks
 
 
 def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
@@ -266,7 +256,6 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
 
 def _keep_above_(masks: Sequence[Tensor], scores: Sequence[Tensor], threshold: Tensor, count: int) -> None:
     """Keep what is above the threshold, then the first that equal it, `count` in all; nothing waits for a GPU."""
-    # The order of ties is that of tensors and elements, so that every process agrees.
     left = torch.full((), count, dtype=torch.int64, device=threshold.device)
     for i, mask in enumerate(masks):
         torch.gt(_comparable(scores[i]), threshold.to(mask.device), out=mask)
@@ -304,31 +293,19 @@ def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int
     limits = [max(min(math.floor(most * size + _ROUNDING), size - 1), 0) for size in sizes]
     if sum(limits) >= round(sparsity * sum(sizes)):
         return limits
-    # No limit may make the sparsity unreachable: where rounding down would, every layer may lose its share rounded
-    # up.
     rounded_up = (min(math.ceil(sparsity * size - _ROUNDING), size - 1) for size in sizes)
     return [max(pair) for pair in zip(limits, rounded_up, strict=True)]
 
 
 def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return the names of the layers that have given all that they may.
-
-    Example:
-        >>> at_limit(0.9, 0.5, {"first": (10, 1), "last": (10, 9)})
-        ['last']
-    """
+    """Return the names of the layers that have given all that they may."""
     limits = layer_limits(most, sparsity, [size for size, _ in layers.values()])
     pairs = zip(layers.items(), limits, strict=True)
     return [name for (name, (_, gone)), limit in pairs if 0 < limit <= gone]
 
 
 def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return what a user should know of layers and towers that lost most of what they had, a line each.
-
-    Example:
-        >>> limit_notes("prune", 0.98, ["fc.weight"], {"fc.weight": (6400, 6272), "out.weight": (6400, 6399)})[1]
-        'prune: more than 99 % of these layers is gone: out.weight (6,399 of 6,400)'
-    """
+    """Return what a user should know of layers and towers that lost most of what they had, a line each."""
     notes = []
     if capped:
         notes.append(
@@ -356,7 +333,8 @@ class RankedScores(Sequence[Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], scorer: Scorer) -> None:
         modules = scorer.modules
-        parts = {name: len(weight) if _is_stacked(modules.get(name)) else 0 for name, weight in weights.items()}
+        stacked = {name for name in weights if isinstance(modules.get(name), StackedExperts)}
+        parts = {name: len(weight) if name in stacked else 0 for name, weight in weights.items()}
         self.owners = [name for name, num in parts.items() for _ in range(num or 1)]
         """The weight that each matrix is of, in the order in which ties are broken."""
         self._experts = [expert for num in parts.values() for expert in (range(num) if num else [None])]
@@ -391,14 +369,13 @@ class RankedScores(Sequence[Tensor]):
 
     def _part(self, index: int, where: slice) -> Tensor:
         """Return a slice of one tensor's flattened scores."""
-        # A pruned weight's is what its value of 0 scores, where that is the lowest score there is: ranking it below
-        # live zeros is left to `self[index]`, which is slower. Where it is not the lowest it is ranked below all here.
+        # Where 0 is the lowest score, pruned weights score it without a mask: ranking them below live zeros is left to
+        # `self[index]`, which is slower.
         name, expert = self.owners[index], self._experts[index]
         if expert is not None:
             start, stop, _ = where.indices(numel := self.tensors[index].numel())
             where = slice(expert * numel + start, expert * numel + stop)
         scores = self._scorer.part(name, self._weights[name], where)
-        # Their scores are 0 already and nothing is lower, so `_part` needs no masks.
         if name not in self._masks or self._scorer.zero_is_lowest:
             return scores
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
@@ -410,10 +387,6 @@ class RankedScores(Sequence[Tensor]):
             found.setdefault(name, []).append(mask)
         stacked = {name for name, expert in zip(self.owners, self._experts, strict=True) if expert is not None}
         return {name: torch.stack(parts) if name in stacked else parts[0] for name, parts in found.items()}
-
-
-def _is_stacked(module: nn.Module | None) -> bool:
-    return isinstance(module, StackedExperts)
 
 
 def _like(weight: Tensor, expert: int | None) -> Tensor:
@@ -438,7 +411,6 @@ def select_weights(
         axes = [input_axis(modules[name]) - weights[name].ndim for name in owners]
         return scores.joined([nm_mask_of_scores(scores[i], kept, of, axis=axis) for i, axis in enumerate(axes)])
     if config.criterion == "wanda":
-        # Each output row by itself: rows lose the same share, so scope has no part in it.
         return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(owners)}
     if config.granularity == "block":
         blocks = [block_of(config, modules[name]) for name in owners]

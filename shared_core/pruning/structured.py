@@ -47,31 +47,23 @@ from shared_core.pruning.targets import Targets, refuse_nothing
 _MASKED = ("out", "norm")
 
 
-def filter_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every output unit of every layer, each by itself: its row of the weight, and its bias."""
-    return [_layer_group(name, module, "filter", whole_layer=False) for name, module in modules.items()]
+def layer_groups(modules: Mapping[str, nn.Module], kind: Kind) -> list[ChannelGroup]:
+    """Return every layer as a group: of its output units, a row of the weight and its bias each, or of one, itself."""
+    return [_layer_group(name, module, kind) for name, module in modules.items()]
 
 
-def layer_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
-    """Return every layer as a group of one unit: all of its weight, and its bias."""
-    return [_layer_group(name, module, "layer", whole_layer=True) for name, module in modules.items()]
-
-
-def _layer_group(name: str, module: nn.Module, kind: Kind, *, whole_layer: bool) -> ChannelGroup:
+def _layer_group(name: str, module: nn.Module, kind: Kind) -> ChannelGroup:
     weight = cast("Tensor", module.weight)
     axis = output_axis(module)
     outputs: NDArray[np.int64] = np.arange(weight.shape[axis])
-    tensors: list[tuple[str, int, NDArray[np.int64]]] = [(name, axis, outputs)]
+    units = 1 if kind == "layer" else len(outputs)
+    slices = [Slice(name, axis, outputs.reshape(units, -1), "out")]
     bias = module._parameters.get("bias")
     if bias is not None:
         # a grouped transposed convolution holds outputs of one group in the weight and all of them in the bias
-        of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T if bias.numel() != len(outputs) else outputs
-        tensors.append((f"{name.removesuffix('weight')}bias", 0, of_bias))
-    slices = tuple(
-        Slice(tensor, along, places.reshape(1 if whole_layer else len(outputs), -1), "out")
-        for tensor, along, places in tensors
-    )
-    return ChannelGroup(name=name, kind=kind, units=1 if whole_layer else len(outputs), slices=slices)
+        of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T.reshape(units, -1)
+        slices.append(Slice(f"{name.removesuffix('weight')}bias", 0, of_bias, "out"))
+    return ChannelGroup(name=name, kind=kind, units=units, slices=tuple(slices))
 
 
 def prunable_groups(groups: Iterable[ChannelGroup], granularity: str, chosen: Iterable[str]) -> Iterator[ChannelGroup]:
@@ -92,16 +84,9 @@ def masked_slices(group: ChannelGroup) -> list[Slice]:
 def masks_of_units(
     groups: Iterable[ChannelGroup], keeps: Iterable[Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return by name which elements to keep, given which units of each group are kept.
-
-    Args:
-        groups: Whose slices may name the same tensor; an element goes if any of its units does.
-        keeps: One bool vector a group, True = keep.
-        tensors: By name what may be masked; slices of others (running statistics) are left alone.
-    """
+    """Return by name which elements to keep, given which units of each group are kept."""
     masks: dict[str, Tensor] = {}
     for group, keep in zip(groups, keeps, strict=True):
-        # positions[gone]: (units that go, positions each), flat for index_fill_.
         gone = (~keep).cpu().numpy()
         for part in masked_slices(group):
             if part.tensor not in tensors:
@@ -117,18 +102,11 @@ def masks_of_units(
 
 @torch.no_grad()
 def kept_units(groups: Sequence[ChannelGroup], masks: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output.
-
-    Example:
-        >>> groups = filter_groups({"weight": nn.Linear(2, 2, bias=False)})
-        >>> kept_units(groups, {"weight": torch.tensor([[True, False], [False, False]])})
-        [tensor([ True, False])]
-    """
+    """Return which units of each group whole masks keep, on the CPU: those that keep any element of any output."""
     parts = [[part for part in masked_slices(group) if part.tensor in masks] for group in groups]
     axes = {(part.tensor, part.axis): masks[part.tensor].movedim(part.axis, 0) for each in parts for part in each}
     kept = dict(zip(axes, copied_to_cpu(mask.reshape(len(mask), -1).any(1) for mask in axes.values()), strict=True))
     keeps = [torch.zeros(group.units, dtype=torch.bool) for group in groups]
-    # A unit is kept if any element of it is, in any tensor: masks of units are all or nothing.
     for keep, each in zip(keeps, parts, strict=True):
         for part in each:
             keep |= kept[part.tensor, part.axis][torch.from_numpy(np.asarray(part.positions))].any(1)
@@ -153,30 +131,18 @@ def shapley_of_units(
 
     The value of a set of units is ``-Σ(y - y_all)² / Σ y_all²`` with y the floating-point outputs when all others are
     masked (a set that changes nothing is worth 0), in eval mode. With several processes it is rank 0's micro-batch.
-
-    Args:
-        model: Runs ``permutations·units`` times.
-        groups: Whose units play.
-        live: One bool vector a group: which units are not pruned yet.
-        tensors: By name what masks reach; restored bit for bit.
-        replay: Runs the micro-batch and returns its outputs.
-        permutations: Orders to draw, at least 2.
-        generator: The same on every process.
     """
     sizes = [group.units for group in groups]
-    # Players are live units; the value of a coalition is minus how far the outputs move when only it is there.
     players = torch.cat(list(live)).nonzero().view(-1)
     with evaluated(model):
         reference = _outputs(replay())
-        # Relative to the outputs' square, so that values of different models are comparable; 1.0 if the outputs are
-        # zeros.
+        # Relative to the outputs' square, so that values of different models are comparable.
         square = sum(float(output.double().square().sum()) for output in reference) or 1.0
 
         def value(kept: Tensor) -> float:
             keep = torch.cat(list(live))
             keep[players] = kept
             masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
-            # Only tensors that a group reaches are saved: one coalition at a time changes the model.
             before = {name: tensors[name].detach().clone() for name in masks}
             try:
                 apply_mask_([tensors[name] for name in masks], list(masks.values()))
@@ -230,8 +196,7 @@ class UnitPruning(MaskPolicy):
         self.groups: list[ChannelGroup] = []
         self.found = not config.is_traced
         if self.found:
-            make = filter_groups if config.granularity == "filter" else layer_groups
-            self._take(make(self._modules))
+            self._take(layer_groups(self._modules, cast("Kind", config.granularity)))
 
     def touched(self) -> Touched:
         """Return the weights that hold units, once these are known."""
@@ -289,12 +254,11 @@ class UnitPruning(MaskPolicy):
         found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
         # on every process, where one that differs would not come to the next collective
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
-            raise CompatibilityError(
-                "prune",
+            rule = (
                 f"every process must find the same {granularity}s, but their first micro-batches took different paths "
-                "through the model",
-                "use granularity filter",
+                "through the model"
             )
+            raise CompatibilityError("prune", rule, "use granularity filter")
         self._take(groups)
 
     def _take(self, groups: list[ChannelGroup]) -> None:
@@ -323,20 +287,14 @@ class UnitPruning(MaskPolicy):
             asked = {shares.get(weight) for weight in weights}
             if len(asked) > 1:
                 each = ", ".join(f"{weight} {shares.get(weight, 'none')}" for weight in dict.fromkeys(weights))
-                raise ConfigError(
-                    "prune",
-                    f"overrides must give one sparsity to layers that lose {group.kind}s together, got {each}",
-                    "name all of them",
-                )
+                rule = f"overrides must give one sparsity to layers that lose {group.kind}s together, got {each}"
+                raise ConfigError("prune", rule, "name all of them")
             if (share := asked.pop()) is not None:
                 found[group.name] = share
         if lost:
-            raise MatchError(
-                "prune",
-                f"overrides must name layers with {self.config.granularity}s that can be pruned, got "
-                f"{', '.join(sorted(lost))}",
-                "leave them out of overrides",
-            )
+            got = ", ".join(sorted(lost))
+            rule = f"overrides must name layers with {self.config.granularity}s that can be pruned, got {got}"
+            raise MatchError("prune", rule, "leave them out of overrides")
         return found
 
     def new_micro_batch(self) -> None:
@@ -363,9 +321,7 @@ class UnitPruning(MaskPolicy):
         """True if units are found too, and there is a micro-batch or a gradient to score them by."""
         if not self.found:
             return False
-        if self._taylor is not None:
-            return self._taylor.num_observed > 0 and (self.scorer.costs is None or bool(self.scorer.costs))
-        return super().is_ready
+        return super().is_ready if self._taylor is None else self._taylor.num_observed > 0
 
     def observe_units(self) -> None:
         """Take in the gradients of one complete step, if the criterion is about units' gradients."""
@@ -393,12 +349,9 @@ class UnitPruning(MaskPolicy):
         live = kept_units(self.groups, before) if before else everything
         scores = self._scores_of_all(context, live)
         if self.config.layers_differ and self.config.criterion in RELATIVE:
-            # Norms of a layer's weights depend on its width; divided by their mean, layers can be compared.
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
-        # Score per cost: what a unit is worth for each FLOP, byte or joule that goes with it.
         scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
-            # Pruned units rank below all: they stay pruned.
             found[~kept] = -torch.inf
         shares = self._shares(self.groups, own)
         # A group that nothing was gathered of keeps what it has, and the others share the sparsity.
@@ -426,11 +379,8 @@ class UnitPruning(MaskPolicy):
             return self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
         parts = self._scored_by_size(group)
         if criterion == "bn_scale" and not parts:
-            raise MatchError(
-                "prune",
-                f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}",
-                "take another criterion, or skip its layers",
-            )
+            rule = f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}"
+            raise MatchError("prune", rule, "take another criterion, or skip its layers")
         weights = [
             gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
         ]
@@ -454,15 +404,15 @@ class UnitPruning(MaskPolicy):
     def _cost(self, group: ChannelGroup) -> float:
         """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
         # A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
-        costs = self._costs
-        if costs is None:
+        if self._costs is None:
             return 1.0
-        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
-        tensors = self._tensors
-        # Weights for each position of the axis, times positions of a unit, times the cost of one weight.
-        sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
-        each = [costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
-        return float(sum(size * cost for size, cost in zip(sizes, each, strict=True))) or 1e-30
+        cost = 0.0
+        for part in masked_slices(group):
+            if part.tensor in self._modules:
+                tensor = self._tensors[part.tensor]
+                size = tensor.numel() // tensor.shape[part.axis]
+                cost += size * (self._costs.get(part.tensor, 0.0) * part.positions.shape[1])
+        return cost or 1e-30
 
     def freeze(self, context: Context) -> None:
         """Stop listening too."""
@@ -470,7 +420,7 @@ class UnitPruning(MaskPolicy):
         self._stop_listening()
 
     def close(self) -> None:
-        """Stop listening too."""
+        """Let go of the micro-batch too."""
         super().close()
         self._stop_listening()
 
@@ -542,11 +492,8 @@ class ShapleyPruning(UnitPruning):
     def _scores_of_all(self, context: Context, live: list[Tensor]) -> list[Tensor]:
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
         if replay is None:
-            raise TrainingError(
-                "prune shapley",
-                "a micro-batch must have been seen since the last step, got none",
-                "let the last update fall on a step of the run",
-            )
+            rule = "a micro-batch must have been seen since the last step, got none"
+            raise TrainingError("prune shapley", rule, "let the last update fall on a step of the run")
         found = shapley_of_units(
             context.model, self.groups, live, self._tensors, replay,
             permutations=self.config.permutations, generator=context.generator,

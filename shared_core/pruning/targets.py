@@ -1,15 +1,19 @@
-"""Which weights are pruned, and why the others are not."""
+"""Which weights are pruned, why the others are not, and the towers that they lie in.
+
+Towers are the parts of a model at its top, such as a vision and a text encoder, whose weights may differ in size.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine.plan import Touched
 from shared_core.errors import CompatibilityError, MatchError, by_reason
 from shared_core.modules.calls import has_rows
@@ -26,7 +30,59 @@ from shared_core.modules.matching import (
 from shared_core.modules.own_forward import COMPUTED, UNKNOWN, why_computed
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.towers import tower_names
+
+_FEW = 0.1
+"""A tower that keeps less than this of the share that the others keep is told."""
+
+
+def tower_names(names: Sequence[str]) -> list[str]:
+    """Return for each weight the tower that it is in.
+
+    Towers are the modules at the top; modules around all others but single layers are passed, numbered ones are not
+    taken apart.
+
+    Example:
+        >>> tower_names(["model.vision.0.fc.weight", "model.vision.1.fc.weight", "model.text.a.weight",
+        ...              "model.text.b.weight", "head.weight"])
+        ['model.vision', 'model.vision', 'model.text', 'model.text', 'head']
+        >>> tower_names(["model.layers.0.fc.weight", "model.layers.1.fc.weight", "head.weight"])
+        ['model.layers', 'model.layers', 'head']
+    """
+    paths = [name.split(".")[:-1] for name in names]
+    around: list[str] = []
+    while True:
+        layers: dict[str, set[tuple[str, ...]]] = {}
+        for path in paths:
+            if path[: len(around)] == around and len(path) > len(around):
+                layers.setdefault(path[len(around)], set()).add(tuple(path))
+        several = [child for child, inside in layers.items() if len(inside) > 1]
+        if any(child.isdecimal() for child in layers) or len(several) != 1:
+            break
+        around.append(several[0])
+    numbered = any(child.isdecimal() for child in layers)
+    depth = len(around) + (not numbered)
+    return [".".join(path[: depth if path[: len(around)] == around else 1]) for path in paths]
+
+
+def tower_notes(where: str, weights: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return a line for each tower of several matrices that keeps next to nothing while the others do not."""
+    counts: dict[str, list[int]] = {}
+    for tower, (size, gone) in zip(tower_names([*weights]), weights.values(), strict=True):
+        size_, gone_, matrices = counts.get(tower, [0, 0, 0])
+        counts[tower] = [size_ + size, gone_ + gone, matrices + 1]
+    sizes, gones = (sum(count[i] for count in counts.values()) for i in (0, 1))
+    notes = []
+    for tower, (size, gone, matrices) in counts.items():
+        if matrices < 2 or size == sizes:
+            continue
+        share, others = gone / size, (gones - gone) / (sizes - size)
+        if 1 - share < _FEW * (1 - others):
+            notes.append(
+                f"{where}: {share:.1%} of the weights of {tower} is gone, of the others {others:.1%}: one threshold is "
+                "for all; scope tower has one for each of them".replace("%", " %")
+            )
+    return notes
+
 
 _TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -167,22 +223,18 @@ def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own
     """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer."""
     for name, share in own.items():
         if share and min(round(share * sizes[name]), sizes[name] - 1) < 1:
-            raise MatchError(
-                "prune",
-                f"overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}, which "
-                "rounds to none",
-                "raise it, or give 0 to leave it dense",
-            )
+            rule = f"overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}"
+            raise MatchError("prune", rule, "raise it, or give 0 to leave it dense")
     rest = {name: size for name, size in sizes.items() if name not in own}
-    if config.resolved_scope == "tower":
-        towers = dict(zip(rest, tower_names([*rest]), strict=True))
-        if len(names := [*dict.fromkeys(towers.values())]) < 2:
-            found = f"one, {names[0] or 'the model'}" if names else "none"
-            raise MatchError("prune", f"scope tower must find two parts at the top, got {found}", "take scope global")
-        for tower in names:
-            _refuse_nothing_together(config, [size for name, size in rest.items() if towers[name] == tower], what)
-    else:
-        _refuse_nothing_together(config, [*rest.values()], what)
+    of_towers = config.resolved_scope == "tower"
+    together: dict[str, list[int]] = {}
+    for tower, size in zip(tower_names([*rest]) if of_towers else [""] * len(rest), rest.values(), strict=True):
+        together.setdefault(tower, []).append(size)
+    if of_towers and len(together) < 2:
+        found = "".join(f"one, {tower or 'the model'}" for tower in together) or "none"
+        raise MatchError("prune", f"scope tower must find two parts at the top, got {found}", "take scope global")
+    for of_one in together.values():
+        _refuse_nothing_together(config, of_one, what)
 
 
 def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -> None:
@@ -195,12 +247,8 @@ def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -
         most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
     if config.sparsity and sizes and most < 1:
         together = ", prune all under one threshold (scope global)" if config.resolved_scope == "local" else ""
-        raise MatchError(
-            "prune",
-            f"sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to none, "
-            "as no tensor is emptied",
-            f"raise it{together}, or prune in smaller pieces",
-        )
+        rule = f"sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to none"
+        raise MatchError("prune", rule, f"raise it{together}, or prune in smaller pieces")
 
 
 def _refuse_nothing_of_weights(
@@ -215,7 +263,6 @@ def _refuse_nothing_of_weights(
             sizes[matrix] = one.numel()
             if config.granularity == "block":
                 rows, columns = block_of(config, module)
-                # Tiles at the border count as tiles.
                 sizes[matrix] = -(-one[0] // rows) * -(-one[1:].numel() // columns)
             elif config.criterion == "wanda":
                 sizes[matrix] //= shape[output_axis(module)]
@@ -279,6 +326,13 @@ def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
     return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"
 
 
+def refuse_sharded(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that FSDP2 has sharded, where the options need more than one whole."""
+    sharded = next((name for name, weight in weights.items() if is_sharded(weight)), None)
+    if sharded and (reason := config.why_not_sharded):
+        raise CompatibilityError("prune", f"{sharded} must be a plain tensor, got a sharded one: {reason}")
+
+
 def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module], done: str, instead: str) -> None:
     """Refuse to change weights that merging joins with others, which undoes what was done to them."""
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is no such layer
@@ -292,8 +346,5 @@ def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module
     }
     name = next((name for name, module in chosen.items() if id(module) in inside), None)
     if name is not None:
-        raise CompatibilityError(
-            where,
-            f"weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}",
-            f"{instead}, or leave these layers out by skip",
-        )
+        rule = f"weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}"
+        raise CompatibilityError(where, rule, f"{instead}, or leave these layers out by skip")

@@ -17,35 +17,22 @@ from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.plan import Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.numerics.deferred_checks import read_together
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
-from shared_core.pruning.masks import (
-    MaskPolicy,
-    check_saved,
-    naming_nan,
-    refuse_sparse,
-    weights_report,
-    zeros_of_sharded,
-)
+from shared_core.pruning.masks import MaskPolicy, naming_nan, refuse_sparse, weights_report, zeros_of_sharded
 from shared_core.pruning.regularizers import Penalty
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import CostWatch, Magnitude, make_scorer
 from shared_core.pruning.structured import ShapleyPruning, UnitPruning
-from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
+from shared_core.pruning.targets import Targets, find_targets, refuse_adapters, refuse_sharded
 
 _CLEARLY = 0.05
 
 
 def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generator) -> MaskPolicy:
-    """Return what masks these options ask for: of units, of weights that may come back, or of weights that stay pruned.
-
-    Args:
-        config: The options.
-        targets: The weights within reach.
-        generator: For criteria that draw; the same on every rank.
-    """
+    """Return the masks that these options ask for: of units, or of weights that may come back or stay pruned."""
     policy: type[MaskPolicy] = MaskPolicy
     if config.prunes_units:
         policy = ShapleyPruning if config.criterion == "shapley" else UnitPruning
@@ -62,9 +49,6 @@ class Pruning(Technique):
     Masks are recomputed at the steps of the schedule; what is pruned stays pruned, unless `dynamic`, `sr_ste` or
     criterion ``movement`` let weights under the mask learn on until ``end``. After every optimizer step pruned weights
     are set to exactly +0.0, whatever momentum, weight decay or an 8-bit state would make of them.
-
-    Args:
-        config: The options.
     """
 
     key: ClassVar[str] = "prune"
@@ -73,11 +57,8 @@ class Pruning(Technique):
     def __init__(self, config: PruneConfig) -> None:
         super().__init__(config)
         if config.criterion == "sparsegpt":
-            raise ConfigError(
-                "prune",
-                "criterion must be another in training, got 'sparsegpt', which changes all weights at once",
-                "take wanda, or prune afterwards with eff prune",
-            )
+            rule = "criterion must be another in training, got 'sparsegpt', which changes all weights at once"
+            raise ConfigError("prune", rule, "take wanda, or prune afterwards with eff prune")
         self._policy = MaskPolicy(config, Targets({}, {}), Magnitude({}))
         self._schedule = Schedule(config)
         self._costs: CostWatch | None = None
@@ -103,7 +84,7 @@ class Pruning(Technique):
         )
         context.projections.append(self._project)
         self._take(targets, model, context)
-        return self._touched()
+        return targets.touched()
 
     def leave_unheld(self, context: Context) -> Touched:
         """Leave dense what no optimizer holds."""
@@ -111,7 +92,7 @@ class Pruning(Technique):
         if targets.modules.keys() != self._targets.modules.keys():
             self._policy.scorer.detach()
             self._take(targets, context.model, context)
-        return self._touched()
+        return targets.touched()
 
     def _project(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         self._policy.store.apply(values)
@@ -128,10 +109,6 @@ class Pruning(Technique):
             self._penalty = Penalty(config.regularizer, strength, model, targets.modules, config, units)
         self._policy.scorer.attach()
         context.windows["prune.scorer"] = self._policy.scorer
-
-    def _touched(self) -> Touched:
-        """Return the weights to prune."""
-        return self._targets.touched()
 
     def plan(self, context: Context) -> Plan:
         """Return when masks are made, and how sparse the weights are until they are as sparse as asked."""
@@ -167,9 +144,7 @@ class Pruning(Technique):
         refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
         policy = self._policy
         policy.begin(context.model, self._schedule)
-        sharded = next((name for name, weight in policy.weights.items() if is_sharded(weight)), None)
-        if sharded and (reason := self.config.why_not_sharded):
-            raise CompatibilityError("prune", f"{sharded} must be a plain tensor, got a sharded one: {reason}")
+        refuse_sharded(self.config, policy.weights)
         if state is not None:
             policy.restore(state)
             self._note_share()
@@ -182,8 +157,7 @@ class Pruning(Technique):
             policy.listen(context.model)
         if self.config.criterion != "shapley":
             context.drop(self.forward)
-        # What needs no step prunes at once, so that the very first forward is sparse.
-        if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_a_step:
+        if self._last_update < 0 and context.step >= self._schedule.begin and not self.config.needs_batches:
             self._update(context)
 
     def _tell_refilled(self, context: Context) -> None:
@@ -194,7 +168,7 @@ class Pruning(Technique):
         # not those that begin as zeros, such as the last layer of a residual branch
         zeros = sum(zero for size, zero in counts if zero < size)
         size, config = sum(size for size, _ in counts), self.config
-        waits = self._schedule.begin > 0 or config.needs_a_step
+        waits = self._schedule.begin > 0 or bool(config.needs_batches)
         held = 0.0 if waits else self._schedule.sparsity(0, config.sparsity)
         if size and zeros / size > held + _CLEARLY:
             context.note(
@@ -299,8 +273,7 @@ class Pruning(Technique):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore all but the masks, which are checked."""
-        check_saved(dict(state["masks"]), self._targets.weights(), of_units=self.config.prunes_units)
+        """Restore all but the masks, which the policy checks."""
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
         self._own = {name: float(share) for name, share in state.get("own", {}).items()}
@@ -338,7 +311,6 @@ class Pruning(Technique):
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
-            # A NaN weight fails the ranking; the error then says which weight and step.
             with naming_nan("prune", self._policy.weights, step):
                 masks = self._policy.next_masks(context, self._sparsity, self._own)
             self._policy.take(context, masks)

@@ -1,6 +1,6 @@
 """Averages of LoRA adapters: of their products BA, never of A and B apart.
 
-The adapter of a PEFT model in training, replaced by averages of other ranks.
+The adapter of a PEFT model in training is replaced by averages of other ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from shared_core.checkpoint_formats.adapter import (
     rank_and_alpha,
     scaling,
 )
-from shared_core.errors import CompatibilityError
-from shared_core.soup.averaging import accumulator_dtype, mean_with_
+from shared_core.config.options import checked
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.soup.averaging import Candidate, accumulator_dtype, copy_finite_, mean_with_
 
 RANK_FIELDS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 """The fields of an adapter's config that an average changes."""
@@ -77,8 +78,7 @@ def average_adapters(
     total = math.fsum(weight for _, weight in members)
     layers = lora_layers(first)
     of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
-    # PEFT saves more than factors (modules_to_save, trained token rows). Those are plain tensors: their plain mean is
-    # right.
+    # PEFT saves more than factors (modules_to_save, trained token rows), whose plain mean is right.
     for key in first.specs:
         if key not in of_layers:
             soup[key] = _mean(key, members, [1.0] * len(members))
@@ -89,8 +89,7 @@ def average_adapters(
         # One distinct pair of factors needs no stacking: equal members, or a soup of one, keep bits and rank.
         factors = parts[0][0] if len(parts) == 1 else _stacked(parts, total)
         if rank is not None:
-            # Frobenius norms over layers add up as squares, so the error over all layers is a ratio of two sums of
-            # squares.
+            # Frobenius norms over layers add up as squares.
             norm = _norm(factors)
             if factors.a.shape[0] > rank:
                 factors, cut = _cut(factors, rank, parts[0][0].scale)
@@ -98,14 +97,12 @@ def average_adapters(
                 lost += cut**2
             whole += norm**2
         changed = changed or factors is not parts[0][0]
-        # copy: a soup of equal members would otherwise hold the ingredient's own (mapped) memory, which close() lets
-        # go.
+        # copy: a soup of equal members would otherwise hold the ingredient's mapped memory, which close() lets go
         soup[layer.a] = factors.a.to(first.spec(layer.a).dtype, copy=True).contiguous()
         soup[layer.b] = factors.b.to(first.spec(layer.b).dtype, copy=True).contiguous()
         ranks[layer.module] = (factors.a.shape[0], factors.scale)
         if first.has(layer.bias):
-            # LoRA computes s(BAx + b). The saved scale is the soup's, so each bias enters with s_i / s: s_i b_i is
-            # what is averaged.
+            # LoRA computes s(BAx + b), and the saved scale is the soup's: s_i b_i is what is averaged.
             shares = [scaling(adapter.config, layer.module) / factors.scale for adapter, _ in members]
             soup[layer.bias] = _mean(layer.bias, members, shares)
     soup.error = math.sqrt(lost / whole) if whole else 0.0
@@ -147,9 +144,7 @@ def _parts(layer: LoraLayer, members: Sequence[tuple[Ingredient, float]]) -> lis
 
 
 def _equal(one: _Factors, two: _Factors) -> bool:
-    return one.scale == two.scale and one.a.shape == two.a.shape and torch.equal(one.a, two.a) and torch.equal(
-        one.b, two.b
-    )  # fmt: skip
+    return one.scale == two.scale and torch.equal(one.a, two.a) and torch.equal(one.b, two.b)
 
 
 def _stacked(parts: Sequence[tuple[_Factors, float]], total: float) -> _Factors:
@@ -185,11 +180,9 @@ def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     # B starts with most of the size where training starts: split evenly. The first one's scale stays, so that a model
     # built for this rank takes the factors as they are.
     scale = scale if scale > 0 else 1.0
-    # scale B A must give u diag(values) v: each factor takes sqrt(values / scale).
     root = (values[:rank] / scale).sqrt()
     rank = root.numel()
     new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
-    # The distance to the nearest matrix of that rank is the norm of the values that are cut.
     new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
     return _Factors(new_a, new_b, scale), float(values[rank:].norm())
 
@@ -226,23 +219,18 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         (name, module) for name, module in model.named_modules() if isinstance(module, peft.PeftModel)
     ]  # fmt: skip
     if not found:
-        # lora_A without a PeftModel: layers were injected (inject_adapter_in_model), and there is no config to read
-        # scales from.
+        # lora_A without a PeftModel: layers were injected, and there is no config to read scales from.
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
-        if odd is not None:
-            raise CompatibilityError(
-                "soup",
-                f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and "
-                "averaging A and B apart is not averaging BA",
-                "make the model by peft.get_peft_model",
-            )
-        return None
-    if len(found) > 1:
-        raise CompatibilityError(
-            "soup",
-            f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}",
-            "average their saved adapters with `eff soup`, each model's for itself",
+        if odd is None:
+            return None
+        rule = (
+            f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and averaging "
+            "A and B apart is not averaging BA"
         )
+        raise CompatibilityError("soup", rule, "make the model by peft.get_peft_model")
+    if len(found) > 1:
+        rule = f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}"
+        raise CompatibilityError("soup", rule, "average their saved adapters with `eff soup`, each model's for itself")
     return PeftAdapter(model, *found[0])
 
 
@@ -259,17 +247,12 @@ class PeftAdapter:
             for key in model.state_dict()
             if not key.startswith(self._prefix) or key.removeprefix(self._prefix) in inner
         ]
-        names = list(peft_model.peft_config)
-        if len(names) != 1:
-            raise CompatibilityError("soup", f"PEFT model must have one adapter, got {names}", "delete the others")
-        self._name: str = names[0]
+        self._name, *others = list(peft_model.peft_config)
         kind = str(getattr(self._config.peft_type, "value", self._config.peft_type))
-        if kind != "LORA" or self._config.is_prompt_learning:
-            raise CompatibilityError(
-                "soup",
-                f"PEFT model must have a LoRA adapter, got {kind}, whose averages are not those of what it does",
-                "leave soup out",
-            )
+        if others or kind != "LORA" or self._config.is_prompt_learning:
+            got = f"{[self._name, *others]}" if others else f"{kind}, whose averages are not those of what it does"
+            rule = f"PEFT model must have one adapter, of LoRA, got {got}"
+            raise CompatibilityError("soup", rule, "delete the others, or leave soup out")
         present = Ingredient("the model's adapter", ADAPTER, None, self.weights, self.fields())
         check_adapters(present, present)
 
@@ -286,12 +269,7 @@ class PeftAdapter:
     def weights(
         self, state_dict: Mapping[str, Tensor] | None = None, like: Ingredient | None = None
     ) -> dict[str, Tensor]:
-        """Return the adapter under PEFT's names, and what else checkpoints hold.
-
-        Args:
-            state_dict: The whole model's; by default the present one, whose tensors are not copied.
-            like: Has the names to return: PEFT also saves embeddings that were resized.
-        """
+        """Return the adapter under PEFT's names, and what else checkpoints hold."""
         from peft import get_peft_model_state_dict
 
         whole = self._model.state_dict() if state_dict is None else state_dict
@@ -313,8 +291,7 @@ class PeftAdapter:
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
         """Give the model this adapter, of whatever rank; parameters of a new shape are new ones."""
-        # Ranks and scales go into layers first: `set_peft_model_state_dict` copies tensors only, and refuses other
-        # shapes.
+        # Ranks and scales go into layers first: `set_peft_model_state_dict` refuses other shapes.
         from peft import set_peft_model_state_dict
 
         fields, name = cast(AdapterWeights, weights).config, self._name
@@ -334,7 +311,6 @@ class PeftAdapter:
 
 
 def _resize(layer: Any, name: str, rank: int) -> None:
-    # dimension is where the factor's rank lies: 0 in A, 1 in B.
     for holder, dimension in (("lora_A", 0), ("lora_B", 1)):
         if name in getattr(layer, holder):
             inner = getattr(layer, holder)[name]
@@ -352,3 +328,66 @@ def _set_rank(holder: Any, name: str, old: Tensor, dimension: int, rank: int) ->
     # A new Parameter, uninitialised: `set_peft_model_state_dict` fills it next.
     if shape != tuple(old.shape):
         setattr(holder, name, nn.Parameter(old.new_empty(shape), requires_grad=old.requires_grad))
+
+
+class AdapterCandidate:
+    """Candidates of a soup of models, as `averaging.Candidate`: one state dict takes every average of adapters."""
+
+    def __init__(self, rank: int | None, after_average: Callable[[dict[str, Tensor]], None] | None) -> None:
+        self._rank, self._after = rank, after_average
+        self._members: list[tuple[Ingredient, float]] = []
+        self.state_dict = AdapterWeights()
+
+    def write_single(self, ingredient: Ingredient) -> str | None:
+        """Write one adapter as it is; return the name of a tensor with a NaN or an infinity, if there is one."""
+        self.state_dict.clear()
+        self.state_dict.config, self.state_dict.errors, self.state_dict.error = dict(ingredient.config), {}, 0.0
+        for key in (*ingredient.specs, *ingredient.ties):
+            self.state_dict[key] = ingredient.tensor(key).clone()
+        ingredient.close()
+        self._written()
+        return next((key for key, value in self.state_dict.items() if not copy_finite_(None, value)), None)
+
+    def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
+        """Start from the best adapter, whose dtypes and config the soup takes."""
+        # No running mean: a product of stacked factors cannot be updated in place.
+        self._members = [(best, weight)]
+
+    def write_mean(self) -> None:
+        """Write the mean of the members accepted so far; of one, itself."""
+        self._write(self._members)
+
+    def write_average(self, ingredient: Ingredient, weight: float = 1.0) -> None:
+        """Write what the mean would be with one more member."""
+        self._write([*self._members, (ingredient, weight)])
+
+    def accept(self, ingredient: Ingredient, weight: float = 1.0) -> None:
+        """Make an adapter a member."""
+        self._members.append((ingredient, weight))
+
+    def _write(self, members: list[tuple[Ingredient, float]]) -> None:
+        if len(members) == 1:
+            self.write_single(members[0][0])
+        else:
+            average_adapters(members, self._rank, self.state_dict)
+            self._written()
+
+    def _written(self) -> None:
+        if self._after is not None:
+            self._after(self.state_dict)
+
+
+def candidate_for(
+    ingredients: Sequence[Ingredient],
+    into: dict[str, Tensor] | None,
+    after_average: Callable[[dict[str, Tensor]], None] | None,
+    rank: int | None,
+) -> Candidate | AdapterCandidate:
+    """Return where averages of these ingredients are written."""
+    kind, rank = ingredients[0].kind, checked(rank, int | None, "soup", "rank", low=1)
+    unfit = ("into", into) if kind == ADAPTER else ("rank", rank)
+    if unfit[1] is not None:
+        only = "whole models" if kind == ADAPTER else "adapters"
+        rule = f"{unfit[0]} must be given for {only} only, got {'it' if kind == ADAPTER else rank} for {kind}s"
+        raise ConfigError("soup", rule, "leave it out")
+    return AdapterCandidate(rank, after_average) if kind == ADAPTER else Candidate(ingredients[0], into, after_average)

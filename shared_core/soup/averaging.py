@@ -32,7 +32,7 @@ from shared_core.checkpoint_formats import (
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import all_reduce_, broadcast_
 from shared_core.engine.state_file import STATE_FILE, load_state
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import CheckpointError, MatchError, TrainingError
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
 CHUNK = 1 << 16
@@ -41,18 +41,12 @@ ALIGNMENT = 64  # bytes: that of a line of the cache, and what torch's allocator
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield flat parts of tensors of equal size, the same of each."""
-    # Views of contiguous tensors; `reshape` would copy others, which `mean_with_` and `copy_finite_` rule out for
-    # targets.
+    # `reshape` would copy others than contiguous tensors, which `mean_with_` and `copy_finite_` rule out for targets.
     return zip(*(torch.split(tensor.reshape(-1), CHUNK) for tensor in tensors), strict=True)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a mean over this dtype is held in: float32, or the dtype itself if it is wider.
-
-    Example:
-        >>> accumulator_dtype(torch.bfloat16), accumulator_dtype(torch.float64)
-        (torch.float32, torch.float64)
-    """
+    """Return the dtype that a mean over this dtype is held in: float32, or the dtype itself if it is wider."""
     # float8 has no entry in torch's table of promotions: promote_types raises for it.
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
@@ -70,22 +64,15 @@ def mean_with_(out: Tensor, mean: Tensor, tensor: Tensor, weight: float = 1.0, t
         tensor: The new member, any dtype and device.
         weight: Weight of the new member.
         total: Weight of all members, the new one included; for plain means the number of members.
-
-    Example:
-        >>> mean_with_(torch.empty(2), torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0]), total=3)
-        tensor([2., 2.])
     """
-    # reshape(-1) of a strided tensor is a copy: writes into its chunks would be lost. Such targets get a buffer,
-    # copied last.
+    # Writes into chunks of a strided tensor, which are copies, would be lost: it gets a buffer, copied last.
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    # Same dtype and device: chunks are written where they belong. Else each is rounded, or moved, once, when it is
-    # done.
+    # Same dtype and device: chunks are written where they belong. Else each is rounded, or moved, once.
     direct = target.dtype == mean.dtype and target.device == mean.device
     share = weight / total
     for goal, so_far, member in chunks(target, mean, tensor):
         into, member = (goal if direct else torch.empty_like(so_far)), member.to(so_far)
-        # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: with start x and end m this is m - (m - x) *
-        # share.
+        # lerp(start, end, t) is end - (end - start)(1 - t) for t >= 0.5: here m - (m - x) * share
         if share <= 0.5:
             torch.lerp(member, so_far, 1 - share, out=into)  # the same in one pass: torch starts at so_far then
         else:
@@ -143,11 +130,6 @@ class Candidate:
     """The one state dict that every average is written into, beside the running mean it is made from.
 
     Memory: this state dict, and the mean in a file; ingredients are read tensor by tensor, however many there are.
-
-    Args:
-        like: An ingredient: names, shapes and ties of the state dict.
-        into: Write into these tensors (a model's ``state_dict()``) instead of new ones; they keep their dtypes.
-        after_average: Called with the state dict each time that it was written, to re-apply masks for example.
     """
 
     def __init__(
@@ -162,8 +144,7 @@ class Candidate:
         self._mean: dict[str, Tensor] = {}
         self._total = 0.0
         self._best: Ingredient | None = None
-        # For each tensor of the ingredients: the keys it has in the state dict. Ties are one tensor under several
-        # keys.
+        # For each tensor of the ingredients: the keys it has in the state dict; a tied one has several.
         self._names = {key: [key] for key in like.specs}
         if into is None:
             for alias, owner in like.ties.items():
@@ -185,8 +166,7 @@ class Candidate:
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start the running mean from the best ingredient, whose integers, booleans and dtypes the soup takes."""
         self._best, self._total = best, weight
-        # On the CPU and with memory of its own: `into` may be the model's tensors on the device, which candidates
-        # overwrite.
+        # In memory of its own: `into` may be the model's tensors, which candidates overwrite.
         self._mean = _in_a_file({key: best.spec(key) for key in self._names if averaged(best.spec(key).dtype)})
         for key, mean in self._mean.items():
             mean.copy_(best.tensor(key))
@@ -208,8 +188,7 @@ class Candidate:
     def write_average(self, ingredient: Ingredient, weight: float = 1.0) -> None:
         """Write what the mean would be with one more member; the mean itself stays as it is."""
         for key, slot in self._best_slots():
-            # The mean itself is not touched: a rejected candidate costs no copy of it, and cannot leave rounding
-            # errors behind.
+            # The mean itself is not touched: a rejected candidate leaves no rounding errors behind.
             mean_with_(slot, self._mean[key], ingredient.tensor(key), weight, self._total + weight)
         ingredient.close()
         self._written()
@@ -222,12 +201,9 @@ class Candidate:
         ingredient.close()
 
     def _best_slots(self) -> Iterator[tuple[str, Tensor]]:
-        best = self._best
-        if best is None:
-            raise RuntimeError("begin_mean comes first")
+        best = cast(Ingredient, self._best)
         for key in self._names:
-            # Integers, booleans and dtypes are the best ingredient's: a mean of step counters or of masks means
-            # nothing.
+            # a mean of step counters or of masks means nothing
             spec = best.spec(key)
             slot = self._slot(key, spec.shape, spec.dtype)
             if averaged(spec.dtype):
@@ -240,8 +216,7 @@ class Candidate:
         names = self._names[key]
         # Allocated once, at the first candidate, and reused: memory is one model, however many candidates are tried.
         slot = self.state_dict.get(names[0])
-        # Single ingredients may have other dtypes than the soup. An owned slot follows them; a model's tensor keeps
-        # its own.
+        # An owned slot follows single ingredients' dtypes; a model's tensor keeps its own.
         if slot is None or (self._owned and slot.dtype != dtype):
             slot = torch.empty(shape, dtype=dtype)
             self.state_dict.update(dict.fromkeys(names, slot))
@@ -280,25 +255,19 @@ def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]
     for group in groups.values():
         key = next((name for name in group if like.has(name)), None)
         if key is None:
-            raise CheckpointError(
-                like.name,
-                f"checkpoint must hold all tensors of the model, got none named {group[0]!r}",
-                "it is of another model",
-            )
+            raise _stranger(like, f"checkpoint must hold all tensors of the model, got none named {group[0]!r}")
         shape = like.spec(key).shape
         if shape != tuple(into[key].shape):
-            raise CheckpointError(
-                like.name,
-                f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}",
-                "it is of another model",
-            )
+            raise _stranger(like, f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}")
         names[key] = group
     extra = next((key for key in (*like.specs, *like.ties) if key not in into), None)
     if extra is not None:
-        raise CheckpointError(
-            like.name, f"checkpoint must hold only tensors of the model, got {extra!r}", "it is of another model"
-        )
+        raise _stranger(like, f"checkpoint must hold only tensors of the model, got {extra!r}")
     return names
+
+
+def _stranger(ingredient: Ingredient, rule: str) -> CheckpointError:
+    return CheckpointError(ingredient.name, rule, "it is of another model")
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -307,6 +276,12 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def batch_norms(model: nn.Module) -> list[Any]:
     """Return the batch norms of a model that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, _NORMS) and module.track_running_stats]
+
+
+def refuse_no_norms(where: str, bn_batches: int, model: nn.Module) -> None:
+    """Refuse batches for statistics that a model does not keep."""
+    if bn_batches and not batch_norms(model):
+        raise MatchError(where, f"bn_batches must be 0 for a model without BatchNorm, got {bn_batches}", "remove it")
 
 
 def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batches: int) -> None:
@@ -324,11 +299,9 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
     try:
         calibrate(num_batches)
         if not any(int(norm.num_batches_tracked) for norm in norms):
-            raise TrainingError(
-                "bn_batches",
-                f"training data must give batches to estimate statistics on, got none of {num_batches}",
-                "let it start anew each time that it is iterated, or leave bn_batches at 0",
-            )
+            rule = f"training data must give batches to estimate statistics on, got none of {num_batches}"
+            remedy = "let it start anew each time that it is iterated, or leave bn_batches at 0"
+            raise TrainingError("bn_batches", rule, remedy)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -337,8 +310,7 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
         for name, buffer in model.named_buffers():
             if id(buffer) not in fresh and name in before:
                 buffer.copy_(before[name])
-    # Each process saw batches of its own. Rank 0's statistics are taken: a mean of variances would lack the spread of
-    # means.
+    # Rank 0's statistics are taken: a mean of variances would lack the spread of means.
     for norm in norms:
         for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
             broadcast_(cast(Tensor, buffer))
@@ -375,11 +347,8 @@ def masked_ingredients(
         else:
             notes.append(f"left out: {item.name}, from before its pruning ended (--unpruned takes it in)")
     if not usable:
-        raise CheckpointError(
-            "eff soup",
-            "at least one checkpoint must be from after its pruning ended, got none",
-            "give later ones, or pass --unpruned",
-        )
+        rule = "at least one checkpoint must be from after its pruning ended, got none"
+        raise CheckpointError("eff soup", rule, "give later ones, or pass --unpruned")
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
 
     return usable, functools.partial(_remask, masks), notes  # it pickles: processes re-apply masks too
@@ -422,17 +391,10 @@ def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
 
 
 def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
-    if not ingredient.has(name):
-        raise CheckpointError(
-            ingredient.name, f"checkpoint must hold {name!r}, which its mask is for, got no such tensor"
-        )
-    shape = ingredient.spec(name).shape
-    if packed.numel() != packed_size(shape):
-        raise CheckpointError(
-            ingredient.name,
-            f"mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes",
-            "its state file is of another model",
-        )
+    shape = ingredient.spec(name).shape if ingredient.has(name) else None
+    if shape is None or packed.numel() != packed_size(shape):
+        size = "no such tensor" if shape is None else f"{packed.numel()} bytes for {math.prod(shape)} bits"
+        raise _stranger(ingredient, f"checkpoint must hold {name!r} and a mask of its size, got {size}")
     return unpack_bits(packed, shape)
 
 

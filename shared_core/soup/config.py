@@ -113,23 +113,13 @@ class SoupConfig(TechniqueConfig):
 
 
 def larger_is_better(metric: str) -> bool:
-    """Return whether a metric of this name is better when larger: all but losses and errors are.
-
-    Example:
-        >>> larger_is_better("eval_f1"), larger_is_better("eval_loss"), larger_is_better("val/wer")
-        (True, False, False)
-    """
+    """Return whether a metric of this name is better when larger: all but losses and errors are."""
     words = re.split(r"[^a-z0-9]+", metric.lower())
     return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
 
 
 def refuse_estimates(config: Any, environment: Collection[str]) -> Iterator[str]:
-    """Yield that no batches can be run for statistics of batch norm where `training_step` steps the optimizer itself.
-
-    Args:
-        config: Of a technique with the option `bn_batches`.
-        environment: Keys of `RUN_ENVIRONMENTS` that hold.
-    """
+    """Yield that `bn_batches` cannot run where `training_step` steps the optimizer itself."""
     if config.bn_batches and "manual_optimization" in environment:
         yield (
             f"{config.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "

@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from rich import box
+from rich.table import Table
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
 from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.files.atomic import atomic_write
+from shared_core.libraries import optional
 from shared_core.soup.averaging import CHUNK, Candidate
 from shared_core.soup.greedy import Mode
 from shared_core.soup.ingredients import Source, open_ingredients
@@ -102,18 +106,14 @@ def diagnose(
         >>> found.metrics, found.uniform, found.barriers, found.distances[0][1]
         ([1.0, 1.0], 0.0, {'ingredient 1': 1.0}, 2.0)
     """
-    checked(mode, Literal["max", "min"], "soup", "mode")
+    checked(mode, Mode, "soup", "mode")
     opened = open_ingredients(ingredients)
     if opened[0].kind == ADAPTER:
-        raise ConfigError(
-            "soup",
-            "diagnose must get whole models, got adapters, whose ranks differ",
-            "merge them into their base model",
-        )
+        rule = "diagnose must get whole models, got adapters, whose ranks differ"
+        raise ConfigError("soup", rule, "merge them into their base model")
     candidate = Candidate(opened[0], None, after_average)
     search = {"kind": "diagnosis", "mode": mode, **(about or {})}
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)
-    # Below, sign * metric is larger when better.
     sign = 1.0 if mode == "max" else -1.0
 
     scoring.in_processes(list(enumerate(opened)), jobs, after_average)
@@ -153,11 +153,8 @@ def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored
         else:
             able.append((number, item, single))
     if len(able) < 2:
-        raise CheckpointError(
-            "soup",
-            f"at least two ingredients must have finite weights and a finite metric, got {len(able)}",
-            "; ".join(f"{name} {reason}" for name, reason in left_out.items()),
-        )
+        rule = f"at least two ingredients must have finite weights and a finite metric, got {len(able)}"
+        raise CheckpointError("soup", rule, "; ".join(f"{name} {reason}" for name, reason in left_out.items()))
     return able, left_out
 
 
@@ -181,9 +178,7 @@ def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Cand
 def _barrier(path: Sequence[float], sign: float) -> float:
     if not all(math.isfinite(score) for score in path):
         return math.inf
-    # The barrier of Frankle et al. (2020, arXiv:1912.05671): the straight line between the two ends less the metric
-    # between them. Ends have none by definition, so falls[1:-1].
-    falls = [
+    falls = [  # ends have none by definition
         sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
     ]
     return max(0.0, *falls[1:-1])
@@ -226,13 +221,11 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
             continue
         flat = [item.tensor(key).reshape(-1) for item in items]
         for parts in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
-            # A complex number counts as its two parts.
             wide = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
             rows = torch.stack([part.cpu().double().flatten() for part in wide])
             # differences, not the products below: equal ingredients are to be at distance 0
             for i in range(count - 1):
                 squares[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1)
-            # Products of what is left after the mean: the Gram matrix of w_i - mean, summed chunk by chunk.
             rows -= rows.mean(0)
             products += rows @ rows.T
     for item in items:
@@ -241,3 +234,62 @@ def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float
     norms = products.diagonal().sqrt()
     cosines = products / norms.outer(norms)
     return (squares + squares.T).sqrt().tolist(), norms.tolist(), cosines.clamp(-1, 1).tolist()
+
+
+def diagnosis_table(found: Diagnosis) -> Table:
+    """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one.
+
+    Args:
+        found: As `diagnose` returns it.
+    """
+    left_out = [f"{_short(name)} {reason}" for name, reason in found.left_out.items()]
+    table = Table(
+        title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0),
+        caption="\n".join(left_out) or None, caption_justify="left",
+    )  # fmt: skip
+    ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
+    table.add_column("ingredient", min_width=12, overflow="fold")
+    for name in ("alone", "from mean", "to best", *ways, "barrier"):
+        table.add_column(name, justify="right", overflow="fold")
+    best = found.names.index(found.best)
+    for i, name in enumerate(found.names):
+        numbers = [found.metrics[i], found.from_mean[i], found.distances[i][best]]
+        if i != best:
+            numbers += [*found.paths[name][1:-1], found.barriers[name]]
+        ends = [] if i != best else [*[""] * len(ways), "the best"]
+        table.add_row(_short(name), *(f"{number:.4g}" for number in numbers), *ends)
+    return table
+
+
+def _short(name: str) -> str:
+    return "/".join(Path(name).parts[-2:])
+
+
+def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
+    """Write a plot of the ways from the best ingredient to the others, and of all distances; return its file.
+
+    Args:
+        found: As `diagnose` returns it.
+        file: Its ending names the format, one that matplotlib writes.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    optional("matplotlib", "plots", "soup plot")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    ways, matrix = figure.subplots(1, 2)
+    for name, path in found.paths.items():
+        ways.plot(ALPHAS, path, "o-", label=Path(name).name)
+    ways.axhline(found.uniform, linewidth=1, linestyle="--", color="black", label="uniform soup")
+    ways.set(xlabel=f"α from {Path(found.best).name}", ylabel="held-out metric")
+    ways.legend(fontsize="small")
+    labels = [Path(name).name for name in found.names]
+    image = matrix.imshow(found.distances)
+    matrix.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+    matrix.set_yticks(range(len(labels)), labels)
+    figure.colorbar(image, ax=matrix, label="L2 distance")
+    with atomic_write(file) as temporary:
+        figure.savefig(temporary)
+    return Path(file)

@@ -1,7 +1,8 @@
-"""Greedy soup: add an ingredient to the average if the held-out metric does not fall."""
+"""Greedy soup: add an ingredient to the average if the held-out metric does not fall; its path as table, JSON, plot."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.table import Table
 from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.files.atomic import atomic_write
+from shared_core.libraries import optional
+from shared_core.soup.adapters import AdapterCandidate, AdapterWeights, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.candidates import AdapterCandidate, candidate_for
-from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
 Mode = Literal["max", "min"]
@@ -30,7 +34,6 @@ class SoupResult:
     """A soup and the path that led to it."""
 
     state_dict: dict[str, Tensor]
-    """The average, in the best ingredient's dtypes."""
     ingredients: list[str]
     """Names of the members in the order they were added."""
     score: float
@@ -128,12 +131,15 @@ def greedy_soup(
         >>> result.state_dict["w"], result.ingredients, result.score
         (tensor([2.]), ['ingredient 1', 'ingredient 0'], -0.5)
     """
-    # Greedy soup of Wortsman et al. (2022, arXiv:2203.05482, recipe 1): sort by the held-out metric, then add each in
-    # turn if the average does not get worse.
-    _check(mode, min_delta, order, jobs, max_ingredients)
+    checked(mode, Mode, "soup", "mode")
+    checked(max_ingredients, int | None, "soup", "max_ingredients", low=1)
+    checked(min_delta, float, "soup", "min_delta", low=0)
+    checked(order, Order, "soup", "order")
+    if jobs > 1 and order != "metric":
+        told = f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
+        raise ConfigError("soup", told)
     opened = open_ingredients(ingredients)
-    if scores is not None and len(scores) != len(opened):
-        raise ConfigError("soup", f"scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
+    check_number_of("scores", scores, len(opened))
     options = {
         "kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "rank": rank,
     }  # fmt: skip
@@ -147,13 +153,11 @@ def greedy_soup(
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
-    # Single scores are independent, so they may run in processes. Averages are not: each depends on what was
-    # accepted.
+    # Single scores are independent, so they may run in processes. Each average depends on what was accepted.
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
     scoring.in_job([(row.number, row.item) for row in rows if row.single is None], job or Job())
     able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
     best = able[0]
-    # Equal weights twice: a difference is noise of the evaluation. It is kept under a key of its own in the journal.
     again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
     history = [row.to_dict(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
@@ -166,22 +170,10 @@ def greedy_soup(
     )
 
 
-def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: int | None) -> None:
-    checked(mode, Literal["max", "min"], "soup", "mode")
-    checked(max_ingredients, int | None, "soup", "max_ingredients", low=1)
-    checked(min_delta, float, "soup", "min_delta", low=0)
-    checked(order, Literal["metric", "random", "given"], "soup", "order")
-    if jobs > 1 and order != "metric":
-        raise ConfigError(
-            "soup", f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
-        )
-
-
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
     """Return ingredients of finite weights in the order they are tried; by metric all are scored, else the first."""
     able: list[_Row] = []
-    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean it is
-    # tried in.
+    # Other orders score only the first alone. The rest must still be finite: one NaN would spoil each mean.
     for row in rows:
         if by_metric or not able:
             row.single, row.reason = scoring.alone(row.number, row.item, row.single)
@@ -190,11 +182,9 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
         if not row.reason:
             able.append(row)
     if not able:
-        raise CheckpointError(
-            "soup",
-            "at least one ingredient must have finite weights and a finite metric, got "
-            + "; ".join(f"{row.item.name} {row.reason}" for row in rows),
-        )
+        told = "; ".join(f"{row.item.name} {row.reason}" for row in rows)
+        rule = f"at least one ingredient must have finite weights and a finite metric, got {told}"
+        raise CheckpointError("soup", rule)
     # A stable sort: of equal metrics, the one given first is tried first.
     if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))
@@ -219,12 +209,10 @@ def _grown(
         if most is not None and len(members) >= most:
             row.reason = f"not tried: the soup has {most} ingredients"
             continue
-        # Members in the order of acceptance: a running mean depends on it in its last bits, and the score belongs to
-        # those bits.
+        # Members in the order of acceptance: the last bits of a running mean, and so the score, depend on it.
         key = "+".join(str(member.number) for member in (*members, row))
         known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
-        # The paper accepts ties (>=). With strict, an average must be better by more than min_delta.
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
@@ -234,7 +222,6 @@ def _grown(
             candidate.accept(row.item)
             members.append(row)
             current = known
-    # The candidate may hold a rejected average: write the accepted one over it.
     candidate.write_mean()
     return members
 
@@ -245,3 +232,92 @@ def _reason(score: float, gain: float) -> str:
     if gain == 0:
         return "the metric of the average stayed the same"
     return f"the metric of the average {'improved' if gain > 0 else 'fell off'} by {abs(gain):.4g}"
+
+
+def path_table(result: SoupResult) -> Table:
+    """Return the path as a table: one row an ingredient, in the order tried.
+
+    Args:
+        result: As `greedy_soup` returns it.
+    """
+    table = Table(title=f"soup of {len(result.ingredients)} of {len(result.history)}: {result.score:.6g}")
+    logged = any("logged" in row for row in result.history)
+    for name, justify in (("", "right"), ("ingredient", "left"), *([("logged", "right")] if logged else []),
+                          ("alone", "right"), ("average", "right"), ("in", "center"), ("why", "left")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in result.history:
+        keys = (*(["logged"] if logged else []), "single", "score")
+        numbers = ["–" if row[key] is None else f"{row[key]:.6g}" for key in keys]
+        table.add_row(str(row["order"] + 1), row["name"], *numbers, "✓" if row["accepted"] else "", row["reason"])
+    return table
+
+
+def path_dict(result: SoupResult) -> dict[str, Any]:
+    """Return the path as plain values: score, ingredients, history, and the first member's metric if taken twice."""
+    # an evaluation that gives NaN the second time is one that JSON has no number for
+    repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
+    return {
+        "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
+        **rank_errors(result.state_dict),
+    }  # fmt: skip
+
+
+def path_json(result: SoupResult) -> str:
+    """Return `path_dict` as JSON.
+
+    Args:
+        result: As `greedy_soup` returns it.
+    """
+    return json.dumps(path_dict(result))
+
+
+def noise_of(result: SoupResult) -> str | None:
+    """Return a line about an evaluation that gave equal weights two metrics, None if it did not.
+
+    Args:
+        result: As `greedy_soup` returns it.
+    """
+    if result.repeat is None or result.repeat[0] == result.repeat[1]:
+        return None
+    first, second = result.repeat
+    return (
+        f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
+        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more (min_delta)"
+    )
+
+
+def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what cutting an average of adapters to a lower rank lost, relative to it: in all, and in each layer."""
+    if not isinstance(state_dict, AdapterWeights) or not state_dict.errors:
+        return {}
+    return {"rank_error": state_dict.error, "rank_errors": state_dict.errors}
+
+
+def path_plot(result: SoupResult, file: str | Path) -> Path:
+    """Write a plot of the metric along the path and return its file.
+
+    Args:
+        result: As `greedy_soup` returns it.
+        file: Its ending names the format, one that matplotlib writes.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    optional("matplotlib", "plots", "soup plot")
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result.history if not row["reason"].startswith("left out")]
+    figure = Figure(figsize=(max(5.0, 0.45 * len(rows) + 2), 4), layout="constrained")
+    axes = figure.subplots()
+    alone = [row for row in rows if row["single"] is not None]
+    axes.plot([row["order"] for row in alone], [row["single"] for row in alone], "o", label="ingredient alone")
+    for accepted, mark, label in ((True, "^", "average, accepted"), (False, "x", "average, rejected")):
+        tried = [row for row in rows if row["score"] is not None and row["accepted"] == accepted]
+        axes.plot([row["order"] for row in tried], [row["score"] for row in tried], mark, label=label)
+    axes.axhline(result.score, linewidth=1, linestyle="--", label=f"soup: {result.score:.5g}")
+    axes.set_xticks(range(len(rows)), [Path(row["name"]).name for row in rows], rotation=45, ha="right")
+    axes.set_ylabel("held-out metric")
+    axes.legend()
+    with atomic_write(file) as temporary:
+        figure.savefig(temporary)
+    return Path(file)

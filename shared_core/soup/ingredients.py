@@ -29,7 +29,7 @@ from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_
 from shared_core.engine.services import SavedCheckpoint
 from shared_core.engine.technique import Context
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.adapters import PeftAdapter
 
 Source = str | Path | Mapping[str, Tensor] | Ingredient
@@ -40,8 +40,10 @@ _FREE_CONFIG_FIELD = re.compile(r"^_|version|dtype|drop|use_cache|initializer|gr
 
 def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
     """Return the ingredients opened and compared: same tensors, shapes, ties and configs."""
-    if isinstance(ingredients, str | Path | Mapping):
-        raise CheckpointError("soup", f"ingredients must be a sequence of paths, got {type(ingredients).__name__}")
+    if isinstance(ingredients, str | Path | Mapping) or not ingredients:
+        got = type(ingredients).__name__ if ingredients else "none"
+        rule = f"ingredients must be a sequence of paths of at least one checkpoint, got {got}"
+        raise CheckpointError("soup", rule)
     opened: list[Ingredient] = []
     for number, given in enumerate(ingredients):
         if isinstance(given, Mapping):
@@ -49,30 +51,31 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
             opened.append(Ingredient(f"ingredient {number}", IN_MEMORY, None, lambda given=given: given))  # type: ignore[misc]
         else:
             opened.append(given if isinstance(given, Ingredient) else open_ingredient(given))
-    if not opened:
-        raise CheckpointError(
-            "soup", "ingredients must be at least one checkpoint, got none", "give paths of checkpoints"
-        )
     opened = under_same_names(opened)
-    for other in opened[1:]:
-        _check_alike(opened[0], other)
     configured = [item for item in opened if item.config and item.kind != ADAPTER]
-    for other in configured[1:]:
-        _check_configs(configured[0], other)
+    for check, items in ((_differences, opened), (_config_differences, configured)):
+        for other in items[1:]:
+            if (found := next(check(items[0], other), None)) is not None:
+                remedy = "only checkpoints of one architecture can be averaged: leave one of them out"
+                if ADAPTER in (items[0].kind, other.kind):
+                    remedy += ", or merge an adapter into its model (merge_and_unload) and save that"
+                raise CheckpointError("soup", found, remedy)
     return opened
 
 
-_REMEDY = "only checkpoints of one architecture can be averaged: leave one of them out"
+def check_number_of(what: str, given: Sequence[Any] | None, count: int) -> None:
+    """Raise `ConfigError` unless there is one of something for each of `count` ingredients, or None."""
+    if given is not None and len(given) != count:
+        raise ConfigError("soup", f"{what} must be one for each of {count} ingredients, got {len(given)}")
 
 
-def _check_alike(first: Ingredient, other: Ingredient) -> None:
+def _differences(first: Ingredient, other: Ingredient) -> Iterator[str]:
+    """Yield what keeps two ingredients from being averaged."""
     adapters = [item for item in (first, other) if item.kind == ADAPTER]
     if len(adapters) == 1:
-        raise CheckpointError(
-            "soup",
+        yield (
             f"ingredients must be whole models or adapters, got {first.name} ({first.kind}) and {other.name} "
-            f"({other.kind})",
-            "merge the adapter into its model (merge_and_unload) and save that",
+            f"({other.kind})"
         )
     if adapters:
         check_adapters(first, other)
@@ -80,51 +83,32 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
     for one, two in ((first, other), (other, first)):
         missing = next((key for key in (*one.specs, *one.ties) if not two.has(key)), None)
         if missing is not None:
-            raise CheckpointError(
-                "soup",
-                f"ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}",
-                _REMEDY,
-            )
+            yield f"ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}"
     # Ties must agree: averaging a tied tensor with two free ones would be the mean of one matrix and two.
-    odd = first.tied_groups ^ other.tied_groups
-    if odd:
+    if odd := first.tied_groups ^ other.tied_groups:
         key = min(min(odd, key=sorted))
         tied, free = (first, other) if any(key in group for group in first.tied_groups) else (other, first)
-        raise CheckpointError(
-            "soup",
+        yield (
             f"{key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to another "
-            f"tensor, in {free.name}",
-            _REMEDY,
+            f"tensor, in {free.name}"
         )
     for key, spec in first.specs.items():
         its = other.spec(key)
+        both = f"got {{}} in {first.name} and {{}} in {other.name}"
         if _shape(spec.shape, key, first) != _shape(its.shape, key, other):
-            raise CheckpointError(
-                "soup",
-                f"{key!r} must have the same shape in all ingredients, got {spec.shape} in {first.name} and "
-                f"{its.shape} in {other.name}",
-                _REMEDY,
-            )
+            yield f"{key!r} must have the same shape in all ingredients, {both.format(spec.shape, its.shape)}"
         # Dtypes may differ (bf16 beside fp32), but a float cannot be averaged with what is copied as it is.
         if averaged(spec.dtype) != averaged(its.dtype):
-            raise CheckpointError(
-                "soup",
-                f"{key!r} must be floating-point in all ingredients or in none, got {spec.dtype} in {first.name} and "
-                f"{its.dtype} in {other.name}",
-                _REMEDY,
-            )
+            yield f"{key!r} must be floating-point in all ingredients or in none, {both.format(spec.dtype, its.dtype)}"
 
 
-def _check_configs(first: Ingredient, other: Ingredient) -> None:
+def _config_differences(first: Ingredient, other: Ingredient) -> Iterator[str]:
     ones, twos = dict(_bound(first.config)), dict(_bound(other.config))
     for field in sorted(ones.keys() | twos.keys()):
-        one, two = ones.get(field), twos.get(field)
-        if one != two:
-            raise CheckpointError(
-                "soup",
+        if (one := ones.get(field)) != (two := twos.get(field)):
+            yield (
                 f"config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} and {two!r} "
-                f"in {other.name}",
-                _REMEDY,
+                f"in {other.name}"
             )
 
 
@@ -141,7 +125,6 @@ def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:
     """Return the shape that must be alike: adapters may have different ranks."""
-    # (r, in) and (out, r) of different ranks can be averaged: the ranks add up.
     rank = rank_dimension(key) if ingredient.kind == ADAPTER else None
     return shape if rank is None else (*shape[:rank], *shape[rank + 1 :])
 
@@ -207,8 +190,7 @@ class RunIngredients:
         context = self._context
         saved = sorted(context.services.checkpoints(), key=lambda checkpoint: checkpoint.step)
         first = context.first_usable_step
-        # Before this step weights were dense or unquantised: averages with them would undo what the recipe trained
-        # for.
+        # Averages with earlier weights, dense or unquantised, would undo what the recipe trained for.
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
         if usable and len(usable) < len(saved):
             context.services.say(
@@ -243,8 +225,7 @@ class RunIngredients:
             groups.setdefault(storage_key(tensor) or name, []).append(name)
 
         def load() -> Mapping[str, Tensor]:
-            # Shards: the whole tensor is read lazily, and this process's part cut out, so no process holds a whole
-            # model.
+            # Shards: a tensor is read when its part is cut out, so that no process holds a whole model.
             if self._parts_on is not None:
                 return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
             loaded = services.load_weights(saved.path)
@@ -291,13 +272,9 @@ class _Parts(Mapping[str, Tensor]):
         saved_as, like = self._saved_as[name], self._like[name]
         tensor = None if saved_as is None else self._weights[saved_as]
         if tensor is None or tensor.shape != like.shape:
-            raise CheckpointError(
-                self._path,
-                f"{name!r} must have the model's shape {tuple(like.shape)}, got "
-                f"{'none' if tensor is None else tuple(tensor.shape)}",
-                "it is of another model",
-            )
-        # The same rows that this process's shard of the model holds.
+            got = "none" if tensor is None else tuple(tensor.shape)
+            rule = f"{name!r} must have the model's shape {tuple(like.shape)}, got {got}"
+            raise CheckpointError(self._path, rule, "it is of another model")
         return tensor[place_of(like)]
 
     def __iter__(self) -> Iterator[str]:

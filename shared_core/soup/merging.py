@@ -1,10 +1,14 @@
-"""Merges of task vectors (TIES, DARE) and SLERP of two models, tensor by tensor, as mergekit computes them."""
+"""Averages and merges of checkpoints: uniform, weighted, task vectors (TIES, DARE) and SLERP of two models.
+
+Merges are computed tensor by tensor, as mergekit does.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,12 +17,115 @@ import torch
 from torch import Tensor
 
 from shared_core.checkpoint_formats import ADAPTER, IN_MEMORY, Ingredient
+from shared_core.config.options import checked
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.soup.adapters import candidate_for
 from shared_core.soup.averaging import Candidate, accumulator_dtype, chunks, non_finite_tensor
-from shared_core.soup.ingredients import Source, open_ingredients
-from shared_core.soup.uniform import check_weights
+from shared_core.soup.ingredients import Source, check_number_of, open_ingredients
+from shared_core.soup.scoring import not_finite
 
-TASK_VECTOR_KINDS = ("ties", "dare_linear", "dare_ties")
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of ingredients, and which ones it is of."""
+
+    state_dict: dict[str, Tensor]
+    ingredients: list[str]
+    """Names of the members."""
+    weights: list[float]
+    """The weight of each member."""
+    left_out: dict[str, str]
+    """The names of the others, and why."""
+
+
+def uniform_soup(
+    ingredients: Sequence[Source],
+    weights: Sequence[float] | None = None,
+    *,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
+) -> dict[str, Tensor]:
+    r"""Return the state dict of the mean of all ingredients, ``sum(w_i x_i) / sum(w_i)``, accumulated in float32.
+
+    Integers, booleans and dtypes come from the first ingredient. One with a NaN or an infinity is left out
+    with a warning.
+
+    Args:
+        ingredients: Paths (see `open_ingredient`) or state dicts.
+        weights: One number >= 0 for each, for example the example counts of federated averaging; all 1 by default.
+        after_average: Called with the result, to change it in place.
+        into: Tensors to write the result into; by default new ones.
+        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
+
+    Raises:
+        CheckpointError: If an ingredient cannot be read or does not belong with the others, or none is finite.
+        ConfigError: If there is not one weight for each ingredient, one is negative or not finite, or all are 0.
+
+    Source: Wortsman et al., 2022, arXiv:2203.05482; weights: McMahan et al., 2017, arXiv:1602.05629.
+
+    Example:
+        >>> import torch
+        >>> clients = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}]
+        >>> uniform_soup(clients)["w"], uniform_soup(clients, weights=[1, 3])["w"]
+        (tensor([2.]), tensor([3.]))
+    """
+    found = average_of(ingredients, weights, after_average=after_average, into=into, rank=rank)
+    for name, reason in found.left_out.items():
+        warnings.warn(f"soup: {name} is {reason}", stacklevel=2)
+    return found.state_dict
+
+
+def average_of(
+    ingredients: Sequence[Source],
+    weights: Sequence[float] | None = None,
+    *,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Average:
+    """Return what `uniform_soup` does, with the names of the members and of those that were left out.
+
+    `progress` is called with (files read, files to read): each is read twice, once to look for what is not finite.
+    """
+    opened = open_ingredients(ingredients)
+    check_weights(weights, len(opened))
+    candidate = candidate_for(opened, into, after_average, rank)
+    shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
+    members, left_out = [], {}
+    for number, (item, share) in enumerate(zip(opened, shares, strict=True), start=1):
+        progress(number, 2 * len(opened))
+        # Checked before the mean starts: a NaN could not be taken out again.
+        bad = non_finite_tensor(item)
+        if bad is not None:
+            left_out[item.name] = not_finite(bad)
+        elif share > 0:
+            members.append((item, share))
+    if not members:
+        told = "; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"
+        rule = f"at least one ingredient must have finite weights and a weight above 0, got {told}"
+        raise CheckpointError("soup", rule)
+    candidate.begin_mean(*members[0])
+    for number, (item, share) in enumerate(members, start=1):
+        if number > 1:
+            candidate.accept(item, share)
+        progress(len(opened) + number, len(opened) + len(members))
+    candidate.write_mean()
+    names, of_members = [item.name for item, _ in members], [share for _, share in members]
+    return Average(candidate.state_dict, names, of_members, left_out)
+
+
+def check_weights(weights: Sequence[float] | None, count: int) -> None:
+    """Raise `ConfigError` unless there is one weight >= 0 for each of `count` ingredients, and one above 0."""
+    check_number_of("weights", weights, count)
+    for weight in weights or ():
+        if isinstance(weight, bool) or not (math.isfinite(weight) and weight >= 0) or not any(weights or ()):
+            rule = f"weights must be finite numbers >= 0, and not all be 0, got {weight!r}"
+            raise ConfigError("soup", rule)
+
+
+Kind = Literal["ties", "dare_linear", "dare_ties"]
 
 # torch splits sums of 32768 numbers and more over its threads, and their last bits then depend on how many there are.
 _SERIAL = 1 << 14
@@ -31,7 +138,7 @@ _NO_SUM = 1e-7
 def task_vector_soup(
     ingredients: Sequence[Source],
     base: Source,
-    kind: Literal["ties", "dare_linear", "dare_ties"],
+    kind: Kind,
     *,
     density: float,
     weights: Sequence[float] | None = None,
@@ -76,12 +183,9 @@ def task_vector_soup(
         >>> task_vector_soup(tuned, {"w": torch.zeros(2)}, "ties", density=1.0)["w"]
         tensor([ 3., -3.])
     """
-    if kind not in TASK_VECTOR_KINDS:
-        raise ConfigError("soup", f"kind must be {', '.join(TASK_VECTOR_KINDS[:-1])} or dare_ties, got {kind!r}")
-    if isinstance(density, bool) or not 0 < density <= 1:
-        raise ConfigError("soup", f"density must be in (0, 1], got {density!r}", "give the share to keep, such as 0.5")
-    if isinstance(lambda_, bool) or not math.isfinite(lambda_):
-        raise ConfigError("soup", f"lambda must be a finite number, got {lambda_!r}")
+    checked(kind, Kind, "soup", "kind")
+    checked(density, float, "soup", "density", above=0, high=1)
+    checked(lambda_, float, "soup", "lambda")
     if isinstance(base, Mapping):
         base = Ingredient("base", IN_MEMORY, None, functools.partial(dict, base))
     *opened, start = open_ingredients([*open_ingredients(ingredients), base])
@@ -121,8 +225,7 @@ def slerp_soup(
         >>> slerp_soup([{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}])["w"]
         tensor([0.7071, 0.7071])
     """
-    if isinstance(t, bool) or not 0 <= t <= 1:
-        raise ConfigError("soup", f"t must be in [0, 1], got {t!r}", "0 is the first ingredient, 1 the second")
+    checked(t, float, "soup", "t", low=0, high=1)
     opened = open_ingredients(ingredients)
     if len(opened) != 2:
         raise ConfigError("soup", f"slerp must have two ingredients, got {len(opened)}", "merge two at a time")
@@ -132,18 +235,13 @@ def slerp_soup(
 
 def _check_mergeable(opened: Sequence[Ingredient]) -> None:
     """Refuse adapters, and what is not finite: a merge without it would be another one than asked for."""
-    for item in opened:
-        if item.kind == ADAPTER:
-            raise CheckpointError(
-                "soup",
-                f"ingredients of a merge must be whole models, got {item.name} ({ADAPTER})",
-                "merge the adapter into its model (merge_and_unload) and save that",
-            )
+    if adapter := next((item for item in opened if item.kind == ADAPTER), None):
+        rule = f"ingredients of a merge must be whole models, got {adapter.name} ({ADAPTER})"
+        raise CheckpointError("soup", rule, "merge the adapter into its model (merge_and_unload) and save that")
     for item in opened:
         if (bad := non_finite_tensor(item)) is not None:
-            raise CheckpointError(
-                item.name, f"{bad!r} must be finite to be merged, got a NaN or an infinity", "leave it out"
-            )
+            rule = f"{bad!r} must be finite to be merged, got a NaN or an infinity"
+            raise CheckpointError(item.name, rule, "leave it out")
 
 
 def _written(

@@ -62,9 +62,8 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
     target = Path(target)
     suffix = like.suffix
     if suffix and target.suffix != suffix:
-        raise CheckpointError(
-            "soup", f"out must be a file ending in {suffix}, as the ingredients are, got {target}", "rename it"
-        )
+        rule = f"out must be a file ending in {suffix}, as the ingredients are, got {target}"
+        raise CheckpointError("soup", rule, "rename it")
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
     if target.is_symlink() or (target.exists() and (suffix or not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError("soup", f"out must not exist yet, got {target}", "remove it or choose another")
@@ -105,14 +104,10 @@ def save_soup(
     target = check_target(target, like)
     lacking = next((key for key in (*like.specs, *like.ties, *like.shards) if key not in state_dict), None)
     if lacking is not None:
-        raise CheckpointError(
-            "soup",
-            f"weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}",
-            "give the first ingredient, whose names a soup of several formats has",
-        )
+        rule = f"weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}"
+        raise CheckpointError("soup", rule, "give the first ingredient, whose names a soup of several formats has")
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
-        # Built beside the target and renamed when complete: a killed run leaves no folder that looks like a
-        # checkpoint.
+        # Built beside the target and renamed when complete: a killed run leaves no half folder.
         with atomic_folder(target) as folder:
             had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
@@ -167,8 +162,7 @@ def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
             f"soup: hyperparameters {', '.join(lost)} are left out of the soup, as only plain values are read; pass "
             "them to load_from_checkpoint by name"
         )
-    # Ranges of qat belong to one member's weights and not to a mean of them; other values for deployments hold for
-    # all.
+    # Ranges of qat belong to one member's weights; other values for deployments hold for all.
     deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
     return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
 

@@ -20,11 +20,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_checkpoint, open_ingredient, read_json
+from shared_core.config.options import checked
 from shared_core.distributed.job import Job
 from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
 from shared_core.files.atomic import atomic_write
+from shared_core.soup.adapters import AdapterCandidate, candidate_for
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.candidates import AdapterCandidate, candidate_for
 from shared_core.soup.config import larger_is_better
 from shared_core.soup.ingredients import Source, open_ingredients
 
@@ -32,16 +33,7 @@ _FORMAT = 2
 
 
 class Journal:
-    """Scores of ingredients and averages, each under a key that names its members, written whole after each evaluation.
-
-    Args:
-        path: The JSON file, None to keep nothing.
-        ingredients: All candidates, in the order given.
-        search: What else tells this search from another, as JSON has it: its options, the evaluator, the data.
-
-    Raises:
-        CheckpointError: If the file is damaged, cannot be written, or belongs to another search.
-    """
+    """A file of scores, each under a key that names its members, written whole after each evaluation."""
 
     def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], search: Mapping[str, Any]) -> None:
         self._path = None if path is None else Path(path)
@@ -60,30 +52,23 @@ class Journal:
             self._write()
 
     def _read(self, path: Path) -> None:
-        content = read_json(path)
-        search, scores = content.get("search"), content.get("scores")
-        if not isinstance(search, dict) or not isinstance(scores, dict):
-            raise CheckpointError(path, "journal must be one that a soup search wrote", "give another file")
-        if search.get("format") != _FORMAT:
-            raise CheckpointError(
-                path,
-                f"journal must have format {_FORMAT}, got {search.get('format')!r} of another version of efftrain",
-                "remove the file to start again, or give another",
-            )
-        # Keys of both: an option that only one of them has is a difference too.
-        for name in self._search | search:
-            mine, theirs = self._search.get(name), search.get(name)
-            if theirs != mine:
-                got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
-                raise CheckpointError(
-                    path,
-                    f"journal must be of this search, got one of another: its {name} were {got}",
-                    "remove the file to start again, or give another",
-                )
+        content, remedy = read_json(path), "remove the file to start again, or give another"
         try:
-            self._scores = {str(members): float(score) for members, score in scores.items()}
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(path, f"journal must hold numbers, got {error}", "remove it") from error
+            search = {**content["search"]}
+            self._scores = {str(members): float(score) for members, score in content["scores"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                path, f"journal must be one that a soup search wrote, got {error!r}", remedy
+            ) from error
+        # Keys of both: an option that only one of them has is a difference too. That of the format comes first.
+        name = next((name for name in self._search | search if search.get(name) != self._search.get(name)), None)
+        if name is not None:
+            mine, theirs = self._search.get(name), search.get(name)
+            got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
+            rule = f"be of this search, got one of another: its {name} were {got}"
+            if name == "format":
+                rule = f"have format {_FORMAT}, got {theirs!r} of another version of efftrain"
+            raise CheckpointError(path, f"journal must {rule}", remedy)
 
     def _write(self) -> None:
         if self._path is not None:
@@ -99,8 +84,7 @@ class Journal:
     def record(self, key: str, score: float) -> None:
         """Keep a score, on disk before this returns."""
         self._scores[key] = score
-        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one, never
-        # half.
+        # The whole file, atomically: a kill between two evaluations leaves the old journal or the new one.
         self._write()
 
 
@@ -123,16 +107,11 @@ def rank_by_logged(
     found = []
     for item in opened:
         logged = logged_metrics(item)
-        if metric not in logged:
-            raise CheckpointError(
-                "soup",
-                f"{item.name} must be saved with {metric!r}, to be ranked by it, got "
-                f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}",
-                "leave it out, or let --eval rank",
-            )
-        if not math.isfinite(logged[metric]):
-            got = f"got {logged[metric]}; leave it out"
-            raise CheckpointError("soup", f"{item.name} must be saved with a finite {metric!r}, {got}")
+        if not math.isfinite(logged.get(metric, math.nan)):
+            names = f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}"
+            got = f"got {logged.get(metric, names)}"
+            rule = f"{item.name} must be saved with {metric!r} as a finite number, to be ranked by it, {got}"
+            raise CheckpointError("soup", rule, "leave it out, or let --eval rank")
         found.append(logged[metric])
     sign = -1.0 if mode == "max" or (mode == "auto" and larger_is_better(metric)) else 1.0
     order = sorted(range(len(opened)), key=lambda number: sign * found[number])
@@ -209,36 +188,26 @@ def scores_in_processes(
     Each process is spawned, holds one ingredient at a time, and computes with as many threads as this one would, so
     that metrics are the same to the last bit; set OMP_NUM_THREADS to share out the cores.
     """
-    inside = next((item for _, item in items if item.path is None), None)
-    if inside is not None:
-        raise ConfigError("soup", f"ingredients must be files for jobs above 1, got {inside.name} in memory", "save it")
     # A process opens its ingredient by path, and would see the names that are in the file.
-    renamed = next((item for _, item in items if item.is_renamed), None)
-    if renamed is not None:
-        raise ConfigError(
-            "soup",
-            f"ingredients must share their names for jobs above 1, got others in {renamed.name}",
-            "take one format",
-        )
+    odd = next((item for _, item in items if item.path is None or item.is_renamed), None)
+    if odd is not None:
+        got = f"{odd.name} in memory" if odd.path is None else f"other names in {odd.name}"
+        rule = f"ingredients must be files of the same names for jobs above 1, got {got}"
+        raise ConfigError("soup", rule, "save them in one format")
     # Tried before the pool starts: a failure to pickle inside it shows as a broken pool without a reason.
     try:
         pickle.dumps((evaluate, after_average))
     except Exception as error:  # pickle raises what the object's own methods raise
-        raise ConfigError(
-            "soup",
-            f"evaluate must be a function that another process can import for jobs above 1, got {error}",
-            "define it at the top of a module",
-        ) from error
+        rule = f"evaluate must be a function that another process can import for jobs above 1, got {error}"
+        raise ConfigError("soup", rule, "define it at the top of a module") from error
     pool = ProcessPoolExecutor(
         min(jobs, len(items)),
-        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads that do not
-        # exist there.
+        # spawn: a forked child would inherit a CUDA context that it cannot use, and locks of threads
         multiprocessing.get_context("spawn"),
         initializer=_begin,
         initargs=(evaluate, after_average),
     )
     try:
-        # Paths cross to the processes, weights do not. Evaluate is pickled once a process, by the initializer.
         futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
         for future in as_completed(futures):
             if (score := future.result()) is not None:
@@ -267,14 +236,7 @@ Evaluate = Callable[[dict[str, Tensor]], float]
 
 
 class Scoring:
-    """Evaluates candidates and keeps their scores.
-
-    Args:
-        evaluate: Returns the metric of a state dict.
-        candidate: What ingredients and averages are written into.
-        journal: Where scores are kept.
-        progress: Called after each evaluation.
-    """
+    """Evaluates candidates and keeps their scores."""
 
     def __init__(
         self,
@@ -289,7 +251,6 @@ class Scoring:
     def score(self, key: str, write: Callable[[], Any]) -> float:
         """Return the score kept under `key`, or that of what `write` writes into the candidate."""
         known = self._journal.score(key)
-        # The candidate is written only when its score is not known: a resumed search reads no weights for known ones.
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))
@@ -307,8 +268,7 @@ class Scoring:
         after_average: Callable[[dict[str, Tensor]], None] | None,
     ) -> None:
         """Evaluate numbered ingredients alone, those that have no score yet, in so many processes."""
-        if jobs < 1:
-            raise ConfigError("soup", f"jobs must be at least 1, got {jobs!r}")
+        checked(jobs, int, "soup", "jobs", low=1)
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
         if jobs > 1 and left:
             for position, score in scores_in_processes(left, self._evaluate, after_average, jobs):
@@ -345,7 +305,6 @@ class Scoring:
         bad = non_finite_tensor(item) if known is not None else self._candidate.write_single(item)
         if bad:
             return None, not_finite(bad)
-        # `write_single` has written it: only the evaluation is left.
         known = self.score(key, lambda: None) if known is None else known
         return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
 
@@ -373,9 +332,7 @@ def not_finite(tensor: str) -> str:
 
 def number(score: Any) -> float:
     """Return what an evaluation returned as a float."""
-    if isinstance(score, Tensor) and score.numel() != 1:
-        raise ConfigError("soup", f"evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
     try:
         return float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several
         raise ConfigError("soup", f"evaluate must return a number, got {score!r:.80}") from None

@@ -17,14 +17,12 @@ from shared_core.engine.preflight import check_all
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
-from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of
-from shared_core.soup.averaging import batch_norms, estimate_norms_
-from shared_core.soup.candidates import candidate_for
+from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of, candidate_for
+from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.soup.config import SoupConfig
-from shared_core.soup.greedy import Order, greedy_soup
+from shared_core.soup.greedy import Order, greedy_soup, noise_of, path_dict, rank_errors
 from shared_core.soup.ingredients import RunIngredients
-from shared_core.soup.reports import noise_of, path_dict, rank_errors
-from shared_core.soup.uniform import average_of
+from shared_core.soup.merging import average_of
 
 
 class ModelSoup(Technique):
@@ -37,6 +35,7 @@ class ModelSoup(Technique):
 
     key = "soup"
     replaces_weights = True
+    config: SoupConfig
 
     def __init__(self, config: SoupConfig) -> None:
         super().__init__(config)
@@ -44,22 +43,13 @@ class ModelSoup(Technique):
         self._reported: tuple[int, set[str]] | None = None
         self._report: dict[str, Any] = {}
 
-    @property
-    def _options(self) -> SoupConfig:
-        return cast(SoupConfig, self.config)
-
     def before_attach(self, context: Context) -> None:
-        """Find the adapter of a PEFT model, whose averages are not those of A and B.
-
-        Raises:
-            CompatibilityError: If it has several, or of another kind.
-            CheckpointError: If averages of it would not be those of what it adds to the base model.
-        """
+        """Find the adapter of a PEFT model, whose averages are not those of A and B."""
         self._adapter = adapter_of(context.model)
 
     def plan(self, context: Context) -> Plan:
         """Return what happens after training."""
-        return Plan([(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")])
+        return Plan([(None, f"checkpoints are averaged ({self.config.kind}) and evaluated")])
 
     def attach(self, context: Context) -> Touched:
         """Return the parameters that checkpoints are averaged over."""
@@ -68,37 +58,23 @@ class ModelSoup(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""
         context.services.checkpoints()
-        if self._options.bn_batches and not batch_norms(context.model):
-            raise MatchError(
-                "soup",
-                f"bn_batches must be 0 for a model without BatchNorm, got {self._options.bn_batches}",
-                "remove it",
-            )
-        if self._options.rank is not None and self._adapter is None:
-            raise MatchError(
-                "soup",
-                f"rank must be given for a PEFT model only, got {self._options.rank} for "
-                f"{type(context.model).__name__}",
-                "remove it",
-            )
+        refuse_no_norms("soup", self.config.bn_batches, context.model)
+        if self.config.rank is not None and self._adapter is None:
+            got = f"{self.config.rank} for {type(context.model).__name__}"
+            raise MatchError("soup", f"rank must be given for a PEFT model only, got {got}", "remove it")
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """Learn while training whether validation reports the metric, where one batch at the start could not tell.
-
-        Raises:
-            ConfigError: At the second validation, since one may be of several data sets in turn.
-        """
+        """Learn while training whether validation reports the metric, where one batch at the start could not tell."""
         # Loggers may report one step in several calls (one a dataset): names are collected until the step changes.
         step, names = self._reported or (context.step, set())
         if context.step != step:
-            check_all(self._options.needed_metrics(), names)
+            check_all(self.config.needed_metrics(), names)
         self._reported = context.step, names | set(metrics)
 
     def finish(self, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs."""
-        # Whatever ends the search early leaves the final weights, and so does a run that saved no checkpoint.
         model = context.model
-        options, say = self._options, context.services.say
+        options, say = self.config, context.services.say
         run = RunIngredients(model, context, self._adapter)
         opened = run.opened(len(options.weights) or options.last)
         if opened is None:
@@ -110,8 +86,7 @@ class ModelSoup(Technique):
 
         def load(candidate: dict[str, Tensor]) -> None:
             if self._adapter is not None:
-                # Order matters: an adapter's tensors are loaded first, then sharded again, then others are told to
-                # re-read weights.
+                # first its tensors are loaded, then sharded again, then others are told to re-read weights
                 self._adapter.load(candidate)
             reshard_(model)
             context.weights_replaced()
@@ -127,8 +102,7 @@ class ModelSoup(Technique):
                 self._search(run, ingredients, target, context)
             else:
                 self._average(ingredients, target, context)
-            # Validation has last seen the final weights. Unless the soup is these alone, the trainer has to validate
-            # anew.
+            # Validation has last seen the final weights: unless the soup is these alone, it has to come again.
             context.unvalidated |= self._report["ingredients"] != [final.name] or bool(options.bn_batches)
         # Also on KeyboardInterrupt: whatever stopped it, the model must not be left holding a rejected candidate.
         except BaseException:
@@ -136,8 +110,7 @@ class ModelSoup(Technique):
             raise
 
     def _average(self, ingredients: list[Ingredient], target: dict[str, Any], context: Context) -> None:
-        options, say = self._options, context.services.say
-        # Fewer checkpoints than weights: the newest keep theirs.
+        options, say = self.config, context.services.say
         weights = options.weights[-len(ingredients) :]
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):
@@ -160,7 +133,7 @@ class ModelSoup(Technique):
     def _search(
         self, run: RunIngredients, ingredients: list[Ingredient], target: dict[str, Any], context: Context
     ) -> None:
-        options, say = self._options, context.services.say
+        options, say = self.config, context.services.say
         # "logged" and "newest" are orders this method makes itself; the search then takes them as given.
         order: Order = "given"
         if options.order in ("metric", "random"):
@@ -200,8 +173,8 @@ class ModelSoup(Technique):
 
     def _score(self, context: Context) -> float:
         metrics = context.services.evaluate()
-        check_all(self._options.needed_metrics(), metrics)
-        score = float(metrics[self._options.metric])
+        check_all(self.config.needed_metrics(), metrics)
+        score = float(metrics[self.config.metric])
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))

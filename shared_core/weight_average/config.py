@@ -28,11 +28,7 @@ class AverageConfig(TechniqueConfig):
     switch: ClassVar[str] = "kind"
 
     finishes_after: ClassVar[tuple[str, ...]] = ("distill", "loss_scale", "dp", "comm")
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "averaging_callback": TWO_AVERAGES,
-        "zero3": ZERO3,
-        "fsdp1": FSDP1,
-    }
+    conflicts: ClassVar[Mapping[str, str]] = {"averaging_callback": TWO_AVERAGES, "zero3": ZERO3, "fsdp1": FSDP1}
     works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel",)
     figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("weights that the average has seen")}
 

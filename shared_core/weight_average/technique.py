@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,112 @@ from shared_core.engine.plan import Plan, Touched, every, trained
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import plain_name
-from shared_core.soup.averaging import batch_norms, estimate_norms_
+from shared_core.modules.running_average import move_towards_
+from shared_core.soup.averaging import estimate_norms_, refuse_no_norms
 from shared_core.weight_average.config import AverageConfig
-from shared_core.weight_average.running_mean import RunningAverage
+
+
+def ema_decay(decay: float, num_updates: int, *, warmup: bool = True) -> float:
+    """Return the decay of the update that follows `num_updates` earlier ones.
+
+    ``min(decay, (1 + n) / (10 + n))`` with warm-up, so that the first weights, which are far off, are soon forgotten.
+
+    Args:
+        decay: The final one, in [0, 1).
+        num_updates: ``n``, 0 or more.
+        warmup: Whether it begins low.
+
+    Source: TensorFlow's ``ExponentialMovingAverage(num_updates=...)``, Abadi et al., 2016, arXiv:1605.08695.
+
+    Example:
+        >>> ema_decay(0.999, 0), ema_decay(0.999, 90), ema_decay(0.999, 10**6), ema_decay(0.999, 0, warmup=False)
+        (0.1, 0.91, 0.999, 0.999)
+    """
+    # A first average of the random start would otherwise be remembered for 1 / (1 - decay) updates.
+    return min(decay, (1 + num_updates) / (10 + num_updates)) if warmup else decay
+
+
+class RunningAverage:
+    """The average of tensors of the same names, shown one after another.
+
+    ``ema``: ``m ← m + (1 − d)(x − m)``; ``swa``: ``m ← m + (x − m) / (n + 1)``; both begin with the first values
+    themselves. ``last_k``: the mean of the last k values, which are kept as they are. Averages are of float32 at least
+    (float64 for float64 values), and of equal values they are that value to the bit.
+
+    Args:
+        kind: Which of the three.
+        decay: Of ``ema``, as of `ema_decay`.
+        warmup: Of ``ema``, as of `ema_decay`.
+        k: Of ``last_k``.
+
+    Source: ``swa``: Izmailov et al., 2018, arXiv:1803.05407; ``ema``: Tarvainen and Valpola, 2017, arXiv:1703.01780;
+    ``last_k``: Kaddour, 2022, arXiv:2209.14981.
+
+    Example:
+        >>> means = {kind: RunningAverage(kind, decay=0.5, warmup=False, k=2) for kind in ("ema", "swa", "last_k")}
+        >>> for value in (0.0, 4.0, 8.0):
+        ...     for mean in means.values():
+        ...         mean.update({"w": torch.tensor(value)})
+        >>> [mean.average("w").item() for mean in means.values()]
+        [5.0, 4.0, 6.0]
+    """
+
+    def __init__(
+        self, kind: Literal["ema", "swa", "last_k"], *, decay: float = 0.999, warmup: bool = True, k: int = 5
+    ) -> None:
+        self.kind, self._decay, self._warmup, self._k = kind, decay, warmup, k
+        self.num_updates = 0
+        self.kept: list[dict[str, Tensor]] = []
+        """The average alone, or the last values, oldest first."""
+
+    @torch.no_grad()
+    def update(self, values: Mapping[str, Tensor]) -> None:
+        """Take the next values into the average."""
+        if self.kind == "last_k":
+            # the oldest copy's memory is written over
+            into = self.kept.pop(0) if len(self.kept) == self._k else {}
+            self.kept.append(
+                {name: into[name].copy_(value) if name in into else value.clone() for name, value in values.items()}
+            )
+        elif not self.kept:
+            self.kept = [{name: value.to(_wide(value), copy=True) for name, value in values.items()}]
+        else:
+            decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
+            # swa: the plain mean of n + 1 values (arXiv:1803.05407, algorithm 1)
+            weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
+            move_towards_(self.kept[0].values(), (values[name] for name in self.kept[0]), weight)
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Take in the names that are new, as if their values had been these at all updates so far."""
+        new = {name: value for name, value in values.items() if self.kept and name not in self.kept[0]}
+        for kept in self.kept:
+            for name, value in new.items():
+                kept[name] = value.to(value.dtype if self.kind == "last_k" else _wide(value), copy=True)
+
+    @torch.no_grad()
+    def average(self, name: str) -> Tensor:
+        """Return the average of one name: for ``ema`` and ``swa`` the tensor that updates write to, else a new one."""
+        mean, *later = (values[name] for values in self.kept)
+        if self.kind != "last_k":
+            return mean
+        mean = mean.to(_wide(mean), copy=True)
+        # The mean of k values by running means: no sum that could overflow, and one tensor of memory.
+        for number, value in enumerate(later, 2):
+            mean.lerp_(value.to(mean.dtype), 1 / number)
+        return mean
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all that is kept."""
+        return sum(tensor.nbytes for values in self.kept for tensor in values.values())
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    # float32 at least: with decay 0.999, a 16-bit mean would not move by a thousandth of a difference.
+    return torch.promote_types(value.dtype, torch.float32)
+
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -31,11 +134,6 @@ class SwappedWeights:
     Tensors are exchanged one by one, so that beside the average one more tensor is held; parameters of another dtype
     than the average's (16 bit) need a copy of the weights as long as it is in. Nothing else may write into the
     parameters meanwhile.
-
-    Args:
-        model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
-        trained: Parameters that count as trained though they are frozen now: the turn of a GAN's other half.
-        modes: Of the optimizers of the weights.
     """
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor] = (), modes: OptimizerModes | None = None) -> None:
@@ -172,9 +270,6 @@ class WeightAverage(Technique):
     the end of training have the average: weights and average change places in the model, tensor by tensor, and back,
     whatever happens in between. Under FSDP2 each process averages its own part.
 
-    Args:
-        config: The options.
-
     Example:
         >>> from shared_core.engine.recipe import Recipe
         >>> from shared_core.engine.session import Session
@@ -231,15 +326,9 @@ class WeightAverage(Technique):
         context.undo.callback(self._detach)
         refuse_scripted(model, "average")
         if not any(map(is_trained, model.parameters())):
-            raise MatchError(
-                "average", "model must have a trainable parameter, got none", "unfreeze what is to be trained"
-            )
-        if self.config.bn_batches and not batch_norms(model):
-            raise MatchError(
-                "average",
-                f"bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}",
-                "remove it",
-            )
+            rule = "model must have a trainable parameter, got none"
+            raise MatchError("average", rule, "unfreeze what is to be trained")
+        refuse_no_norms("average", self.config.bn_batches, model)
         self._model = model
         return trained(model)
 
@@ -249,12 +338,11 @@ class WeightAverage(Technique):
         # Step 0 has no weights of a step: the first update is after `every` steps.
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
-            raise ConfigError(
-                "average",
+            rule = (
                 f"first update must come within the {context.total_steps} steps of this run, got step {self._first} "
-                f"from begin {config.start!r} and every {config.every}",
-                "begin earlier",
+                f"from begin {config.start!r} and every {config.every}"
             )
+            raise ConfigError("average", rule, "begin earlier")
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return Plan(
             [(self._first, first), (None, "the model holds the average, if it was updated")],
@@ -464,22 +552,18 @@ class WeightAverage(Technique):
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError("average", f"state must be one that average saved, got {error!r}") from error
-        if kind != self.config.kind:
-            raise CheckpointError(
-                "average", f"saved average must be of kind {self.config.kind}, got {kind}", "resume with that kind"
-            )
         # With the layers that were frozen since: the best checkpoint may be of an earlier step.
         known = [value for name, value in context.model.named_parameters() if name in shapes]
         swapped = SwappedWeights(context.model, known, context.modes)
         like = {**swapped.parameters, **swapped.norms}
         odd = sorted(set(shapes) - set(swapped.live()))
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
-        if odd:
-            raise CheckpointError(
-                "average",
-                f"saved average must be of this model's parameters, got a difference at {odd[0]}",
-                "resume with the model and recipe that wrote the checkpoint",
-            )
+        if odd or kind != self.config.kind:
+            rule = f"be of kind {self.config.kind}, got {kind}"
+            if kind == self.config.kind:
+                rule = f"be of this model's parameters, got a difference at {odd[0]}"
+            remedy = "resume with the model and recipe that wrote the checkpoint"
+            raise CheckpointError("average", f"saved average must {rule}", remedy)
         self._swapped = swapped
         # An empty state: the count begins anew, as warm-up and the mean go by it.
         self._running.num_updates = updates if kept else 0

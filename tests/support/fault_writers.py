@@ -21,8 +21,7 @@ from shared_core.files.journal import begin_list, damage_by_list, finish_list, r
 from shared_core.lottery_ticket.run_folder import RESULT_FILE, TICKET_FILE, RunFolder
 from shared_core.lottery_ticket.ticket import Ticket, read_ticket, write_ticket
 from shared_core.quantization.post_training.bit_allocation import BitPlan
-from shared_core.soup.greedy import SoupResult
-from shared_core.soup.reports import path_plot
+from shared_core.soup.greedy import SoupResult, path_plot
 from shared_core.soup.saving import save_soup, write_path
 from shared_core.soup.scoring import Journal
 from shared_core.tools.compression.reader import CompressedFile

@@ -1,12 +1,15 @@
-"""Hands over what a layer saw in forward together with the gradient of its output, each exactly once.
+"""Sums that hooks gather in forward or backward: of this step and rank first, then of all steps and ranks.
 
-Sums that hooks gather in forward or backward: of this step and rank first, then of all steps and ranks.
+`BackwardWatch` hands over what a layer saw in forward with the gradient of its output, each exactly once.
+`Wanda` scores by inputs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import TrainingError
-from shared_core.modules.weight_views import check_layout
-from shared_core.pruning.scorers.scorer import Scorer, saved_tensors
+from shared_core.modules.weight_views import channel_axis, check_layout, over_inputs
+from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
 Call = tuple[Tensor, Tensor]
 
@@ -45,12 +48,6 @@ class BackwardWatch:
 
     Under ``torch.compile`` hooks stay outside the graph (a graph break at each layer, so no ``fullgraph=True``), and
     they must be registered before the first compiled call.
-
-    Args:
-        modules: Layers by name, each with one tensor as output.
-        keep: ``keep(x, output)`` returns what to hold until backward.
-        take: Gets a layer's name and its (kept, gradient of the output) pairs, without gradients.
-        where: The criterion, for errors.
     """
 
     def __init__(
@@ -83,8 +80,7 @@ class BackwardWatch:
 
     def clear(self) -> None:
         """Forget what arrived and is not taken, and whatever a forward kept so far."""
-        # Graphs of an earlier step may still run backward (an error, a probe): their hooks compare this and do
-        # nothing.
+        # Graphs of an earlier step may still run backward (an error, a probe): their hooks then do nothing.
         self._generation += 1
         self._expected, self._arrived = {}, {}
 
@@ -112,7 +108,6 @@ class BackwardWatch:
             if self._arrived.get(name):
                 self._flush(name)
             self._expected[name] = self._expected.get(name, 0) + 1
-        # A frozen path: no gradient will ever arrive for this call.
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
         # Without an input that requires a gradient, apply would make no node.
@@ -127,16 +122,12 @@ class BackwardWatch:
                 carriers.clear()
                 return
             if not carriers:
-                raise TrainingError(
-                    self._where,
-                    f"a forward of {name} must have one backward, got a second",
-                    "add the losses up, or use the criterion taylor",
-                )
+                rule = f"a forward of {name} must have one backward, got a second"
+                raise TrainingError(self._where, rule, "add the losses up, or use the criterion taylor")
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors
             self._arrived.setdefault(name, []).append((kept, gradient.detach()))
-            # A layer may be called several times in one forward (weight sharing): all calls of a step belong
-            # together.
+            # A layer may be called several times in one forward (weight sharing): these calls belong together.
             if len(self._arrived[name]) >= self._expected.get(name, 0):
                 self._flush(name)
 
@@ -201,9 +192,9 @@ class GatheringScorer(Scorer):
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
         """Undo, in place, what the loss of this step was multiplied and divided by."""
 
+    @abstractmethod
     def _like(self, name: str) -> Tensor:
         """Return zeros as `_gather` gets of this weight."""
-        raise NotImplementedError
 
     def _commit(self, loss_scale: float) -> None:
         # Undone before the ranks are joined: each has a loss scale and a count of its own.
@@ -286,13 +277,13 @@ class BackwardScorer(GatheringScorer):
         self._watch.clear()
         super().discard_step()
 
+    @abstractmethod
     def _keep(self, x: Tensor, output: Tensor) -> Tensor:
         """Return what to hold of a layer's input and output until backward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, name: str, calls: list[Call]) -> None:
         """Gather from what was held and the gradients of the output."""
-        raise NotImplementedError
 
     def window_state(self) -> dict[str, Any]:
         """Return the sums of the step that is not over, and what they are sums over."""
@@ -302,3 +293,127 @@ class BackwardScorer(GatheringScorer):
     def _commit(self, loss_scale: float) -> None:
         self._watch.flush()
         super()._commit(loss_scale)
+
+
+class Wanda(GatheringScorer):
+    """``|w_ij|·‖x_j‖₂``, compared within an output row (Sun et al. 2023, arXiv:2306.11695).
+
+    ``‖x_j‖₂`` is over all inputs seen: every example and position (padding too), micro-batch and rank, also every
+    place of a convolution's input. Forwards in train mode count, with gradients or without (a calibration); what
+    activation checkpointing recomputes in backward does not count again. Inside `calibrating` forwards in eval mode
+    count too. Hooks stay outside a compiled graph, as in `BackwardWatch`.
+
+    A layer that no input has reached since the last update (an expert) is scored by those before: only weights of one
+    row compete, so that it matters to no other that they are older.
+    """
+
+    criterion: ClassVar[str] = "wanda"
+    needs: ClassVar[frozenset[str]] = frozenset({"activations"})
+    per_row: ClassVar[bool] = True
+    _former: dict[str, Tensor]
+    _missed: dict[str, int]
+
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._calibrating = False
+        super()._set_up(generator)
+
+    def attach(self) -> None:
+        """Register a hook on every layer."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                for name, module in self.modules.items()
+            ]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._remove()
+        self.discard_step()
+
+    def _remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    @contextlib.contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Count every forward inside, in train or eval mode; then `reduce`. Hooks are there for that long at least."""
+        attached, self._calibrating = bool(self._handles), True
+        self.attach()
+        try:
+            yield
+        finally:
+            self._calibrating = False
+            if not attached:
+                self._remove()
+
+    def has_seen(self, name: str) -> bool:
+        """Return whether an input has ever reached the layer, by the last `observe_step` or `reduce`."""
+        return name in self._totals or name in self._former
+
+    def reset(self) -> None:
+        """Start again; what was gathered stays for layers that no input will reach."""
+        # What is older serves layers that no input reaches before the next update (experts, rare branches).
+        former, missed = self._former | self._totals, dict(self._missed)
+        for name in self.modules if self.ready else ():
+            if name not in self._totals:
+                missed[name] = missed.get(name, 0) + 1
+        super().reset()
+        self._former, self._missed = former, missed
+
+    def report(self) -> dict[str, Any]:
+        """Return for how many updates no input had reached a layer: it had its older ones, or kept its mask."""
+        return {"updates_without_input": dict(self._missed)} if self._missed else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what older updates gathered beside the totals."""
+        former = {name: total.clone() for name, total in self._former.items()}
+        return {**super().state_dict(), "former": former, "missed": dict(self._missed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the totals, and what is older."""
+        super().load_state_dict(state)
+        state = {"former": {}, "missed": {}, **state}  # runs saved before these were kept
+        shapes = {name: self._like(name).shape for name in state["former"] if name in self.modules}
+        self._former = saved_tensors(state, "former", shapes, f"prune {self.criterion}")
+        self._missed = {name: int(count) for name, count in state["missed"].items()}
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._former, self._missed = {}, {}
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # not a copy with its hooks
+            counts = module is self.modules[name] and (module.training or self._calibrating)
+            # the one forward inside a backward pass is a recomputation
+            if counts and torch._C._current_graph_task_id() == -1:
+                self._see(name, args[0] if args else next(iter(kwargs.values())))
+
+        return hook  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _see(self, name: str, x: Tensor) -> None:
+        axis = channel_axis(self.modules[name], x)
+        others = [i for i in range(x.dim()) if i != axis]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        # sums of squares of long runs are kept in float64, where small batches still count
+        norms = torch.linalg.vector_norm(x, dim=others, dtype=dtype) if others else x.abs()
+        self._gather(name, norms.double().square(), x.numel() // max(x.shape[axis], 1))
+
+    def _like(self, name: str) -> Tensor:
+        module: Any = self.modules[name]
+        weight: Tensor = module.weight
+        channels = getattr(module, "in_features", None) or getattr(module, "in_channels", None)
+        return torch.zeros(int(channels or weight.shape[0]), dtype=torch.float64, device=weight.device)
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        total = self._total(name, weight)
+        if total is None and name in self._former:
+            total = self._former[name].to(weight.device)
+        if total is None:
+            remedy = "leave the layer out with skip, or calibrate on batches that reach it"
+            raise TrainingError("prune wanda", f"{name} must have seen an input, got none", remedy)
+        scores = wide(weight).abs()
+        return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

@@ -7,6 +7,7 @@ per-example gradients, computed from a layer's inputs and the gradients of its o
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -43,16 +44,9 @@ def squared_gradient_sum(
 
     Returns:
         float32, float64 for a float64 weight, of the weight's shape.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> x, gradient = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
-        >>> squared_gradient_sum(layer, [(x, gradient)])  # 3² + 2²
-        tensor([[13.]])
     """
     weight: Tensor = module.weight  # type: ignore[assignment]
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    # (examples, ..., features) each; a missing batch axis is one example.
     calls = [(_batched(module, x), _batched(module, gradient)) for x, gradient in calls]
     examples = calls[0][0].shape[0]
     total: Tensor | None = None
@@ -70,12 +64,7 @@ def squared_gradient_sum(
 
 
 def num_examples(module: nn.Module, x: Tensor) -> int:
-    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis.
-
-    Example:
-        >>> num_examples(nn.Linear(4, 2), torch.zeros(4)), num_examples(nn.Linear(4, 2), torch.zeros(3, 5, 4))
-        (1, 3)
-    """
+    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis."""
     return _batched(module, x).shape[0]
 
 
@@ -160,15 +149,6 @@ class Fisher(BackwardScorer):
     the examples of this rank's step. So the 1/N of a mean over the batch, the division by accumulation steps and the
     loss scale cancel, and 1 × 8 examples score as 4 × 2. A loss that is a sum scores N² times as much; the order is
     the same. Every step joins the ranks' sums: one reduction of the size of the weights.
-
-    Args:
-        modules: Weight name to its linear or convolutional layer.
-        generator: Not used.
-        costs: As in `Scorer`.
-        max_elements: Most numbers that one chunk of per-example gradients holds, at least one example's.
-
-    Raises:
-        ConfigError: If a layer is neither linear nor convolutional.
     """
 
     criterion: ClassVar[str] = "fisher"
@@ -211,7 +191,7 @@ class Fisher(BackwardScorer):
 
 
 class _StepSums(Scorer):
-    """Keeps one sum over steps for each weight, in float32 (float64 for float64), where the weight is.
+    """Keeps one sum over steps for each weight, in the type of scores, where the weight is.
 
     Gradients of complete steps are the same on every rank, so there is nothing to reduce; of a weight that FSDP2 shards
     a rank keeps the sum of its own part, and weights are scored one by one.
@@ -231,7 +211,6 @@ class _StepSums(Scorer):
             gradient = gradients.get(name)
             if gradient is None:
                 continue
-            # Sums over steps hold this process's part; they are gathered only to rank and to save.
             gradient = local_part(gradient.to_dense() if gradient.is_sparse else gradient)
             if is_sharded(weights[name]) and name not in self._placed:
                 self._placed[name] = weights[name]
@@ -244,8 +223,8 @@ class _StepSums(Scorer):
                 self._ever.add(name)
             self._add_(self._sum(name, weight), wide(weight), wide(gradient))
 
-    def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None: ...
 
     def _sum(self, name: str, weight: Tensor) -> Tensor:
         total = self._sums[name]
@@ -318,8 +297,7 @@ class Movement(_StepSums):
     keeps_going: ClassVar[bool] = True
 
     def _add_(self, total: Tensor, weight: Tensor, gradient: Tensor) -> None:
-        # S -= w g: the score's own gradient step (Sanh et al., equation 3) but for its learning rate, which ranks
-        # alike.
+        # the score's own gradient step (equation 3) but for its learning rate, which ranks alike
         total.addcmul_(weight, gradient, value=-1)
 
     def _mean(self, total: Tensor) -> Tensor:
@@ -332,14 +310,6 @@ class NeuronTaylor(BackwardScorer):
     a is the output of the layer, before the nonlinearity: where that is piecewise linear through 0 (ReLU), a·∂L/∂a is
     the same after it. Scaling is that of `Fisher`, to the first power; N is counted likewise. Outputs are held as
     copies until backward, since a nonlinearity may overwrite them.
-
-    Args:
-        modules: Weight name to its linear or convolutional layer.
-        generator: Not used.
-        costs: As in `Scorer`.
-
-    Raises:
-        ConfigError: If a layer is neither linear nor convolutional.
     """
 
     criterion: ClassVar[str] = "neuron_taylor"
@@ -348,11 +318,7 @@ class NeuronTaylor(BackwardScorer):
 
     @torch.no_grad()
     def unit_scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return one score an output unit: (units,), in the type of scores.
-
-        Raises:
-            TrainingError: If nothing was observed.
-        """
+        """Return one score an output unit: (units,), in the type of scores."""
         self._require_ready()
         units = self._unit_means(name, weight.detach())
         return units if self.costs is None else units / self.costs[name]
@@ -366,7 +332,6 @@ class NeuronTaylor(BackwardScorer):
         places = examples = 0
         for output, gradient in calls:
             axis = channel_axis(module, output)
-            # a ∂L/∂a, channels last.
             product = (wide(output) * wide(gradient)).movedim(axis, -1)
             if axis == 0:
                 product = product.unsqueeze(0)  # without a batch axis: one example
@@ -375,8 +340,7 @@ class NeuronTaylor(BackwardScorer):
                 return
             product = product.reshape(examples, -1, product.shape[-1])
             places += product.shape[1]
-            # Summed over positions with its sign, before |.|: equation 8 takes the absolute value of an example's
-            # mean.
+            # Summed with its sign, before |.|: equation 8 takes the absolute value of an example's mean.
             products = product.sum(1) if products is None else products + product.sum(1)
         if products is not None:
             # float64: counts over a long run exceed what float32 sums resolve.

@@ -1,7 +1,11 @@
-"""Score structures (filters, channels, neurons, heads) from the slices of all tensors that go with a unit."""
+"""Score structures (filters, channels, neurons, heads) from the slices of all tensors that go with a unit.
+
+Shapley values say what each unit adds to a value, averaged over the orders in which units may come.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared_core.config.options import checked
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.numerics.deferred_checks import checked_together, refuse
-from shared_core.pruning.scorers.scorer import wide
+from shared_core.pruning.scorers.scorer import NAN_REMEDY, SAME_RUN, wide
 
 _PIECE = 1 << 24
 
@@ -41,27 +46,26 @@ def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
                 [3, 6]])
     """
     index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device, non_blocking=True)
-    # (units * k, ...) in the order of units, then one row a unit, whatever axis its tensor has it on.
     picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
     return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
 
 
-def _l1_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _l1_norm(weights: list[Tensor]) -> Tensor:
     return _added(weight.abs().sum(1) for weight in weights)
 
 
-def _l2_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _l2_norm(weights: list[Tensor]) -> Tensor:
     # The norm of parts' norms is the norm over all tensors of a unit.
     norms = torch.stack([torch.linalg.vector_norm(weight, dim=1) for weight in weights])
     norm: Tensor = torch.linalg.vector_norm(norms, dim=0)
     return norm
 
 
-def _mean_magnitude(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    return _l1_norm(weights, extras) / max(sum(weight.shape[1] for weight in weights), 1)
+def _mean_magnitude(weights: list[Tensor]) -> Tensor:
+    return _l1_norm(weights) / max(sum(weight.shape[1] for weight in weights), 1)
 
 
-def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+def _geometric_median(weights: list[Tensor]) -> Tensor:
     points = torch.cat(weights, 1)
     # (rows, units) distances at a time: all pairs of 10,000 units would be 400 MB.
     rows = max(1, _PIECE // max(len(points), 1))
@@ -73,31 +77,17 @@ def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
     return torch.cat(sums).to(points.dtype)
 
 
-def _taylor(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
-    return _added((weight * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)).square()
-
-
-def _fisher(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
-    return _added((weight.square() * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)) * 0.5
-
-
 def _added(parts: Iterable[Tensor]) -> Tensor:
     added: Tensor = torch.stack(list(parts)).sum(0)
     return added
 
 
-_CRITERIA: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
-    "l1_norm": _l1_norm,
-    "l2_norm": _l2_norm,
-    "magnitude": _mean_magnitude,
-    "geometric_median": _geometric_median,
+_OF_WEIGHTS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "l1_norm": _l1_norm, "l2_norm": _l2_norm, "magnitude": _mean_magnitude, "geometric_median": _geometric_median,
     "bn_scale": _mean_magnitude,
-    "taylor": _taylor,
-    "fisher": _fisher,
-}
+}  # fmt: skip
 _EXTRAS = {"taylor": "gradients", "fisher": "mean squared per-example gradients"}
-GROUP_CRITERIA = (*_CRITERIA, "random")
+GROUP_CRITERIA = (*_OF_WEIGHTS, *_EXTRAS, "random")
 """The criteria of `group_scores`."""
 
 
@@ -139,33 +129,35 @@ def group_scores(
         >>> group_scores("l1_norm", [torch.tensor([[1.0, -2.0], [0.5, 0.0]]), torch.tensor([[1.0], [1.0]])])
         tensor([4.0000, 1.5000])
     """
+    shapes, got = ([tuple(tensor.shape) for tensor in tensors] for tensors in (weights, extras))
+    rule = ""
     if criterion not in GROUP_CRITERIA:
-        raise ConfigError(
-            "group_scores", f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
-        )
-    if not weights or any(weight.dim() != 2 or len(weight) != len(weights[0]) for weight in weights):
-        shapes = [tuple(weight.shape) for weight in weights]
-        raise ConfigError("group_scores", f"weights must be (units, k) with as many units each, got shapes {shapes}")
-    shapes = [tuple(weight.shape) for weight in weights]
-    if criterion in _EXTRAS and [tuple(extra.shape) for extra in extras] != shapes:
-        got = [tuple(extra.shape) for extra in extras]
-        raise ConfigError("group_scores", f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}")
+        rule = f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
+    elif not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
+        rule = f"weights must be (units, k) with as many units each, got shapes {shapes}"
+    elif criterion in _EXTRAS and got != shapes:
+        rule = f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}"
+    if rule:
+        raise ConfigError("group_scores", rule)
     if criterion == "random":
         return torch.rand(len(weights[0]), generator=generator).to(weights[0].device)
     double = any(weight.dtype == torch.float64 for weight in weights)
     dtype = torch.float64 if double else torch.float32
-    scores = _CRITERIA[criterion]([w.detach().to(dtype) for w in weights], [e.detach().to(dtype) for e in extras])
+    values, more = ([tensor.detach().to(dtype) for tensor in tensors] for tensors in (weights, extras))
+    if criterion == "taylor":
+        # Summed over all tensors of a unit first, then squared: weights of one unit go together and may cancel.
+        scores = _added((weight * extra).sum(1) for weight, extra in zip(values, more, strict=True)).square()
+    elif criterion == "fisher":
+        scores = _added((weight.square() * extra).sum(1) for weight, extra in zip(values, more, strict=True)) * 0.5
+    else:
+        scores = _OF_WEIGHTS[criterion](values)
     refuse(scores.isnan().any(), lambda: _not_numbers(criterion, scores))
     return scores
 
 
 def _not_numbers(criterion: str, scores: Tensor) -> TrainingError:
-    unit = int(scores.isnan().nonzero()[0])
-    return TrainingError(
-        "group_scores",
-        f"{criterion} scores must be numbers, got NaN for unit {unit}",
-        "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
-    )
+    rule = f"{criterion} scores must be numbers, got NaN for unit {int(scores.isnan().nonzero()[0])}"
+    return TrainingError("group_scores", rule, NAN_REMEDY)
 
 
 @torch.no_grad()
@@ -183,16 +175,12 @@ def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
         >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
         tensor([0.5000, 1.5000, 4.0000])
     """
-    # A mean of 0 (all units of the group are zeros) compares as it is.
     mean = scores[live].double().mean()
     return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
 
 
 class GroupTaylor:
     """``mean over steps of (Σ w·g)²`` of the units of groups, the sum over all weights of a unit.
-
-    Args:
-        groups: Group name to where its units lie; as many units in each tensor.
 
     Example:
         >>> taylor = GroupTaylor({"g": [UnitSlices("w", 0, np.array([[0], [1]]))]})
@@ -237,15 +225,10 @@ class GroupTaylor:
         self._ever.add(group)
 
     def scores(self, group: str) -> Tensor:
-        """Return (units,) scores, 0 for a group that had no gradient.
-
-        Raises:
-            TrainingError: If no step was observed.
-        """
+        """Return (units,) scores, 0 for a group that had no gradient."""
         if not self.num_observed:
-            raise TrainingError(
-                "group taylor", "a step must have been observed before units are scored, got none since the last update"
-            )
+            rule = "a step must have been observed before units are scored, got none since the last update"
+            raise TrainingError("group taylor", rule)
         if group not in self._sums:
             return torch.zeros(len(self.groups[group][0].positions))
         return self._sums[group] / self.num_observed
@@ -260,22 +243,88 @@ class GroupTaylor:
         return {"num_observed": self.num_observed, "sums": sums, "ever": sorted(self._ever)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            CheckpointError: If it is of other groups.
-        """
+        """Restore a saved state."""
         sums = dict(state["sums"])
         for name, total in sums.items():
             units = len(self.groups[name][0].positions) if name in self.groups else 0
             if total.shape != (units,):
-                raise CheckpointError(
-                    "group taylor",
-                    f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}",
-                    "resume with the model and recipe that wrote the checkpoint",
-                )
+                rule = f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}"
+                raise CheckpointError("group taylor", rule, SAME_RUN)
         self._sums, self.num_observed = (
             {name: total.clone() for name, total in sums.items()},
             int(state["num_observed"]),
         )
         self._ever = set(state.get("ever", self.groups))  # runs saved before this was kept
+
+
+def shapley_values(
+    value: Callable[[Tensor], float],
+    num_units: int,
+    *,
+    permutations: int,
+    generator: torch.Generator | None = None,
+    antithetic: bool = False,
+    truncate: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return each unit's Shapley value, estimated from random orders, and its standard error.
+
+    ``φ_i = mean over orders of v(those before i and i) − v(those before i)`` (Castro et al. 2009; for pruning Ancona
+    et al. 2020, arXiv:2007.05434; truncation: Ghorbani and Zou 2020, arXiv:2002.09815). Unless truncated, the values
+    add up to v(all) − v(none) but for rounding. It takes ``permutations · (num_units − 1) + 2`` calls at most.
+
+    Args:
+        value: ``value(kept)`` of a bool tensor (num_units,) on the CPU, True = kept: an accuracy or minus a loss. It
+            must be a function of `kept` alone.
+        num_units: At least 1.
+        permutations: Orders to draw, at least 2; with `antithetic` even and at least 4.
+        generator: On the CPU; the same seed gives the same values.
+        antithetic: Follow each order by its reverse (Mitchell et al. 2022, arXiv:2104.12199): less variance where
+            units replace each other. The error is then of pairs.
+        truncate: Leave an order once ``|v(all) − v(so far)|`` is at most this share of ``|v(all) − v(none)|``; the
+            units that are left get 0 from it. 0: never.
+
+    Returns:
+        Two float64 tensors (num_units,).
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+        TrainingError: If a value is not finite.
+
+    Example:
+        >>> values, error = shapley_values(lambda kept: 2.0 * kept[0] + kept[1], 2, permutations=4)
+        >>> values.tolist(), error.tolist()
+        ([2.0, 1.0], [0.0, 0.0])
+    """
+    where = "shapley_values"
+    checked(num_units, int, where, "num_units", low=1)
+    checked(truncate, float, where, "truncate", low=0, below=1)
+    checked(permutations, int, where, "permutations", low=4 if antithetic else 2)
+    if antithetic and permutations % 2:
+        raise ConfigError(where, f"permutations must be even with antithetic, got {permutations!r}")
+
+    def worth(kept: Tensor) -> float:
+        result = float(value(kept.clone()))
+        if not math.isfinite(result):
+            rule = f"value must be finite, got {result} with {int(kept.sum())} of {num_units} units kept"
+            raise TrainingError(where, rule)
+        return result
+
+    empty, full = (worth(torch.full((num_units,), kept)) for kept in (False, True))
+    near = truncate * abs(full - empty)
+    orders = torch.zeros(permutations, num_units, dtype=torch.float64)
+    order = torch.empty(0, dtype=torch.int64)
+    for row, marginal in enumerate(orders):
+        order = order.flip(0) if antithetic and row % 2 else torch.randperm(num_units, generator=generator)
+        kept = torch.zeros(num_units, dtype=torch.bool)
+        before = empty
+        for place, unit in enumerate(order.tolist()):
+            # What is left of this order could add little: its units count as 0, which biases the values.
+            if truncate and abs(full - before) <= near:
+                break
+            kept[unit] = True
+            after = full if place == num_units - 1 else worth(kept)
+            marginal[unit] = after - before
+            before = after
+    # A pair is one sample: its two orders are not independent.
+    samples = orders.view(-1, 2, num_units).mean(1) if antithetic else orders
+    return orders.mean(0), samples.std(0) / math.sqrt(len(samples))

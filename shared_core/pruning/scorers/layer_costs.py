@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
-from shared_core.errors import ConfigError, TrainingError, nearest
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.modules.matching import weight_of
 from shared_core.modules.weight_views import channel_axis
 from shared_core.pruning.scorers.gradient_scorers import num_examples
+
+Kind = Literal["flops", "bytes", "energy"]
 
 HOROWITZ_45NM: dict[str, float] = {
     "int8_add": 0.03,
@@ -131,17 +134,14 @@ def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Ite
         uses.close()
     missing = [name for name in modules if name not in uses.positions]
     if missing:
-        raise TrainingError(
-            "observe_positions",
-            f"every layer must have been called, got no call of {', '.join(missing[:5])}",
-            "run the model on a batch that reaches them",
-        )
+        rule = f"every layer must have been called, got no call of {', '.join(missing[:5])}"
+        raise TrainingError("observe_positions", rule, "run the model on a batch that reaches them")
     found.update({name: uses.positions[name] / len(forwards) for name in modules})
 
 
 def layer_costs(
     modules: Mapping[str, nn.Module],
-    kind: Literal["flops", "bytes", "energy"],
+    kind: Kind,
     *,
     positions: Mapping[str, float] | None = None,
     table: Mapping[str, float] | None = None,
@@ -166,17 +166,16 @@ def layer_costs(
         >>> layer_costs({"weight": nn.Linear(2, 2)}, "energy", positions={"weight": 10.0})
         {'weight': 686.0}
     """
-    kinds = ("flops", "bytes", "energy")
-    if kind not in kinds:
-        raise ConfigError("layer_costs", f"kind must be one that exists, got {kind!r}{nearest(str(kind), kinds)}")
+    checked(kind, Kind, "layer_costs", "kind")
     figures = {**HOROWITZ_45NM, **(table or {})}
 
+    def known(what: str, value: float | None, remedy: str) -> float:
+        if value is None or not 0 < value < float("inf"):
+            raise ConfigError("layer_costs", f"{what} must be a number above 0, got {value!r}", remedy)
+        return value
+
     def figure(name: str) -> float:
-        if not 0 < figures.get(name, 0.0) < float("inf"):
-            raise ConfigError(
-                "layer_costs", f"{name} must be a number of pJ above 0, got {figures.get(name)}", "give a table"
-            )
-        return figures[name]
+        return known(f"{name} in pJ", figures.get(name), "give a table")
 
     costs: dict[str, float] = {}
     for name, module in modules.items():
@@ -184,16 +183,11 @@ def layer_costs(
         if kind == "bytes":
             costs[name] = float(weight.element_size())
             continue
-        places = (positions or {}).get(name)
-        if places is None or not 0 < places < float("inf"):
-            raise ConfigError(
-                "layer_costs", f"positions of {name} must be above 0, got {places!r}", "see observe_positions"
-            )
+        places = known(f"positions of {name}", (positions or {}).get(name), "see observe_positions")
         if kind == "flops":
             costs[name] = 2.0 * places
             continue
         dtype = str(weight.dtype).removeprefix("torch.")
-        # A multiply and an add for each position; the weight itself is read once from DRAM.
         operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
         costs[name] = places * operation + weight.element_size() * figure("dram_byte")
     return costs
@@ -205,13 +199,9 @@ class CostWatch:
     An expert may wait for its first token: until then its cost is not known. Positions are those of all processes,
     whose batches may be padded to other lengths: costs are equal, and with them the masks. They are counted per call
     of the first layer that was called, since which module a trainer calls is not known.
-
-    Args:
-        kind: ``flops``, ``bytes`` or ``energy``.
-        modules: Weight name to layer.
     """
 
-    def __init__(self, kind: Literal["flops", "bytes", "energy"], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, kind: Kind, modules: Mapping[str, nn.Module]) -> None:
         self._kind, self._modules = kind, dict(modules)
         self._uses: LayerUses | None = None
         self.costs: dict[str, float] = layer_costs(self._modules, "bytes") if kind == "bytes" else {}

@@ -1,18 +1,23 @@
-"""The interface of scorers: steps in, scores out, the state that makes both repeatable; and magnitude."""
+"""The interface of scorers, and the criteria that need no gradient and no input: magnitude, a threshold, and chance."""
 
 from __future__ import annotations
 
+import hashlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.numerics.deferred_checks import refuse
 
+NAN_REMEDY = "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients"
+SAME_RUN = "resume with the model and recipe that wrote the checkpoint"
 SCORERS: dict[str, type[Scorer]] = {}
 """By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""
 
@@ -54,11 +59,11 @@ class Scorer:
         costs: Mapping[str, float] | None = None,
     ) -> None:
         self.modules = dict(modules)
-        for name in self.modules if costs is not None else ():
-            cost = (costs or {}).get(name)
-            if cost is None or not 0 < cost < float("inf"):
-                raise ConfigError(f"prune {self.criterion}", f"cost of {name} must be a number above 0, got {cost!r}")
-        self.costs = None if costs is None else {name: float(costs[name]) for name in self.modules}
+        where = f"prune {self.criterion}"
+        self.costs: dict[str, float] | None = None
+        if costs is not None:
+            each = {name: costs.get(name) for name in self.modules}
+            self.costs = {name: checked(cost, float, where, f"cost of {name}", above=0) for name, cost in each.items()}
         self.num_observed = 0
         """Optimizer steps observed since the last `reset`."""
         self.num_left_out = 0
@@ -118,11 +123,7 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
-        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape.
-
-        Raises:
-            TrainingError: If nothing was observed, or a score is NaN.
-        """
+        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape."""
         self._require_ready()
         scores = self._divided(name, self._scores(name, weight.detach()))
         if scores.numel():
@@ -130,18 +131,11 @@ class Scorer:
         return scores
 
     def _nan_in(self, name: str) -> TrainingError:
-        return TrainingError(
-            f"prune {self.criterion}: scores must be numbers, got NaN in {name}; look for NaN in the batches; if "
-            "training has diverged, lower the learning rate or clip gradients"
-        )
+        return TrainingError(f"prune {self.criterion}", f"scores must be numbers, got NaN in {name}", NAN_REMEDY)
 
     @torch.no_grad()
     def part(self, name: str, weight: Tensor, where: slice) -> Tensor:
-        """Return a slice of one weight's flattened scores, not checked for NaN.
-
-        Raises:
-            TrainingError: If nothing was observed.
-        """
+        """Return a slice of one weight's flattened scores, not checked for NaN."""
         self._require_ready()
         return self._divided(name, self._part(name, weight.detach(), where))
 
@@ -165,17 +159,10 @@ class Scorer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            CheckpointError: If it is another criterion's, or of other weights.
-        """
+        """Restore a saved state."""
         if state.get("criterion") != self.criterion:
-            raise CheckpointError(
-                "prune",
-                f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}",
-                "resume with the recipe that wrote the checkpoint",
-            )
+            rule = f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}"
+            raise CheckpointError("prune", rule, SAME_RUN)
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
         self._ever = set(state.get("ever", self.modules))  # runs saved before this was kept
 
@@ -190,8 +177,8 @@ class Scorer:
         """Check the modules and make what this criterion keeps: the end of `__init__`."""
         self._forget()
 
-    def _scores(self, name: str, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _scores(self, name: str, weight: Tensor) -> Tensor: ...
 
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
         return self._scores(name, weight).reshape(-1)[where]
@@ -210,14 +197,12 @@ class Scorer:
             return
         reason = "got none since the last update; let masks be updated after the first step, or calibrate"
         if self.num_left_out:
-            reason = (
-                f"got {self.num_left_out} with NaN or infinite gradients alone; lower the loss scale or learning rate"
-            )
+            told = "with NaN or infinite gradients alone; lower the loss scale or learning rate"
+            reason = f"got {self.num_left_out} {told}"
         elif self.num_observed:
             reason = self._saw_nothing
-        raise TrainingError(
-            f"prune {self.criterion}", f"a step must have been observed before weights are scored, {reason}"
-        )
+        rule = f"a step must have been observed before weights are scored, {reason}"
+        raise TrainingError(f"prune {self.criterion}", rule)
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -252,11 +237,7 @@ class Magnitude(Scorer):
 
 
 def make_scorer(
-    criterion: str,
-    modules: Mapping[str, nn.Module],
-    *,
-    generator: torch.Generator | None = None,
-    **options: Any,
+    criterion: str, modules: Mapping[str, nn.Module], *, generator: torch.Generator | None = None, **options: Any
 ) -> Scorer:
     """Return a new scorer, not attached yet.
 
@@ -279,33 +260,18 @@ def make_scorer(
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the type of scores: float64 as it is, everything else as float32.
-
-    Example:
-        >>> wide(torch.ones(1, dtype=torch.bfloat16)).dtype
-        torch.float32
-    """
+    """Return a tensor in the type of scores: float64 as it is, everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.Size], where: str) -> dict[str, Tensor]:
-    """Return copies of the tensors by weight name under `key` of a saved state.
-
-    Args:
-        state: What a scorer saved.
-        key: Which of its entries.
-        like: The shape that each may have, by weight name.
-        where: The criterion, for errors.
-    """
+    """Return copies of the tensors by weight name under `key` of a saved state."""
     tensors = dict(state[key])
     for name, tensor in tensors.items():
         if name not in like or tensor.shape != like[name]:
             wanted = f"of shape {tuple(like[name])}" if name in like else "none: this run does not prune it"
-            raise CheckpointError(
-                where,
-                f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}",
-                "resume with the model and recipe that wrote the checkpoint",
-            )
+            rule = f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}"
+            raise CheckpointError(where, rule, SAME_RUN)
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -321,3 +287,100 @@ def all_finite(gradients: Collection[Tensor]) -> bool:
     # a sum keeps every NaN and infinity, and is by far the fastest pass on a CPU; 16 bits would overflow
     sums = [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).double() for value in values]
     return not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all())
+
+
+@torch.no_grad()
+def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
+    """Return which weights to keep: those with ``|w| < eps`` go, however many they are.
+
+    Magnitudes are compared in float32 (float64 for float64). A NaN is kept: it has no magnitude.
+
+    Args:
+        weight: Floating point, any shape and device.
+        eps: At least 0; 0 prunes nothing.
+
+    Returns:
+        bool tensor of the same shape and device, True = keep.
+
+    Raises:
+        ConfigError: If `eps` is negative or NaN.
+
+    Example:
+        >>> below_threshold_mask(torch.tensor([-0.5, 0.1, 0.2]), 0.2)
+        tensor([ True, False,  True])
+    """
+    checked(eps, float, "below_threshold_mask", "eps", low=0)
+    scores = magnitude(weight)
+    # in the type of the scores: a weight of float32 0.1 is not below 0.1
+    return scores.lt(scores.new_tensor(eps)).logical_not_()
+
+
+_PIECE = 1 << 17  # stays in cache
+
+
+class Random(Scorer):
+    """Chance: one draw in [0, 1) a weight for the whole run, so that what is pruned stays the lowest.
+
+    A draw is a function of a seed (taken once from the generator), the weight's place in `modules` (without one, its
+    name) and its flat index, in whole numbers: the same on every rank and device, and a slice costs its length alone.
+    """
+
+    criterion: ClassVar[str] = "random"
+    zero_is_lowest: ClassVar[bool] = False
+    keeps_going: ClassVar[bool] = True
+
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        super()._set_up(generator)
+        if generator is None:
+            raise ConfigError("prune random", "generator must be given, got None", "seed one alike on every rank")
+        self.seed = int(torch.randint(2**62, (), generator=generator))
+        # by place: a trainer may put a prefix before every name, and draws must not depend on it
+        self._places = {name: place for place, name in enumerate(self.modules)}
+
+    @property
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        scores = torch.empty(weight.numel(), dtype=_wider(weight.dtype), device=weight.device)
+        for start in range(0, weight.numel(), _PIECE):
+            stop = min(start + _PIECE, weight.numel())
+            scores[start:stop] = self._draw(name, torch.arange(start, stop, device=weight.device))
+        return scores.view(weight.shape)
+
+    def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        index = torch.arange(*where.indices(weight.numel()), device=weight.device)
+        return self._draw(name, index).to(_wider(weight.dtype))
+
+    def _draw(self, name: str, index: Tensor) -> Tensor:
+        key = hashlib.blake2b(f"{self.seed}:{self._places.get(name, name)}".encode(), digest_size=8).digest()
+        # SplitMix64 (Steele, Lea and Flood 2014) of a counter; int64 products wrap as its unsigned ones do
+        bits = index * _signed(0x9E3779B97F4A7C15) + _signed(int.from_bytes(key, "little"))
+        bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+        bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+        bits = bits ^ _shifted(bits, 31)
+        # The top 24 bits, which float32 holds exactly: uniform in [0, 1).
+        return _shifted(bits, 40).float() * 2.0**-24
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed beside what every scorer saves."""
+        return {**super().state_dict(), "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the seed, and with it every draw."""
+        super().load_state_dict(state)
+        self.seed = int(state["seed"])
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Return the bits shifted down with zeros from above: torch's shift repeats the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -26,23 +26,8 @@ from hf_eff.evaluation.metrics import class_score
 from shared_core.errors import CheckpointError, ConfigError
 
 WORDS = [
-    "the",
-    "a",
-    "good",
-    "bad",
-    "film",
-    "plot",
-    "was",
-    "is",
-    "not",
-    "very",
-    "dull",
-    "fine",
-    "one",
-    "we",
-    "saw",
-    "it",
-]
+    "the", "a", "good", "bad", "film", "plot", "was", "is", "not", "very", "dull", "fine", "one", "we", "saw", "it",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +40,9 @@ def room(tmp_path_factory):
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
+    )  # fmt: skip
     for number in range(3):
         classifier = make_classifier(0)
         language = make_language_model(0)
@@ -228,14 +209,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     cases = [
-        (
-            "accuracy",
-            llama,
-            "far.jsonl",
-            {},
-            CheckpointError,
-            "must have a classifier of texts .* got LlamaForCausalLM",
-        ),
+        ("accuracy", llama, "far.jsonl", {}, CheckpointError, "have a classifier of texts .* got LlamaForCausalLM"),
         ("perplexity", bert, "far.jsonl", {}, CheckpointError, "must have a language model"),
         ("accuracy", bert, "unlabelled.jsonl", {}, ConfigError, "a column label or labels"),
         ("accuracy", bert, "far.jsonl", {}, ConfigError, "labels from 0 to 3, .* got 4"),

@@ -169,11 +169,8 @@ def test_hyperparameters_may_be_objects_of_any_class(tmp_path, kind):
     saving = importlib.import_module(BOTH[0]).callbacks.ModelCheckpoint(
         dirpath=tmp_path, filename="{step}", save_top_k=-1, monitor="val_loss"
     )
-    recipe = {
-        "soup": {"kind": kind, **({"metric": "val_loss"} if kind == "greedy" else {})},
-        "prune": {"sparsity": 0.5},
-    }
-    recipe["prune"] |= {"begin": 0, "end": 3}
+    soup = {"kind": kind, **({"metric": "val_loss"} if kind == "greedy" else {})}
+    recipe = {"soup": soup, "prune": {"sparsity": 0.5, "begin": 0, "end": 3}}
     callback = EffCallback(recipe)
     trainer = make_trainer(tmp_path, callbacks=[callback, saving], enable_checkpointing=True)
     module = fit(trainer, Located(width=8, **options), val=True)

@@ -93,7 +93,7 @@ def test_a_quiet_run_tells_its_receipt_in_a_line(monkeypatch, tmp_path):
 
 
 def test_averaging_counts_the_files_it_reads(tmp_path):
-    from shared_core.soup.uniform import average_of
+    from shared_core.soup.merging import average_of
 
     for number in range(3):
         save_file({"w": torch.full((2,), float(number))}, tmp_path / f"{number}.safetensors")

@@ -79,9 +79,7 @@ def test_forward_and_gradients_are_those_of_the_rounded_base_and_the_adapters():
     y.square().mean().backward()
     wanted.square().mean().backward()
     exact = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
-    found = {
-        name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    found = {name: one.grad.double() for name, one in model.named_parameters() if one.grad is not None}
     assert set(found) == set(exact) == set(adapters)
     for name, gradient in exact.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
@@ -145,12 +143,8 @@ def test_names_of_adapted_layers_mean_the_layer_beneath(options, names):
     assert quantised(attached(**options)) == names
 
 
-def test_the_last_layer_is_no_adapter():
-    technique = attached(wrapped(target_modules=["0", "4"]), skip=["last"])
-    assert quantised(technique) == ["0.base_layer", "2"]
-
-
-def test_adapters_alone_are_nothing_to_quantise():
+def test_adapters_are_no_last_layer_and_alone_nothing_to_quantise():
+    assert quantised(attached(wrapped(target_modules=["0", "4"]), skip=["last"])) == ["0.base_layer", "2"]
     with pytest.raises(MatchError, match="must match at least one module"):
         attached(skip=["*.0", "*.2", "*.4"])
 

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from lora_runs import BASES, X, net, run, session
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from plain_loop import plain_step
 from torch import nn
 
@@ -253,24 +255,6 @@ def test_a_receipt_can_be_written_as_json(tmp_path):
 # -- refusals
 
 
-def test_an_optimizer_without_the_adapters_is_refused():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = session()
-    ours.attach(model)
-    with pytest.raises(CompatibilityError, match="optimizer must hold the adapters of 0"):
-        ours.begin([optimizer], total_steps=1)
-
-
-def test_a_model_with_adapters_is_refused():
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-
-    model = get_peft_model(net(), PeftConfig(target_modules=["0"], r=2))
-    with pytest.raises(CompatibilityError, match="must have no adapters yet"):
-        session().attach(model)
-
-
 @pytest.mark.parametrize("options", [{"rank": 3}, {"base": "int8"}, {"skip": ["first"]}, {"double_quant": False}])
 def test_a_state_of_other_options_is_refused(options):
     state = run(net(), 1)[0].state_dict()
@@ -281,6 +265,13 @@ def test_a_state_of_other_options_is_refused(options):
         other.begin([], total_steps=1)
 
 
-def test_codes_which_no_process_holds_whole_are_refused_under_fsdp2():
+def test_what_cannot_be_trained_is_refused():
+    model, ours = net(), session()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours.attach(model)
+    with pytest.raises(CompatibilityError, match="optimizer must hold the adapters of 0"):
+        ours.begin([optimizer], total_steps=1)
+    with pytest.raises(CompatibilityError, match="must have no adapters yet"):
+        session().attach(get_peft_model(net(), PeftConfig(target_modules=["0"], r=2)))
     with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
         check(Recipe.from_dict({"lora": {"rank": 2}}), {"fsdp2"})

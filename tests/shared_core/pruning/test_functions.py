@@ -52,6 +52,7 @@ def test_linear_and_cubic_are_the_formula_in_fractions(step):
         expected = Fraction(4, 5) + (Fraction(1, 10) - Fraction(4, 5)) * remaining
         found = SCHEDULES[name](step, begin=0, end=100, initial=0.1, final=0.8)
         assert found == pytest.approx(float(expected), abs=1e-15), name
+    assert SCHEDULES["one_shot"](step, begin=50, end=100, initial=0.1, final=0.8) == (0.8 if step >= 50 else 0.1)
 
 
 def test_cosine_and_exponential_are_the_formula():
@@ -133,8 +134,8 @@ def test_erdos_renyi_clamps_small_tensors_and_kernels_matter():
 
 
 @pytest.mark.parametrize(("shapes", "sparsity", "what"), [
-    ([(3,)], 0.5, "two dimensions"), ([(3, 3)], 1.5, "in \\[0, 1\\]"), ([(3, 3)], math.nan, "in \\[0, 1\\]"),
-    ([(3, 3), (0, 4)], 0.5, "no weights"),
+    ([(3,)], 0.5, "two dimensions"), ([(3, 3)], 1.5, "in \\[0, 1\\]"), ([(3, 3)], math.nan, "finite"),
+    ([(3, 3), (0, 4)], 0.5, r"hold weights, got \(0, 4\)"),
 ])  # fmt: skip
 def test_erdos_renyi_refuses(shapes, sparsity, what):
     with pytest.raises(ConfigError, match=what):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.optimizer_parameters import attach_with
@@ -32,11 +33,7 @@ def train(options, steps=12, net=None, saved=None):
     seen = []
     for step in range(session.step, steps):
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(step)).double()
-        session.loss(net(x).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, net(x).square().mean())
         seen.append([int(net[i].weight.eq(0).sum()) for i in (0, 2, 4)])
     return net, session, seen
 
@@ -143,28 +140,17 @@ def test_a_large_layer_left_dense_by_overrides_was_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "says"),
     [
-        ({"overrides": ["last"]}, ConfigError, "overrides must be PATTERN:OPTION=VALUE"),
-        ({"overrides": {"last": {"scope": "local"}}}, ConfigError, "with an option of sparsity"),
-        ({"overrides": {"last": {"sparsity": 1}}}, ConfigError, r"must give last a sparsity in \[0, 1\)"),
-        ({"overrides": {"last": {"sparsity": "much"}}}, ConfigError, "overrides must be a finite number"),
-        ({"overrides": {"[4]": {"sparsity": "nan"}}}, ConfigError, "overrides must"),
-        ({"overrides": {"4": {"sparsity": 0.5}}, "granularity": "n_m", "schedule": "one_shot"}, ConfigError, "fixes"),
-        ({"overrides": {"4": {"sparsity": 0.5}}, "granularity": "layer"}, ConfigError, "a layer goes whole"),
-        (
-            {"overrides": {"44": {"sparsity": 0.2}}},
-            MatchError,
-            "override pattern '44' matches no pruned layer; did you",
-        ),
-        ({"overrides": {"2": {"sparsity": 0.2}}, "skip": ["2"]}, MatchError, "override pattern '2' matches no pruned"),
-        ({"overrides": {"last": {"sparsity": 1e-4}}}, MatchError, "at least one of 400 weights of 4.weight"),
-        ({"overrides": {"*": {"sparsity": 0}}}, MatchError, "all were left out"),
-        ({"overrides": {"4": {"sparsity": 0.5}}, "granularity": "neuron"}, MatchError, "got 4.weight"),
+        ({"overrides": {"44": {"sparsity": 0.2}}}, "override pattern '44' matches no pruned layer; did you"),
+        ({"overrides": {"2": {"sparsity": 0.2}}, "skip": ["2"]}, "override pattern '2' matches no pruned"),
+        ({"overrides": {"last": {"sparsity": 1e-4}}}, "at least one of 400 weights of 4.weight"),
+        ({"overrides": {"*": {"sparsity": 0}}}, "all were left out"),
+        ({"overrides": {"4": {"sparsity": 0.5}}, "granularity": "neuron"}, "got 4.weight"),
     ],
 )
-def test_what_cannot_be_is_refused(options, error, says):
-    with pytest.raises(error, match=says):
+def test_what_cannot_be_is_refused(options, says):
+    with pytest.raises(MatchError, match=says):
         train({"sparsity": 0.5, **options}, steps=3)
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.pruning.scorers import SCORERS, make_scorer
+from shared_core.pruning.scorers.scorer import below_threshold_mask
 
 STEPWISE = ("taylor", "movement")
 
@@ -251,24 +252,8 @@ def test_costs_divide_scores():
     assert torch.equal(scorer.scores("0.weight", net[0].weight), net[0].weight.detach().abs() / 4)
     assert torch.equal(scorer.scores("2.weight", net[2].weight), net[2].weight.detach().abs() * 2)
     for bad in ({"0.weight": 1.0}, {"0.weight": 1.0, "2.weight": 0.0}, {"0.weight": 1.0, "2.weight": float("nan")}):
-        with pytest.raises(ConfigError, match=r"cost of 2.weight must be a number above 0"):
+        with pytest.raises(ConfigError, match=r"cost of 2.weight must be"):
             make_scorer("magnitude", modules_of(net), costs=bad)
-
-
-def test_random_wants_a_generator():
-    with pytest.raises(ConfigError, match="prune random: generator must be given"):
-        make_scorer("random", {})
-
-
-def test_unknown_criterion():
-    with pytest.raises(ConfigError, match="criterion must be one that exists, got 'tailor'; did you mean 'taylor'"):
-        make_scorer("tailor", {})
-
-
-def test_what_criteria_say_of_themselves():
-    assert {name for name, scorer in SCORERS.items() if scorer.per_row} == {"wanda"}
-    assert {name for name, scorer in SCORERS.items() if scorer.keeps_going} == {"random", "movement"}
-    assert {name for name, scorer in SCORERS.items() if not scorer.needs} == {"magnitude", "random"}
 
 
 @pytest.mark.parametrize("criterion", sorted(name for name, scorer in SCORERS.items() if scorer.zero_is_lowest))
@@ -284,3 +269,37 @@ def test_zero_is_lowest_where_it_is_said(criterion):
     assert not scores[2].any()
     assert (scores >= 0).all()
     scorer.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_threshold_is_that_of_the_definition(dtype):
+    weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = weight.double().abs() >= 0.5
+    assert torch.equal(below_threshold_mask(weight, 0.5), expected)
+    assert 0 < int(expected.sum()) < expected.numel()
+
+
+def test_threshold_edges():
+    weight = torch.tensor([0.1, -0.1, 0.0, float("inf"), float("nan")])
+    assert below_threshold_mask(weight, 0.1).tolist() == [True, True, False, True, True]
+    assert below_threshold_mask(weight, 0).all()
+    assert below_threshold_mask(torch.tensor(0.2), 0.3).tolist() is False
+    assert below_threshold_mask(torch.empty(0, 3), 0.3).shape == (0, 3)
+    assert below_threshold_mask(nn.Parameter(torch.ones(2)), 2.0).tolist() == [False, False]
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match="eps must be"):
+            below_threshold_mask(weight, eps)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "modules", "match"),
+    [
+        ("random", {}, "prune random: generator must be given"),
+        ("tailor", {}, "criterion must be one that exists, got 'tailor'; did you mean 'taylor'"),
+        *((name, {"table": nn.Embedding(3, 2)}, f"prune {name}: table: layer must be linear or convolutional")
+          for name in ("wanda", "neuron_taylor", "fisher")),
+    ],
+)  # fmt: skip
+def test_scorers_that_cannot_be_made_are_refused(criterion, modules, match):
+    with pytest.raises(ConfigError, match=match):
+        make_scorer(criterion, modules)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import TrainingError
 from shared_core.modules.weight_views import from_output_rows, output_rows
 from shared_core.pruning.scorers import make_scorer
 
@@ -300,9 +300,3 @@ def test_compiled_models_are_observed():
     assert_scores(scorers[0], wanda_reference(net, batch))
     assert_scores(scorers[1], neuron_reference(net, batch))
     torch.compiler.reset()
-
-
-def test_other_layers_are_refused():
-    for criterion in ("wanda", "neuron_taylor"):
-        with pytest.raises(ConfigError, match=f"prune {criterion}: table: layer must be linear or convolutional"):
-            make_scorer(criterion, {"table": nn.Embedding(3, 2)})

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
@@ -47,11 +48,7 @@ def run(recipe, stop=None, state=None):
             parts = {"model": model, "optimizer": optimizer, "session": session}
             state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        session.loss(model(x, step % 2).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(x, step % 2).square().mean())
     report = session.receipt().values["techniques"]["prune"]
     session.finish()
     return state, dict(model.state_dict()), report

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -44,27 +45,37 @@ class Run:
 
     def step(self):
         x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(self.session.step))
-        self.session.loss(self.model(x, int(self.session.step < 4)).square().mean()).backward()
-        self.session.before_step()
-        self.optimizer.step()
-        self.session.after_step()
-        self.optimizer.zero_grad()
+        plain_step(self.session, self.optimizer, self.model(x, int(self.session.step < 4)).square().mean())
 
     def told(self):
         return self.session.receipt()["techniques"]["prune"]
+
+
+def trained_and_resumed(options, folder, stops):
+    """Return a whole run and its weights before each step, after the runs resumed at `stops` ended with the same."""
+    whole, weights = Run(options), {}
+    for step in range(STEPS):
+        (folder / str(step)).mkdir()
+        save_state(folder / str(step), whole.session.state_dict())
+        weights[step] = copy.deepcopy(whole.model.state_dict())
+        whole.step()
+    whole.session.finish()
+    for stop in stops:
+        resumed = Run(options, folder / str(stop), weights[stop])
+        for _ in range(stop, STEPS):
+            resumed.step()
+        resumed.session.finish()
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), (stop, name)
+        assert resumed.told().get("updates_without_input") == whole.told().get("updates_without_input")
+    return whole, weights
 
 
 @pytest.mark.parametrize("granularity", ["unstructured", "n_m"])
 def test_wanda_prunes_an_expert_without_tokens_by_its_last_inputs_and_resumes_exactly(granularity, tmp_path, capsys):
     n_m = {"granularity": "n_m", "schedule": "one_shot", "dynamic": "recompute"}
     options = OPTIONS if granularity == "unstructured" else OPTIONS | n_m
-    whole, weights = Run(options), {}
-    for step in range(STEPS):
-        (tmp_path / str(step)).mkdir()
-        save_state(tmp_path / str(step), whole.session.state_dict())
-        weights[step] = copy.deepcopy(whole.model.state_dict())
-        whole.step()
-    whole.session.finish()
+    whole, _ = trained_and_resumed(options, tmp_path, (2, 4, 6, 8))
     report = whole.told()
     sparsity = {tensor["name"]: tensor["sparsity"] for tensor in report["tensors"]}
     # the masks change after steps 1, 3, 5, 7 and 9
@@ -72,14 +83,6 @@ def test_wanda_prunes_an_expert_without_tokens_by_its_last_inputs_and_resumes_ex
     assert report["updates_without_input"] == {"experts.0.weight": 2, "experts.1.weight": 2, "experts.2.weight": 5}
     assert "experts.2.weight stay dense: no input has reached them" in capsys.readouterr().out
     json.dumps(report)
-    for stop in (2, 4, 6, 8):
-        resumed = Run(options, tmp_path / str(stop), weights[stop])
-        for _ in range(stop, STEPS):
-            resumed.step()
-        resumed.session.finish()
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(value, resumed.model.state_dict()[name]), (stop, name)
-        assert resumed.told()["updates_without_input"] == report["updates_without_input"]
 
 
 def test_older_inputs_are_scored_by_until_there_are_others_and_are_saved():
@@ -115,10 +118,7 @@ def test_the_output_of_attention_is_left_out_where_it_must_be_called(options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.begin([optimizer], total_steps=STEPS)
     for _ in range(STEPS):
-        session.loss(model(torch.randn(2, 3, 8)).square().mean()).backward()
-        session.before_step()
-        optimizer.step()
-        session.after_step()
+        plain_step(session, optimizer, model(torch.randn(2, 3, 8)).square().mean())
     session.finish()
     told = session.receipt()["techniques"]["prune"]
     assert "never calls it" in told["left_out"]["0.self_attn.out_proj.weight"]
@@ -138,26 +138,13 @@ COSTS = {"sparsity": 0.5, "cost": "flops", "begin": 1, "end": 9, "every": 2}
 
 
 def test_an_expert_without_tokens_is_dense_until_its_cost_is_known_and_resumes_exactly(tmp_path, capsys):
-    whole, weights = Run(COSTS), {}
-    for step in range(STEPS):
-        (tmp_path / str(step)).mkdir()
-        save_state(tmp_path / str(step), whole.session.state_dict())
-        weights[step] = copy.deepcopy(whole.model.state_dict())
-        zeros = {name: int((value == 0).sum()) for name, value in weights[step].items() if "experts" in name}
-        if step in (3, 4):  # the first expert is called from the fifth step on
-            assert zeros["experts.0.weight"] == 0 < zeros["experts.1.weight"]
-        whole.step()
-    whole.session.finish()
+    whole, weights = trained_and_resumed(COSTS, tmp_path, (0, 1, 4, 5, 8))
+    for step in (3, 4):  # the first expert is called from the fifth step on
+        assert weights[step]["experts.0.weight"].all()
+        assert not weights[step]["experts.1.weight"].all()
     sparsity = {tensor["name"]: tensor["sparsity"] for tensor in whole.told()["tensors"]}
     assert sparsity["experts.0.weight"] > 0 == sparsity["experts.2.weight"]
     assert "experts.2.weight stay dense: no input has reached them" in capsys.readouterr().out
-    for stop in (0, 1, 4, 5, 8):
-        resumed = Run(COSTS, tmp_path / str(stop), weights[stop])
-        for _ in range(stop, STEPS):
-            resumed.step()
-        resumed.session.finish()
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(value, resumed.model.state_dict()[name]), (stop, name)
     assert not any(module._forward_hooks for module in whole.model.modules())
 
 

@@ -1,18 +1,14 @@
-"""Soups: arithmetic, search, journal, technique."""
+"""Averages and merges of checkpoints: arithmetic against float64, ties, dtypes, refusals."""
 
-import gc
-import json
 import math
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from soup_runs import runs, same_bits
 
-from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.errors import CheckpointError, EffError
 from shared_core.soup import greedy_soup, slerp_soup, task_vector_soup, uniform_soup
 
 # --- averages ---------------------------------------------------------------------------------------------------------
@@ -118,15 +114,6 @@ def test_non_contiguous_and_empty_tensors():
     into = {"w": torch.zeros(6, 4).t(), "none": torch.empty(0, 3), "scalar": torch.tensor(0.0)}
     assert uniform_soup(members, into=into) is into
     assert torch.equal(into["w"], soup["w"])
-
-
-@pytest.mark.parametrize(
-    ("weights", "match"),
-    [([1.0], "one for each of 2"), ([1.0, -1.0], ">= 0"), ([0.0, 0.0], "not all be 0"), ([1.0, math.nan], "finite")],
-)
-def test_weights_are_checked(weights, match):
-    with pytest.raises(ConfigError, match=match):
-        uniform_soup(runs(2), weights)
 
 
 def test_uniform_leaves_out_what_is_not_finite():
@@ -264,190 +251,6 @@ def test_merges_keep_ties_and_write_into_a_model():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
-        ({"density": math.nan}, "density must be in"),
-        ({"lambda_": math.inf}, "lambda must be a finite number"),
-        ({"kind": "dare"}, "kind must be ties, dare_linear or dare_ties"),
-        ({"weights": [1.0]}, "one for each of 2"),
-        ({"ingredients": []}, "at least one checkpoint"),
-        ({"base": {"a": torch.zeros(33, 7)}}, "same tensors, got 'b'"),
-        ({"base": {"a": torch.zeros(33, 7), "b": torch.full((5,), math.nan)}}, "base: 'b' must be finite"),
-    ],
-)
-def test_bad_merges_of_task_vectors(change, match):
-    *members, base = runs(3)
-    with pytest.raises(EffError, match=match):
-        task_vector_soup(**{"ingredients": members, "base": base, "kind": "ties", "density": 0.5, **change})
-
-
-def test_bad_slerps():
-    members = runs(3)
-    with pytest.raises(ConfigError, match="slerp must have two ingredients, got 3"):
-        slerp_soup(members)
-    with pytest.raises(ConfigError, match=r"t must be in \[0, 1\], got 1.5"):
-        slerp_soup(members[:2], 1.5)
-    members[1]["b"][2] = math.nan
-    with pytest.raises(CheckpointError, match="ingredient 1: 'b' must be finite"):
-        slerp_soup(members[:2])
-
-
-# --- search -----------------------------------------------------------------------------------------------------------
-
-
-def code_of_the_authors(members, evaluate):
-    """Greedy soup as mlfoundations/model-soups runs it: sorted by single accuracy, kept only if strictly better."""
-    order = sorted(range(len(members)), key=lambda i: evaluate(members[i]), reverse=True)
-    chosen, best = [order[0]], evaluate(members[order[0]])
-    soup = {name: value.double() for name, value in members[order[0]].items()}
-    for i in order[1:]:
-        n = len(chosen)
-        trial = {name: soup[name] * (n / (n + 1.0)) + members[i][name].double() / (n + 1) for name in soup}
-        score = evaluate({name: value.float() for name, value in trial.items()})
-        if score > best:
-            chosen, best, soup = [*chosen, i], score, trial
-    return chosen, best, soup
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_strict_search_is_that_of_the_authors(seed, mode):
-    members = runs(9, seed)
-    goal = torch.randn(33, 7, generator=torch.Generator().manual_seed(seed)) + 0.02
-    sign = 1 if mode == "max" else -1
-
-    def quality(weights):  # rounded, so that both ways of summing give one score
-        return round(-float((weights["a"] - goal).square().sum()), 3)
-
-    result = greedy_soup(members, lambda weights: sign * quality(weights), mode=mode, strict=True)
-    chosen, best, soup = code_of_the_authors(members, quality)
-    assert result.ingredients == [f"ingredient {i}" for i in chosen]
-    assert result.score == sign * best
-    assert len(chosen) > 1
-    for name, value in soup.items():
-        assert torch.allclose(result.state_dict[name].double(), value, rtol=1e-6, atol=1e-6)
-
-
-scores_of = st.lists(
-    st.one_of(st.floats(allow_nan=True, allow_infinity=True, width=32), st.sampled_from([0.0, 1.0])),
-    min_size=1,
-    max_size=7,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(scores_of, st.data(), st.sampled_from(["max", "min"]), st.booleans())
-def test_never_worse_than_the_best_single(singles, data, mode, strict):
-    values = [math.sqrt(prime) for prime in (2, 3, 5, 7, 11, 13, 17)]  # no two averages of them are equal
-    members = [{"w": torch.tensor([value], dtype=torch.float64)} for value, _ in zip(values, singles, strict=False)]
-    by_value = dict(zip(values, singles, strict=False))
-    calls = []
-
-    def evaluate(weights):
-        value = float(weights["w"])
-        calls.append(value)
-        if value not in by_value:
-            by_value[value] = data.draw(scores_of)[0]
-        return by_value[value]
-
-    finite = [score for score in singles if math.isfinite(score)]
-    if not finite:
-        with pytest.raises(CheckpointError, match="at least one ingredient must have finite"):
-            greedy_soup(members, evaluate, mode=mode, strict=strict)
-        return
-    result = greedy_soup(members, evaluate, mode=mode, strict=strict)
-    better = max if mode == "max" else min
-    assert better(result.score, better(finite)) == result.score
-    assert len(calls) == len(singles) + len(finite) - 1
-    assert len(set(calls)) == len(calls)  # nothing is evaluated twice
-    assert by_value[float(result.state_dict["w"])] == result.score  # the score is that of the weights returned
-    assert [row["order"] for row in result.history] == list(range(len(singles)))
-    assert sum(row["accepted"] for row in result.history) == len(result.ingredients)
-    assert sum("left out" in row["reason"] for row in result.history) == len(singles) - len(finite)
-
-
-def test_equal_metrics_keep_the_given_order_and_strict_refuses_them():
-    members = runs(4)
-    result = greedy_soup(members, lambda weights: 0.5)
-    assert result.ingredients == [f"ingredient {i}" for i in range(4)]
-    assert torch.equal(result.state_dict["a"], uniform_soup(members)["a"])
-    strict = greedy_soup(members, lambda weights: 0.5, strict=True)
-    assert strict.ingredients == ["ingredient 0"]
-    assert all(same_bits(strict.state_dict[name], members[0][name]) for name in members[0])
-
-
-def test_non_finite_ingredients_are_left_out_and_named():
-    members = runs(4)
-    members[0]["a"][3, 3] = math.nan
-    seen = []
-
-    def evaluate(weights):
-        seen.append(bool(torch.isfinite(weights["a"]).all()))
-        return math.nan if torch.equal(weights["a"], members[2]["a"]) else 1.0
-
-    result = greedy_soup(members, evaluate)
-    assert all(seen)
-    assert result.ingredients == ["ingredient 1", "ingredient 3"]
-    reasons = {row["name"]: row["reason"] for row in result.history}
-    assert "'a' holds a NaN" in reasons["ingredient 0"]
-    assert "its metric is nan" in reasons["ingredient 2"]
-    known = greedy_soup(members, lambda weights: 1.0, scores=[9.0, 1.0, None, 0.5])
-    assert "ingredient 0" not in known.ingredients
-
-
-def test_known_scores_are_not_evaluated_again():
-    calls = []
-
-    def evaluate(weights):
-        calls.append(1)
-        return -1.0
-
-    result = greedy_soup(runs(5), evaluate, scores=[0.1, 0.5, 0.3, 0.2, 0.4])
-    assert len(calls) == 4
-    assert [row["name"] for row in result.history] == [f"ingredient {i}" for i in (1, 4, 2, 3, 0)]
-    assert result.score == 0.5
-
-
-def test_what_evaluate_does_to_the_candidate_does_not_last():
-    members = runs(4)
-
-    def ruin(weights):
-        score = -float(weights["a"].square().sum())
-        for value in weights.values():
-            value.fill_(math.nan)
-        return score
-
-    def leave(weights):
-        return -float(weights["a"].square().sum())
-
-    ruined, left = greedy_soup(members, ruin), greedy_soup(members, leave)
-    assert ruined.history == left.history
-    assert all(same_bits(ruined.state_dict[name], left.state_dict[name]) for name in members[0])
-
-
-def test_after_average_sees_every_candidate_and_the_result():
-    mask = torch.arange(5) % 2 == 0
-
-    def remask(weights):
-        weights["b"].mul_(mask)
-
-    def evaluate(weights):
-        assert not weights["b"][~mask].any()
-        return 0.0
-
-    result = greedy_soup(runs(3), evaluate, after_average=remask)
-    assert not result.state_dict["b"][~mask].any()
-    assert result.state_dict["b"][mask].all()
-
-
-def test_max_ingredients():
-    result = greedy_soup(runs(6), lambda weights: 0.0, max_ingredients=3)
-    assert len(result.ingredients) == 3
-    assert "not tried" in result.history[5]["reason"]
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
         (lambda run: run.pop("b"), r"'b' in ingredient 0 but not in ingredient 1"),
         (lambda run: run.update(c=torch.ones(1)), r"'c' in ingredient 1 but not in ingredient 0"),
         (lambda run: run.update(b=torch.ones(6)), r"\(5,\) in ingredient 0 and \(6,\) in ingredient 1"),
@@ -463,96 +266,34 @@ def test_strangers_are_refused_by_name(change, match):
             call()
 
 
-def test_bad_arguments():
-    with pytest.raises(CheckpointError, match="at least one"):
-        greedy_soup([], lambda weights: 0.0)
-    with pytest.raises(CheckpointError, match="sequence of paths"):
-        greedy_soup("checkpoint-1", lambda weights: 0.0)
-    with pytest.raises(ConfigError, match="mode must be one of max, min"):
-        greedy_soup(runs(2), lambda weights: 0.0, mode="best")
-    with pytest.raises(ConfigError, match="max_ingredients"):
-        greedy_soup(runs(2), lambda weights: 0.0, max_ingredients=0)
-    with pytest.raises(ConfigError, match="one for each of 2"):
-        greedy_soup(runs(2), lambda weights: 0.0, scores=[1.0])
-    for bad in ({"accuracy": 1.0}, None, torch.ones(2), "much"):
-        with pytest.raises(ConfigError, match="evaluate must return"):
-            greedy_soup(runs(2), lambda weights, bad=bad: bad)
+TWO = runs(2)
+BAD = {**runs(1)[0], "b": torch.full((5,), math.nan)}
 
 
-def test_candidates_do_not_pile_up():
-    shape = (311, 313)  # no other tensor in this process has it
-
-    def copies():
-        return sum(1 for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.shape == shape)
-
-    members = [{"w": torch.randn(shape)} for _ in range(8)]
-    given_before, most = copies(), []
-
-    def evaluate(weights):
-        most.append(copies() - given_before)
-        return 0.0
-
-    greedy_soup(members, evaluate)
-    assert max(most) <= 2  # the mean and the candidate
+def ties(**change):
+    return task_vector_soup(**{"ingredients": TWO, "base": runs(3)[2], "kind": "ties", "density": 0.5, **change})
 
 
-# --- journal ----------------------------------------------------------------------------------------------------------
-
-
-class KilledError(Exception):
-    pass
-
-
-def test_a_killed_search_goes_on_to_the_same_bits(tmp_path):
-    members = runs(5, seed=3)
-
-    def quality(weights):
-        return -float(weights["a"].square().sum())
-
-    whole = greedy_soup(members, quality)
-    for kill_at in range(1, 10):
-        calls = []
-
-        def evaluate(weights, kill_at=kill_at, calls=calls):
-            if len(calls) == kill_at - 1:
-                raise KilledError
-            calls.append(1)
-            return quality(weights)
-
-        journal = tmp_path / f"{kill_at}.json"
-        with pytest.raises(KilledError):
-            greedy_soup(members, evaluate, journal=journal)
-        rest = []
-        result = greedy_soup(members, lambda weights, rest=rest: rest.append(1) or quality(weights), journal=journal)
-        assert len(calls) + len(rest) == 9
-        assert (result.history, result.ingredients, result.score) == (whole.history, whole.ingredients, whole.score)
-        assert all(same_bits(result.state_dict[name], whole.state_dict[name]) for name in members[0])
-    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
-
-
-def test_a_journal_keeps_scores_that_json_has_no_name_for(tmp_path):
-    scores = [math.nan, math.inf, 0.1 + 0.2, 1e-320]
-    members = [{"w": torch.tensor([float(i)])} for i in range(4)]
-    first = greedy_soup(members, lambda w: scores[int(w["w"])] if w["w"] % 1 == 0 else -1.0, journal=tmp_path / "j")
-    again = greedy_soup(members, lambda w: 1 / 0, journal=tmp_path / "j")
-    assert again.history == first.history
-    json.loads((tmp_path / "j").read_text(), parse_constant=lambda name: pytest.fail(name))
-
-
-@pytest.mark.parametrize("other", ["ingredients", "mode", "strict", "order", "damaged", "foreign"])
-def test_a_journal_of_another_search_is_refused(tmp_path, other):
-    members, journal = runs(3), tmp_path / "journal.json"
-    greedy_soup(members, lambda weights: 0.0, journal=journal)
-    arguments = {}
-    if other == "ingredients":
-        members[2]["b"][4] += 1e-3
-    elif other == "order":
-        members.reverse()
-    elif other == "mode":
-        arguments["mode"] = "min"
-    elif other == "strict":
-        arguments["strict"] = True
-    else:
-        journal.write_text("{" if other == "damaged" else '{"a": 1}')
-    with pytest.raises(CheckpointError, match="journal"):
-        greedy_soup(members, lambda weights: 0.0, journal=journal, **arguments)
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: uniform_soup(TWO, [1.0]), "weights must be one for each of 2"),
+        (lambda: uniform_soup(TWO, [1.0, -1.0]), ">= 0"),
+        (lambda: uniform_soup(TWO, [0.0, 0.0]), "not all be 0"),
+        (lambda: uniform_soup(TWO, [1.0, math.nan]), "finite numbers"),
+        (lambda: ties(density=0.0), r"density must be in \(0, 1\], got 0.0"),
+        (lambda: ties(density=math.nan), "density must be a finite number"),
+        (lambda: ties(lambda_=math.inf), "lambda must be a finite number"),
+        (lambda: ties(kind="dare"), "kind must be one of ties, dare_linear, dare_ties"),
+        (lambda: ties(weights=[1.0]), "one for each of 2"),
+        (lambda: ties(ingredients=[]), "at least one checkpoint"),
+        (lambda: ties(base={"a": torch.zeros(33, 7)}), "same tensors, got 'b'"),
+        (lambda: ties(base=BAD), "base: 'b' must be finite"),
+        (lambda: slerp_soup(runs(3)), "slerp must have two ingredients, got 3"),
+        (lambda: slerp_soup(TWO, 1.5), r"t must be in \[0, 1\], got 1.5"),
+        (lambda: slerp_soup([TWO[0], BAD]), "ingredient 1: 'b' must be finite"),
+    ],
+)
+def test_what_cannot_be_averaged_or_merged_is_refused(call, match):
+    with pytest.raises(EffError, match=match):
+        call()

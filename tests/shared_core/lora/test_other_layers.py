@@ -1,25 +1,118 @@
-"""Adapters on stacked experts: a pair of factors an expert, merged in every checkpoint, as peft adds them."""
+"""Adapters on transformers' Conv1D and on stacked experts: as on linear layers, and as peft adds them."""
 
+import copy
 import json
 
 import pytest
 import torch
 from mixtures import KINDS, fit, losses, mixture, rows, stacks
 from peft import LoraConfig, get_peft_model
+from plain_loop import plain_step
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from shared_core import Session
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lora.adapters import adapters
+from shared_core.quantization import convert
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+STEPS = 4
+RECIPES = {
+    "none": {"lora": {"base": "none", "rank": 3}},
+    "nf4": {"lora": {"base": "nf4", "rank": 3}},
+    "int8": {"lora": {"base": "int8", "rank": 3}},
+    "requantize": {"lora": {"base": "nf4", "rank": 3, "requantize": True}},
+    "qat": {"lora": {"base": "none", "rank": 3}, "qat": {"scheme": "int8", "begin": 1}},
+}
+
+
+def twins():
+    """Return the same net of Conv1D and of Linear layers."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(Conv1D(128, 64), nn.GELU(), Conv1D(64, 128), nn.Linear(64, 4))
+    stock = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 4))
+    for one, other in zip(ours[::2], stock[::2], strict=True):
+        other.load_state_dict({"weight": one.weight.detach().t(), "bias": one.bias.detach()})
+    stock[3].load_state_dict(ours[3].state_dict())
+    return ours, stock
+
+
+def session_of(net, recipe):
+    session = Session(copy.deepcopy(recipe))
+    session.attach(net)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    return session, optimizer
+
+
+def train(session, optimizer, net, steps=range(STEPS)):
+    session.begin([optimizer], total_steps=STEPS)
+    assert not [note for note in session.notes if "left as they are" in note]
+    batches = torch.randn(STEPS, 6, 64, generator=torch.Generator().manual_seed(1))
+    for step in steps:
+        with session.forward():
+            session.loss(net(batches[step]).square().mean()).backward()
+        plain_step(session, optimizer)
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_it_trains_merges_and_is_left_as_the_linear_layer_that_it_is(key):
+    ends, told = [], []
+    for net in twins():
+        torch.manual_seed(2)
+        session, optimizer = session_of(net, RECIPES[key])
+        train(session, optimizer, net)
+        session.finish()
+        ends.append(net)
+        told.append(session.receipt().values["techniques"]["lora"])
+    ours, stock = ends
+    assert type(ours[0]) is type(ours[2]) is Conv1D
+    assert told[0]["layers"] == told[1]["layers"] == 2
+    assert told[0]["adapter_parameters"] == told[1]["adapter_parameters"]
+    before, _ = twins()
+    for index in (0, 2):
+        assert not torch.equal(ours[index].weight, before[index].weight)
+        torch.testing.assert_close(ours[index].weight.t(), stock[index].weight, atol=1e-5, rtol=1e-4)
+    if key == "qat":
+        x = torch.randn(5, 64)
+        torch.testing.assert_close(convert(ours)(x), convert(stock)(x), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("key", ["none", "nf4", "int8"])
+def test_state_dicts_are_plain_and_a_resumed_run_is_the_one_that_never_stopped(key):
+    net, _ = twins()
+    session, optimizer = session_of(net, RECIPES[key])
+    train(session, optimizer, net, range(2))
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
+    plain, _ = twins()
+    plain.load_state_dict(session.bake(saved[0]))
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(plain(x), net(x), atol=1e-2, rtol=1e-2)
+    for step in range(2, STEPS):
+        train_on = torch.randn(STEPS, 6, 64, generator=torch.Generator().manual_seed(1))[step]
+        plain_step(session, optimizer, net(train_on).square().mean())
+    session.finish()
+    again, _ = twins()
+    session, optimizer = session_of(again, RECIPES[key])
+    again.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    session.load_state_dict(saved[2])
+    train(session, optimizer, again, range(2, STEPS))
+    session.finish()
+    assert all(torch.equal(one, other) for one, other in zip(net.parameters(), again.parameters(), strict=True))
+
 
 EXPERTS = "model.layers.0.mlp.experts"
 STACKS = [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
 IDS = torch.stack([row["input_ids"] for row in rows(2)])
-LORA = {"rank": 2, "base": "none"}
+EXPERT_LORA = {"rank": 2, "base": "none"}
 
 
 def attached(net, **options):
-    session = Session({"lora": {**LORA, **options}, "allow_partial": True})
+    session = Session({"lora": {**EXPERT_LORA, **options}, "allow_partial": True})
     session.attach(net)
     return session, session.techniques["lora"]
 
@@ -75,7 +168,7 @@ def test_each_expert_has_factors_of_its_own_and_computes_as_pefts_parameters_do(
 @pytest.mark.parametrize("recipe", [{}, {"qat": {"scheme": "int8_dynamic", "begin": 2}}], ids=["alone", "qat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_adapters_alone_saves_merged_stacks_and_resumes_exactly(kind, recipe, tmp_path):
-    recipe = {"lora": LORA} | recipe
+    recipe = {"lora": EXPERT_LORA} | recipe
     whole = fit(kind, recipe, tmp_path / "whole")
     assert losses(whole)[-1] < losses(whole)[0]
     again = fit(kind, recipe, tmp_path / "again", tmp_path / "whole" / "checkpoint-4")
@@ -105,7 +198,7 @@ def test_what_is_left_is_told(capsys):
     assert list(lora.layers) == STACKS[1:]
     session.detach()
     with pytest.raises(MatchError, match=r"at least 50% of the weights .* must be within reach.*dropout cannot act on"):
-        Session({"lora": {**LORA, "dropout": 0.1}}).attach(mixture("mixtral"))
+        Session({"lora": {**EXPERT_LORA, "dropout": 0.1}}).attach(mixture("mixtral"))
     with pytest.raises(CompatibilityError, match=r"include must name .* got .*: dropout cannot act on the inputs of"):
         attached(mixture("mixtral"), include=tuple(STACKS), dropout=0.1)
     attached(mixture("mixtral"), base="nf4")
