@@ -22,8 +22,7 @@ from shared_core.distributed.collectives import all_finite, local_part, world_si
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-from shared_core.modules.calls import solve_in_order
-from shared_core.modules.calls import call_on_batch, evaluating
+from shared_core.modules.calls import call_on_batch, evaluating, solve_in_order
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.second_order import compensated
