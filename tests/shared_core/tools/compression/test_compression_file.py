@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError, TrainingError
+from shared_core.tools import compressed_file as entropy
+from shared_core.tools.compressed_file import DTYPES, gap_symbols, runs_of_zeros, smallest_width, weight_places
 from shared_core.tools.compression import CompressedFile, compress, decompress
-from shared_core.tools.compression import coding as entropy
-from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, smallest_width, weight_places
-from shared_core.tools.compression.file_format import DTYPES
 from shared_core.weight_clustering import share_values
 from shared_core.weight_clustering.clustering import SHARED_DTYPES
 
