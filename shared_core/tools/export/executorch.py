@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.onnx_layers import EXPORTED, Quantized, of_tokens, shared_grid
+from shared_core.tools.export.onnx_layers import EXPORTED, of_tokens
 from shared_core.tools.export.source import (
+    Quantized,
     arguments,
     baked_copy,
+    check_exportable,
     check_inputs,
     float_layers,
     plain,
     quantized_reference,
     quiet,
+    shared_grid,
 )
 
 _INT8 = (-128, 127)
@@ -239,7 +243,7 @@ def export_executorch(
     if importlib.util.find_spec("executorch") is None:
         raise MissingExtraError("export_executorch", "executorch", "executorch")
     check_inputs(example_inputs, "export_executorch")
-    reference, names = quantized_reference(model, "export_executorch")
+    reference, names = quantized_reference(model, "export_executorch", partial(check_exportable, kinds=EXPORTED))
     exported, layers = _with_codes(reference, names, example_inputs)
     with quiet():
         # What XNNPACK takes is known only after lowering: so lower, look, change, and lower again.

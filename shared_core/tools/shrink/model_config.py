@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup
 from shared_core.errors import CompatibilityError
-from shared_core.tools.shrink.widths import Change, Rescale, Work, check_eps, joined
+from shared_core.tools.shrink.cutting import Change, Rescale, Work, check_eps, joined
 
 Path = tuple[str | int, ...]
 """Attributes and indices that lead to a number of a configuration."""

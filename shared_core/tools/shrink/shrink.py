@@ -15,9 +15,18 @@ from shared_core.errors import CompatibilityError, ConfigError, EffError
 from shared_core.modules.matching import check_model
 from shared_core.tools import measuring
 from shared_core.tools.shrink import model_config as configured
-from shared_core.tools.shrink.cutting import bias_names, masked_state, replaced, select, why_uncalled_layers_need
+from shared_core.tools.shrink.cutting import (
+    Change,
+    Work,
+    bias_names,
+    joined,
+    masked_state,
+    replaced,
+    select,
+    why_not_narrow,
+    why_uncalled_layers_need,
+)
 from shared_core.tools.shrink.model_config import is_configured
-from shared_core.tools.shrink.widths import Change, Work, joined, why_not_narrow
 
 
 @dataclass

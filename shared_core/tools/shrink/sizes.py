@@ -21,10 +21,18 @@ from shared_core.pruning.scorers import gather_units, group_scores
 from shared_core.tools import measuring
 from shared_core.tools.shrink import importance
 from shared_core.tools.shrink import model_config as configured
-from shared_core.tools.shrink.cutting import Plan, Selection, tied_names
+from shared_core.tools.shrink.cutting import (
+    Plan,
+    Rescale,
+    Selection,
+    Work,
+    check_eps,
+    tied_names,
+    tolerance_of,
+    why_not_narrow,
+)
 from shared_core.tools.shrink.model_config import Path
 from shared_core.tools.shrink.shrink import ShrinkResult, changed_shapes
-from shared_core.tools.shrink.widths import Rescale, Work, check_eps, tolerance_of, why_not_narrow
 
 Criterion = Literal["activations", "magnitude", "random"]
 LayerCriterion = Literal["block_influence", "loss", "random"]

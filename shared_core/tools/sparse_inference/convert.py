@@ -19,8 +19,14 @@ from torch import Tensor, nn
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import match_modules
-from shared_core.tools.sparse_inference.layers import Layout, SemiStructuredLinear, SparseLinear
-from shared_core.tools.sparse_inference.semi_structured import compressor, has_two_four_kernels, two_four_obstacle
+from shared_core.tools.sparse_inference.layers import (
+    Layout,
+    SemiStructuredLinear,
+    SparseLinear,
+    compressor,
+    has_two_four_kernels,
+    two_four_obstacle,
+)
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 _FEWEST, _MOST, _SECONDS = 3, 25, 0.1

@@ -31,7 +31,7 @@ from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_compressed_tensors, export_gguf, export_torchao
-from shared_core.tools.export.gguf_tokenizer import add_tokenizer
+from shared_core.tools.export.gguf import add_tokenizer
 from shared_core.tools.export.served import exact_grid
 
 INPUTS = {"input_ids": torch.arange(1, 17).view(2, 8)}

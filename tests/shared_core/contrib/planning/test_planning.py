@@ -13,8 +13,7 @@ from two_ranks import run_two_ranks
 
 from shared_core.config.options import TechniqueConfig
 from shared_core.contrib.planning import Cost, ModelShape, PlannedRun, costs, plan
-from shared_core.contrib.planning.costs import memory_costs
-from shared_core.contrib.planning.plan import counted_costs
+from shared_core.contrib.planning.plan import counted_costs, memory_costs
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError

@@ -28,8 +28,8 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
-from shared_core.tools.export.onnx_layers import bias_codes, grid_of
-from shared_core.tools.export.verify import session_of
+from shared_core.tools.export.onnx_files import session_of
+from shared_core.tools.export.source import bias_codes, grid_of
 
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.tools.export.onnx")

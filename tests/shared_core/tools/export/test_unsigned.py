@@ -10,8 +10,8 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import quantize
 from shared_core.tools.export import export_onnx
-from shared_core.tools.export import onnx as export_unsigned
-from shared_core.tools.export.onnx import onnxruntime_sums_exactly, wants_unsigned
+from shared_core.tools.export import onnx_files as export_unsigned
+from shared_core.tools.export.onnx_files import onnxruntime_sums_exactly, wants_unsigned
 
 
 def linear():
