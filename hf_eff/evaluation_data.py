@@ -34,16 +34,14 @@ def open_table(file: Path) -> Any:
         raise CheckpointError(
             "eff soup", f"--data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
         )
-    if file.is_file() and not file.stat().st_size:  # on which datasets fails without a word
-        raise empty(file)
+    _check_some(not file.is_file() or file.stat().st_size, file)  # on which datasets fails without a word
     try:
         data = datasets.load_from_disk(file) if file.is_dir() else getattr(datasets.Dataset, str(reader))(str(file))
     except Exception as error:  # datasets, pyarrow and pandas each raise their own
         raise unreadable(file, error) from error
     if isinstance(data, datasets.DatasetDict):
         raise refused("be one split", sorted(data), file, f"give {file}/{next(iter(data))}")
-    if not len(data):
-        raise empty(file)
+    _check_some(len(data), file)
     return data
 
 
@@ -78,9 +76,9 @@ def refused(rule: str, got: Any, file: Path, remedy: str = "") -> ConfigError:
     return ConfigError("eff soup", f"--data must {rule}, got {got} in {file}", remedy)
 
 
-def empty(file: Path) -> ConfigError:
-    """Return the error of data without examples."""
-    return refused("hold at least one example", "none", file, "give another file")
+def _check_some(count: object, file: Path) -> None:
+    if not count:
+        raise refused("hold at least one example", "none", file, "give another file")
 
 
 def label_column(columns: list[str], file: Path) -> str:
@@ -94,20 +92,15 @@ def label_column(columns: list[str], file: Path) -> str:
 def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[float]:
     """Return what a model is to predict: classes by number or by name, or for regression finite numbers."""
     if regression:
-        odd = [label for label in labels if not _is_finite(label)]
-        if odd:
-            raise refused("have finite numbers as labels for a model of one output", repr(odd[0]), file)
-        return [float(label) for label in labels]
-    found = [config.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
-    fits = [type(known) is int and 0 <= known < config.num_labels for known in found]
-    if not all(fits):
+        found, rule = labels, "have finite numbers as labels for a model of one output"
+        fits = [type(label) in (int, float) and math.isfinite(label) for label in labels]
+    else:
+        found = [config.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
         rule = f"have labels from 0 to {config.num_labels - 1}, or their names in config.json"
+        fits = [type(known) is int and 0 <= known < config.num_labels for known in found]
+    if not all(fits):
         raise refused(rule, repr(labels[fits.index(False)]), file)
-    return found
-
-
-def _is_finite(label: Any) -> bool:
-    return isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
+    return [float(label) for label in found] if regression else found
 
 
 IGNORED = -100
@@ -134,8 +127,7 @@ class TextExamples:
     ) -> None:  # fmt: skip
         self._folder, self._config, self._causal = folder, config, causal
         self._rows = self._read(file, text, max_length, regression)
-        if not self._rows:
-            raise empty(file)
+        _check_some(self._rows, file)
         self._rows.sort(key=lambda row: -len(row["input_ids"]))
 
     def digest(self) -> str:
@@ -271,8 +263,7 @@ class ImageExamples:
         optional("PIL", "examples", "eff soup --task")
         self._file, self._mode = file, "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
         self._data, labels = _read(file)
-        if not len(self._data):
-            raise empty(file)
+        _check_some(len(self._data), file)
         self._labels = goals(labels, config, regression, file)
         self._processor: Any = None
         if _PIXELS in self._data.column_names:

@@ -76,7 +76,7 @@ def _is_archive(file: Path) -> bool:
             # An uncompressed archive can be mapped; torch.save never compresses.
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
     except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
-        raise CheckpointError(file, f"file must be a whole checkpoint, got {error}", "leave it out") from error
+        raise _not_whole(file, error) from error
     if packed is not None:
         raise CheckpointError(file, f"file must not be compressed, got {packed!r:.99} that is", "save it by torch.save")
     return True
@@ -89,7 +89,7 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
-            raise CheckpointError(name, f"file must be a whole checkpoint, got {error}", "leave it out") from error
+            raise _not_whole(name, error) from error
         # torch tells what it met after, or instead of, advice on how to run the file's code
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
@@ -99,19 +99,19 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
             "its code was not run; save model.state_dict() or safetensors instead",
         ) from error
     except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            name,
-            f"file must be a whole checkpoint, got {first_line[:200]}",
-            "it is truncated or not a checkpoint, leave it out",
-        ) from error
+        raise _not_whole(name, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
 
 def _check_file(file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(file, "file must exist, got none", "check the path")
     if file.stat().st_size == 0:
-        raise CheckpointError(file, "file must be a whole checkpoint, got an empty file", "leave it out")
+        raise _not_whole(file, "an empty file")
+
+
+def _not_whole(name: object, got: object) -> CheckpointError:
+    remedy = "it is truncated or not a checkpoint, leave it out"
+    return CheckpointError(name, f"file must be a whole checkpoint, got {got}", remedy)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -290,6 +290,15 @@ class Ingredient:
             digest.update(f"{key} {self.specs[key]}".encode() + ends.tobytes())
         self.close()
         return digest.hexdigest()
+
+
+def state_dict_in(content: Any, file: Path) -> Mapping[str, Tensor]:
+    """Return a file's content, which must be a state dict."""
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(
+            file, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
+        )
+    return content
 
 
 def weights_key(content: Any) -> str | None:

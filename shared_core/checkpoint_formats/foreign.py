@@ -48,12 +48,6 @@ def _parameter(data: Any, *_: Any) -> Tensor:
     return data
 
 
-def _ordered(*pairs: Any) -> OrderedDict[Any, Any]:
-    if pairs:
-        raise pickle.UnpicklingError("ordered dict with arguments")
-    return OrderedDict()
-
-
 class _Admitted:
     """A function that a file may call; nothing in it can be set."""
 
@@ -68,7 +62,7 @@ _ADMITTED = {
     ("torch._utils", "_rebuild_tensor_v3"): _Admitted(_tensor_of),
     ("torch._utils", "_rebuild_parameter"): _Admitted(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): _Admitted(_parameter),
-    ("collections", "OrderedDict"): _Admitted(_ordered),
+    ("collections", "OrderedDict"): _Admitted(lambda: OrderedDict()),
 }
 
 

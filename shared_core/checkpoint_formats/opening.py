@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, open_adapter
-from shared_core.checkpoint_formats.distributed import index_folder, open_distributed
+from shared_core.checkpoint_formats.distributed import index_folder, is_file_name, open_distributed
 from shared_core.checkpoint_formats.files import (
     HF_FOLDER,
     LIGHTNING,
@@ -30,6 +30,7 @@ from shared_core.checkpoint_formats.files import (
     open_safetensors,
     read_config,
     read_json,
+    state_dict_in,
     weights_key,
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
@@ -80,14 +81,13 @@ def parts_of(folder: Path) -> list[Part]:
 
 def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -> list[Part]:
     # Lengths are bounded, since names go into error messages and file systems.
-    if not all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind)):
-        raise CheckpointError(file, f"module must have a name and a path, got {name!r:.100} and {path!r:.100}")
+    texts = all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind))
     # A path in a file that is not trusted: one folder name, nothing that leads elsewhere.
-    if path and (Path(path).name != path or path in (".", "..") or "\0" in path):
-        raise CheckpointError(file, f"module must lie in a folder beside it, got {path!r:.100}", "it is damaged")
+    inside = texts and (not path or (Path(path).name == path and path not in (".", "..") and "\0" not in path))
+    if not inside or not (root / above / path).is_dir():
+        rule = "lie in a folder beside it" if texts else "have a name and a path"
+        raise CheckpointError(file, f"module must {rule}, got {name!r:.100} in {path!r:.100}", "it is damaged")
     folder = f"{above}{path}"
-    if not (root / folder).is_dir():
-        raise CheckpointError(file, f"module {name!r} must lie in {folder!r:.100}, got no such folder", "it is damaged")
     if (root / folder / _ROUTER).is_file():
         return _routes(root, folder, name)
     # transformers' model in it is called `auto_model` by versions before 6
@@ -99,22 +99,21 @@ def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -
 def _routes(root: Path, folder: str, name: str) -> list[Part]:
     """Return the modules that a router sends its inputs to, each once."""
     file = root / folder / _ROUTER
-    if folder.count("/") > _MOST_NESTED:
-        raise CheckpointError(file, "router must not be nested so deeply", "it is damaged")
     config = read_json(file)
     kinds, structure = config.get("types"), config.get("structure")
-    if not isinstance(kinds, dict) or not isinstance(structure, dict):
-        raise CheckpointError(file, "router must have types and structure, got none", "it is damaged")
+    if folder.count("/") > _MOST_NESTED or not isinstance(kinds, dict) or not isinstance(structure, dict):
+        raise CheckpointError(
+            file, f"router must have types and structure, {_MOST_NESTED} deep at most", "it is damaged"
+        )
     found: dict[str, Part] = {}
     for route, names in structure.items():
         for number, path in enumerate(names if isinstance(names, list) else [names]):
-            if not isinstance(path, str):
-                raise CheckpointError(file, f"router must name the folders of its modules, got {path!r:.100}")
             # A module that several routes share is there once.
-            if path not in found:
+            if str(path) not in found:
                 above, module = f"{folder}/" if folder else "", f"{name}.sub_modules.{route}.{number}"
+                kind = kinds.get(path) if isinstance(path, str) else None
                 found |= {part.folder.removeprefix(above): part
-                          for part in _part(root, above, path, module, kinds.get(path), file)}  # fmt: skip
+                          for part in _part(root, above, path, module, kind, file)}  # fmt: skip
     return list(found.values())
 
 
@@ -142,12 +141,8 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
     if path.suffix == ".safetensors":
         files = dict.fromkeys(open_safetensors(path).keys(), path)
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
-    content = load_checkpoint(path)
+    content = state_dict_in(load_checkpoint(path), path)
     kind = LIGHTNING if weights_key(content) == "state_dict" else STATE_DICT
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(
-            path, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
-        )
     return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path)))
 
 
@@ -159,9 +154,7 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
     raw = content.get(RAW_KEY, {})
     if not isinstance(raw, Mapping):
-        raise CheckpointError(
-            "checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "the file is damaged"
-        )
+        raise CheckpointError("checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "it is damaged")
     # Latent weights stand in for rounded ones under their names.
     return {key: raw.get(key, value) for key, value in weights.items()}
 
@@ -229,7 +222,11 @@ class _PartFiles:
         """Return the tensors, mapped."""
         if self._where is not None:
             return MappedSafetensors(self._where, self._prefix)
-        return {self._prefix + key: value for file in self._files for key, value in _state_dict_in(file).items()}
+        return {
+            self._prefix + key: value
+            for file in self._files
+            for key, value in state_dict_in(load_torch_file(file), file).items()
+        }
 
     def add_shards(self, ingredient: Ingredient) -> None:
         """Let the whole model's ingredient know in which file each tensor lies."""
@@ -248,21 +245,12 @@ class _PartFiles:
             ingredient.indexes.append(self._below + self._found)
 
 
-def _state_dict_in(file: Path) -> Mapping[str, Tensor]:
-    content = load_torch_file(file)
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(file, f"file must hold a state dict, got {type(content).__name__}", "leave it out")
-    return content
-
-
 def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(index, f"index must have a weight_map, got {shards!r}", "the file is damaged")
     # Names of shards come from the file: they must stay in this folder.
-    for name in shards.values():
-        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
-            raise CheckpointError(index, f"shard must be a file name in the same folder, got {name!r:.100}")
+    if not isinstance(shards, dict) or not shards or not all(map(is_file_name, shards.values())):
+        rule = "index must have a weight_map of tensors to file names in the same folder"
+        raise CheckpointError(index, f"{rule}, got {shards!r:.300}", "it is damaged")
     return shards
 
 
@@ -322,23 +310,18 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     # Layers that techniques have replaced are in the student already: a copy of it would be no plain model.
     kinds = map(type, student.modules())
     replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
-    if replaced is not None:
-        raise CheckpointError(
-            "distill",
-            f"teacher {source} must be of a class that can be built where a technique replaces the student's layers, "
-            f"here by {replaced.__name__}",
-            "build the teacher yourself and pass the module",
-        )
     teacher = copy.deepcopy(student)
     missing, others = unlike(teacher, weights)
-    if missing or others:
-        raise CheckpointError(
-            "distill",
-            f"teacher {source} must hold the weights of a {type(student).__name__} like the student, got missing "
-            f"{missing[:3]} and others {others[:3]}",
-            "a teacher of another size needs a class that can be built: a Transformers folder, a .ckpt with "
-            "hyperparameters, or the module itself",
+    if replaced is not None or missing or others:
+        rule = (
+            f"be of a class that can be built where a technique replaces the student's layers, here by "
+            f"{replaced.__name__}"
+            if replaced is not None
+            else f"hold the weights of a {type(student).__name__} like the student, got missing {missing[:3]} and "
+            f"others {others[:3]}"
         )
+        remedy = "give a Transformers folder, a .ckpt with hyperparameters, or the module itself"
+        raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
     check_values(teacher, weights, f"distill: teacher {source}")
     # strict=False: `unlike` has checked names, ties aside.
     teacher.load_state_dict(dict(weights), strict=False)

@@ -188,9 +188,8 @@ def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
     if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:  # before anything is computed from them
         raise ValueError(f"{entry.name!r} has {len(entry.shape)} dimensions and gaps of {entry.gap_bits} bits")
     numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
-    if not isinstance(entry.name, str) or entry.dtype not in DTYPES or entry.coding not in CODINGS:
-        raise ValueError(f"{entry.name!r} has dtype {entry.dtype!r} and coding {entry.coding!r}")
-    _check_numbers(entry.name, numbers)
+    known = isinstance(entry.name, str) and entry.dtype in DTYPES and entry.coding in CODINGS
+    _check_entry(entry, numbers, known)
     # Each coding's fields must be possible together, so that a reader allocates what a payload can hold.
     dtype, count = DTYPES[entry.dtype], entry.numel
     holds = True
@@ -213,10 +212,7 @@ def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
 
 def _file_entry(values: Mapping[str, Any]) -> FileEntry:
     entry = FileEntry(**values)
-    name = entry.name
-    if not isinstance(name, str) or not is_plain_name(name):
-        raise ValueError(f"{name!r} is no plain file name")
-    _check_numbers(name, (entry.bytes, entry.size, entry.crc))
+    _check_entry(entry, (entry.bytes, entry.size, entry.crc), isinstance(entry.name, str) and is_plain_name(entry.name))
     return entry
 
 
@@ -236,22 +232,22 @@ def is_plain_name(name: str) -> bool:
     )
 
 
-def _check_numbers(name: str, numbers: tuple[Any, ...]) -> None:
-    if any(isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"{name!r} has a number out of range among {numbers}")
+def _check_entry(entry: TensorEntry | FileEntry, numbers: tuple[Any, ...], known: bool) -> None:
+    if not known or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{entry} has a name, dtype or coding that is none, or a number out of range")
 
 
 def _check(index: Index, payload: int) -> None:
     names = [entry.name for entry in index.tensors]
-    if len({*names, *index.ties}) != len(names) + len(index.ties):
-        raise ValueError("two tensors have one name")
-    if len({entry.name for entry in index.files}) != len(index.files):
-        raise ValueError("two files have one name")
-    if not set(index.ties.values()) <= set(names):
-        raise ValueError("a tied tensor has no owner")
     declared = sum(entry.bytes for entry in index.payloads())
-    if declared != payload:
-        raise ValueError(f"{declared} bytes declared where there are {payload}")
+    for broken, why in (
+        (len({*names, *index.ties}) != len(names) + len(index.ties), "two tensors have one name"),
+        (len({entry.name for entry in index.files}) != len(index.files), "two files have one name"),
+        (not set(index.ties.values()) <= set(names), "a tied tensor has no owner"),
+        (declared != payload, f"{declared} bytes declared where there are {payload}"),
+    ):
+        if broken:
+            raise ValueError(why)
 
 
 PIECE = 1 << 20
@@ -315,9 +311,7 @@ class Decoder:
         self._library = optional("constriction", "compress", "compress")
         # ANS never leaves a leading zero word: one there was put there by somebody.
         if len(data) % 4 or data[-4:] == b"\0\0\0\0":
-            raise CheckpointError(
-                "decompress", f"coded symbols must be whole words, the last not 0, got {len(data)} bytes"
-            )
+            raise ValueError(f"coded symbols must be whole words, the last not 0, got {len(data)} bytes")
         words = np.frombuffer(data, dtype="<u4").astype(np.uint32)
         self._coder = self._library.stream.stack.AnsCoder(words)
 
@@ -344,9 +338,7 @@ def _model(library: Any, table: bytes) -> Any:
         return None
     weights = [_EIGHTHS[(byte - 1) % 8] * 2.0 ** ((byte - 1) // 8) if byte else 0.0 for byte in table]
     if not any(weights):
-        raise CheckpointError(
-            "decompress", "table of symbols must hold one that occurs, got none", "the file is damaged"
-        )
+        raise ValueError("table of symbols must hold one that occurs, got none")
     # perfect=False is the library's stable way of rounding: sums and products of float64, the same on every machine
     return library.stream.model.Categorical(np.array(weights), perfect=False)
 

@@ -5,6 +5,7 @@ Nothing that a file declares is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import time
@@ -138,18 +139,14 @@ def compress(
     check_bits(bits, "compress")
     min_size = checked(min_size, int, "compress", "min_size", low=0)
     if not isinstance(state_dict, Mapping):
-        raise ConfigError(
-            "compress",
-            f"state_dict must be tensors by name, got {type(state_dict).__name__}",
-            "pass model.state_dict()",
-        )
+        rule = f"state_dict must be tensors by name, got {type(state_dict).__name__}"
+        raise ConfigError("compress", rule, "pass model.state_dict()")
     tensors, ties = _checked(state_dict)
     widths = _widths(tensors, ties, bits, dict(bits_of or {}), min_size)
     for name, content in (files or {}).items():
         if not is_plain_name(name) or not isinstance(content, bytes):
-            raise ConfigError(
-                "compress", f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
-            )
+            rule = f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
+            raise ConfigError("compress", rule)
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         # The header needs the index's place: room for it now, written at the end.
@@ -167,9 +164,8 @@ def compress(
         offset = file.tell()
         packed, size = Index(tuple(entries), ties, tuple(other)).pack()
         if size > LARGEST_INDEX:
-            raise CheckpointError(
-                "compress", f"index must be at most {LARGEST_INDEX} bytes, got {size}", "shorten names"
-            )
+            rule = f"index must be at most {LARGEST_INDEX} bytes, got {size}"
+            raise CheckpointError("compress", rule, "shorten names")
         file.write(packed)
         file_bytes = file.tell()
         file.seek(0)
@@ -194,16 +190,16 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     owners: dict[Any, str] = {}
     tensors, ties = {}, {}
     for name, tensor in given.items():
+        dtype, kind = str(getattr(tensor, "dtype", "")).removeprefix("torch."), ""
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                "compress", f"{name!r} must be a tensor, got {type(tensor).__name__}", "leave out what is none"
-            )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if hasattr(tensor, "to_local") or tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
-            kind = "sharded" if hasattr(tensor, "to_local") else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
-            raise CheckpointError(
-                "compress", f"{name} must be a plain dense tensor, got {kind}", "gather or convert it"
-            )
+            kind = type(tensor).__name__
+        elif hasattr(tensor, "to_local"):
+            kind = "sharded"
+        elif tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
+            kind = f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
+        if kind:
+            rule = f"{name} must be a plain dense tensor, got {kind}"
+            raise CheckpointError("compress", rule, "gather or convert it, or leave it out")
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype) if tensor.numel() else name
         owner = owners.setdefault(key, name)
         if owner == name:
@@ -355,14 +351,18 @@ class CompressedFile:
         with self._open() as file:
             for number, entry in enumerate(self.index.files, start=len(self.index.tensors)):
                 file.seek(self._offsets[number])
-                try:
+                with self._whole(entry):
                     content = inflate(file.read(entry.bytes), entry.size)
-                except (zlib.error, ValueError) as error:
-                    raise damaged(self.path, f"must hold {entry.name} whole", str(error)) from error
-                if zlib.crc32(content) != entry.crc:
-                    raise damaged(self.path, f"must hold {entry.name} with its CRC", "another")
+                    _check_crc(content, entry)
                 found[entry.name] = content
         return found
+
+    @contextlib.contextmanager
+    def _whole(self, entry: TensorEntry | FileEntry) -> Iterator[None]:
+        try:
+            yield
+        except (zlib.error, ValueError, RuntimeError) as error:
+            raise damaged(self.path, f"must hold {entry.name} whole", str(error)) from error
 
     def _open(self) -> BinaryIO:
         try:
@@ -372,14 +372,10 @@ class CompressedFile:
 
     def _tensor(self, file: BinaryIO, offset: int, entry: TensorEntry) -> Tensor:
         file.seek(offset)
-        payload = file.read(entry.bytes)
-        try:
-            tensor = _restored(payload, entry)
-        except (zlib.error, ValueError, RuntimeError) as error:
-            raise damaged(self.path, f"must hold {entry.name} whole", str(error)) from error
-        # Of the restored bytes: it guards the decoder as well as the file.
-        if zlib.crc32(tensor_bytes(tensor)) != entry.crc:
-            raise damaged(self.path, f"must hold {entry.name} with its CRC", "another")
+        with self._whole(entry):
+            tensor = _restored(file.read(entry.bytes), entry)
+            # Of the restored bytes: it guards the decoder as well as the file.
+            _check_crc(tensor_bytes(tensor), entry)
         return tensor
 
 
@@ -409,6 +405,11 @@ def decompress(path: str | Path, *, max_bytes: int | None = None) -> dict[str, T
     file = CompressedFile(path, max_bytes=max_bytes)
     tensors = dict(file.tensors())
     return {**tensors, **{name: tensors[owner] for name, owner in file.index.ties.items()}}
+
+
+def _check_crc(content: bytes, entry: TensorEntry | FileEntry) -> None:
+    if zlib.crc32(content) != entry.crc:
+        raise ValueError(f"another checksum than {entry.crc}")
 
 
 def _restored(payload: bytes, entry: TensorEntry) -> Tensor:
@@ -449,11 +450,11 @@ def _places(entry: TensorEntry, table: bytes, decoder: Decoder) -> NDArray[np.in
         places, following = weight_places(symbols, entry.gap_bits, following)
         pieces.append(places)
         # Checked in each piece: a damaged stream must not make indices beyond the tensor.
-        if following > entry.numel:
-            raise ValueError(f"gaps must end within {entry.numel} elements, got {following}")
+        if following > entry.numel or sum(map(len, pieces)) > entry.weights:
+            break
     found = np.concatenate(pieces)
-    if len(found) != entry.weights:
-        raise ValueError(f"gaps must tell {entry.weights} weights, got {len(found)}")
+    if following > entry.numel or len(found) != entry.weights:
+        raise ValueError(f"gaps must tell {entry.weights} weights within {entry.numel} elements, got others")
     return found
 
 

@@ -280,7 +280,7 @@ def test_a_failure_leaves_the_older_file(tmp_path):
     ("state", "options", "error", "message"),
     [
         ({}, {}, CheckpointError, "must hold at least one tensor"),
-        ({"w": 3}, {}, CheckpointError, "'w' must be a tensor, got int"),
+        ({"w": 3}, {}, CheckpointError, "w must be a plain dense tensor, got int"),
         ({"w": torch.ones(3, 3).to_sparse()}, {}, CheckpointError, "w must be a plain dense tensor"),
         ({"w": torch.ones(3, device="meta")}, {}, CheckpointError, "w must be a plain dense tensor"),
         (torch.nn.Linear(2, 2), {}, ConfigError, "state_dict must be tensors by name, got Linear"),
