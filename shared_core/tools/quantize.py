@@ -82,11 +82,9 @@ def sensitivities(
 def check_plannable(config: QatConfig) -> None:
     """Refuse options with which no plan of one width can be made."""
     if not config.scheme.startswith("int") or config.overrides:
-        raise ConfigError(
-            WHERE,
-            "largest_loss must come with an int scheme without overrides, whose layers share one width, got "
-            f"scheme={config.scheme} and overrides={list(config.overrides)}",
-        )
+        got = f"scheme={config.scheme} and overrides={list(config.overrides)}"
+        rule = "largest_loss must come with an int scheme without overrides, whose layers share one width, got"
+        raise ConfigError(WHERE, f"{rule} {got}")
 
 
 def kept_in_float(network: nn.Module, costs: Mapping[str, Any], example: Any) -> dict[str, str]:
@@ -107,12 +105,8 @@ def selective_plan(
 ) -> tuple[QatConfig, SelectivePlan]:
     """Return (config that leaves in float what the plan does, the plan); every candidate is quantised and judged."""
     if costs.keys() <= keep.keys():
-        raise ConfigError(
-            WHERE,
-            f"largest_loss must have layers to choose from, but all {len(costs)} are of those kept in float (first, "
-            "last, after GELU, …)",
-            "set all_layers",
-        )
+        kept = f"all {len(costs)} are of those kept in float (first, last, after GELU, …)"
+        raise ConfigError(WHERE, f"largest_loss must have layers to choose from, but {kept}", "set all_layers")
     # plan_by_quality takes larger for better.
     sign = 1.0 if mode == "max" else -1.0
 
@@ -132,14 +126,13 @@ def selective_plan(
         apply=apply,
     )
     if not found.plan.quantized:
-        raise TrainingError(
-            WHERE, f"largest_loss {largest_loss} must leave a layer to quantise, but each one loses more", "raise it"
-        )
+        rule = f"largest_loss {largest_loss} must leave a layer to quantise, but each one loses more"
+        raise TrainingError(WHERE, rule, "raise it")
     chosen = set(found.plan.quantized)
     return without(name for name in costs if name not in chosen), found
 
 
-def plan_values(found: SelectivePlan, keep: Mapping[str, str], mode: str) -> dict[str, Any]:
+def _plan_values(found: SelectivePlan, keep: Mapping[str, str], mode: str) -> dict[str, Any]:
     """Return a plan and its curves as plain values, quality in the user's own sign."""
     sign = 1.0 if mode == "max" else -1.0
     return {
@@ -299,7 +292,7 @@ class QuantizationStudy:
             **self._latency(model),
             **self._bytes(model),
             "sensitivity": None if costs is None else {"metric": self.options.sensitivity or "rmse", "layers": costs},
-            "plan": None if plan is None else plan_values(plan, keep, self.options.mode),
+            "plan": None if plan is None else _plan_values(plan, keep, self.options.mode),
             "attacks": self._attacks([row for _, rows in measured.values() for row in rows]),
         }
         return StudyResult(model, values, config, plan)

@@ -18,7 +18,7 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.served import ServedReport, served_model
+from shared_core.tools.export.served import ServedReport, check_difference, served_model
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import difference, outputs
 
@@ -67,20 +67,12 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(config: Any) -> Architecture:
-    """Return the architecture of a configuration."""
+def _architecture_of(config: Any) -> Architecture:
     return ARCHITECTURES[config.model_type]
 
 
-def file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str, Tensor]:
-    """Return a parameter, or its packed bytes, under its names in the file: experts' gates and what they gate apart.
-
-    Args:
-        name: In the model.
-        value: (outputs, …), or of experts (experts, outputs, …).
-        config: Of the model.
-        names: The map of gguf's package.
-    """
+def _file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str, Tensor]:
+    """Return a parameter, or its packed bytes, under its names in the file: experts' gates and what they gate apart."""
     base, _, leaf = name.rpartition(".")
     parts = {name: value}
     if leaf == "gate_up_proj":
@@ -90,9 +82,8 @@ def file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str,
     for part, rows in parts.items():
         other = names.get_name(part, try_suffixes=(".weight", ".bias"))
         if other is None:
-            raise CompatibilityError(
-                _WHERE, f"{name} must have a name in llama.cpp's {config.model_type}, got none", "export a causal model"
-            )
+            rule = f"{name} must have a name in llama.cpp's {config.model_type}, got none"
+            raise CompatibilityError(_WHERE, rule, "export a causal model")
         stacked = "" if leaf in ("weight", "bias") else ".weight"
         found[f"{other}{stacked}"] = _ordered(part, rows, config).contiguous()
     return found
@@ -102,26 +93,26 @@ def _ordered(name: str, value: Tensor, config: Any) -> Tensor:
     """Return rows in llama.cpp's order: where pairs that are rotated lie side by side, queries and keys in that one."""
     if name.endswith("shared_expert_gate.weight"):
         return value[0]
-    if not architecture_of(config).side_by_side or (".q_proj." not in name and ".k_proj." not in name):
+    if not _architecture_of(config).side_by_side or (".q_proj." not in name and ".k_proj." not in name):
         return value
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
     return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
 
 
-def float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+def _float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
     """Return a parameter without codes as the file has it: vectors, tables of positions and routers in float32."""
     if name.endswith("norm.weight"):
-        return value.float() + architecture_of(config).norm_offset
+        return value.float() + _architecture_of(config).norm_offset
     router = name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight", ".wpe.weight"))
     return value.float() if value.dim() == 1 or router else value.to(dtype)
 
 
-def add_shape(writer: Any, config: Any) -> Tensor | None:
+def _add_shape(writer: Any, config: Any) -> Tensor | None:
     """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check_settings(config, width)
-    windows = architecture_of(config).windows
+    windows = _architecture_of(config).windows
     window = getattr(config, "sliding_window", None) or math.inf
     writer.add_context_length(
         int(config.max_position_embeddings if windows else min(config.max_position_embeddings, window))
@@ -160,7 +151,7 @@ def add_shape(writer: Any, config: Any) -> Tensor | None:
 
 def _check_settings(config: Any, width: int) -> None:
     """Refuse settings that llama.cpp's architecture has not."""
-    own = architecture_of(config)
+    own = _architecture_of(config)
     activation = next(
         value
         for name in ("hidden_act", "hidden_activation", "activation_function")
@@ -182,9 +173,8 @@ def _check_settings(config: Any, width: int) -> None:
         allowed["other scales of attention, or cross-attention"] = (odd, False)
     for name, (found, expected) in allowed.items():
         if found != expected:
-            raise CompatibilityError(
-                _WHERE, f"{name} must be {expected} for llama.cpp's {config.model_type}, got {found}", "use onnx"
-            )
+            rule = f"{name} must be {expected} for llama.cpp's {config.model_type}, got {found}"
+            raise CompatibilityError(_WHERE, rule, "use onnx")
 
 
 def _add_positions(writer: Any, config: Any, width: int) -> Tensor | None:
@@ -224,23 +214,16 @@ SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _
 """The pattern that splits text before merges → llama.cpp's name."""
 
 
-def add_tokenizer(writer: Any, folder: Path | None, size: int, where: str) -> None:
-    """Write a folder's tokenizer, or that there is none.
-
-    Args:
-        writer: gguf's.
-        folder: With ``tokenizer.json``; None: no tokenizer.
-        size: Tokens that the model knows.
-        where: The function, for errors.
-    """
+def add_tokenizer(writer: Any, folder: Path | None, size: int) -> None:
+    """Write a folder's ``tokenizer.json`` for a model of `size` tokens, or that there is none."""
     import gguf
 
     if folder is None:
         writer.add_tokenizer_model("no_vocab")
         return
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    kind, split = _kind(described, where)
-    tokens, types = _tokens(described, size, kind, where)
+    kind, split = _kind(described)
+    tokens, types = _tokens(described, size, kind)
     writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
@@ -259,7 +242,7 @@ def _parts(described: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return part.get("pretokenizers") or part.get("normalizers") or [part]
 
 
-def _kind(described: dict[str, Any], where: str) -> tuple[str, str]:
+def _kind(described: dict[str, Any]) -> tuple[str, str]:
     """Return llama.cpp's names of a tokenizer and of how it splits text first."""
     model, parts = described.get("model", {}), _parts(described, "pre_tokenizer")
     split = next((part.get("pattern", {}).get("Regex", "?") for part in parts if part.get("type") == "Split"), None)
@@ -271,26 +254,21 @@ def _kind(described: dict[str, Any], where: str) -> tuple[str, str]:
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         name, kind = "default", "llama"
     if name is None:
-        raise CompatibilityError(
-            where,
-            "tokenizer must be BPE that splits text as Llama's, Qwen2's or GPT-2's does, for llama.cpp, got "
-            f"{model.get('type')} with {split or [part.get('type') for part in parts]}",
-            "pass no tokenizer, and give llama.cpp tokens by number",
-        )
+        rule = "tokenizer must be BPE that splits text as Llama's, Qwen2's or GPT-2's does, for llama.cpp, got"
+        got = f"{model.get('type')} with {split or [part.get('type') for part in parts]}"
+        raise CompatibilityError(_WHERE, f"{rule} {got}", "pass no tokenizer, and give llama.cpp tokens by number")
     return kind, name
 
 
-def _tokens(described: dict[str, Any], size: int, kind: str, where: str) -> tuple[list[str], list[int]]:
+def _tokens(described: dict[str, Any], size: int, kind: str) -> tuple[list[str], list[int]]:
     from gguf import TokenType
 
     model = described["model"]
     tokens, types = [f"[PAD{index}]" for index in range(size)], [int(TokenType.UNUSED)] * size
     added = {token["content"]: token for token in described.get("added_tokens", [])}
     numbers = {**model["vocab"], **{content: token["id"] for content, token in added.items()}}
-    if max(numbers.values()) >= size:
-        raise CompatibilityError(
-            where, f"tokenizer must have at most the model's {size} tokens, got number {max(numbers.values())}"
-        )
+    if (largest := max(numbers.values())) >= size:
+        raise CompatibilityError(_WHERE, f"tokenizer must have at most the model's {size} tokens, got number {largest}")
     for content, number in numbers.items():
         tokens[number], found = content, TokenType.NORMAL
         if content == model.get("unk_token"):
@@ -390,20 +368,16 @@ def export_gguf(
 def _check_layer(name: str, module: Any, where: str) -> None:
     """Refuse a layer that no type of the format holds."""
     scheme: LayerScheme = module.quantizer.scheme
-    wide = scheme.affine and scheme.weight_bits > 4
-    if scheme.weight not in ("channel", "group") or wide:
-        raise CompatibilityError(
-            where,
-            f"{name} must have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits",
-            "choose scheme int8_dynamic, int8_weight or int4_weight",
-        )
     widths = {scheme.group_size or weight.shape[-1] for weight in weights_of(module).values()}
-    if width := next((width for width in sorted(widths) if width % _BLOCK), None):
-        raise CompatibilityError(
-            where,
-            f"{name} must have a multiple of {_BLOCK} weights for each scale, got {width}",
-            "set qat.group_size, or skip the layer",
-        )
+    odd = [width for width in sorted(widths) if width % _BLOCK]
+    fits = scheme.weight in ("channel", "group") and not (scheme.affine and scheme.weight_bits > 4)
+    if not fits or odd:
+        rule = f"have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits"
+        remedy = "choose scheme int8_dynamic, int8_weight or int4_weight"
+        if fits:
+            rule = f"have a multiple of {_BLOCK} weights for each scale, got {odd[0]}"
+            remedy = "set qat.group_size, or skip the layer"
+        raise CompatibilityError(where, f"{name} must {rule}", remedy)
 
 
 def _blocks(
@@ -416,11 +390,9 @@ def _blocks(
     half = scale.half()
     off = (half.float() - scale).abs() > 1e-2 * scale
     if bool(off.any()) or not bool(torch.isfinite(half).all() & torch.isfinite(values).all()):
-        raise CompatibilityError(
-            _WHERE,
-            f"{name} must have scales that float16 holds to 1 %, got {float(scale[off | half.isinf()].max()):.3g}",
-            "skip the layer in qat",
-        )
+        got = f"{float(scale[off | half.isinf()].max()):.3g}"
+        rule = f"{name} must have scales that float16 holds to 1 %, got {got}"
+        raise CompatibilityError(_WHERE, rule, "skip the layer in qat")
     whole = codes - low.unsqueeze(1) if scheme.affine else codes
     shape = (*weight.shape[:-1], weight.shape[-1] // _BLOCK)
     spread = [part.repeat_interleave(repeats).view(shape) if len(part) else part for part in (half, values)]
@@ -472,25 +444,25 @@ def _write(
     import gguf
 
     config = exported.config
-    kind = gguf.MODEL_ARCH[architecture_of(config).name]
+    kind = gguf.MODEL_ARCH[_architecture_of(config).name]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     types = Counter(_type_of(block) for block in made.values())
     names = tuple(name for name, _ in types.most_common())
     writer.add_name(config.model_type)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{names[0]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    factors = add_shape(writer, config)
-    add_tokenizer(writer, tokenizer, config.vocab_size, _WHERE)
+    factors = _add_shape(writer, config)
+    add_tokenizer(writer, tokenizer, config.vocab_size)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     of_file = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, value in _tensors(exported).items():
         block = made.get(id(value))
-        rows = float_tensor(name, value.detach(), config, dtype) if block is None else _packed(block)
+        rows = _float_tensor(name, value.detach(), config, dtype) if block is None else _packed(block)
         raw = None if block is None else gguf.GGMLQuantizationType[_type_of(block)]
         if rows.dtype == torch.bfloat16:
             rows, raw = rows.view(torch.uint8), gguf.GGMLQuantizationType.BF16
-        for other, data in file_tensors(name, rows, config, of_file).items():
+        for other, data in _file_tensors(name, rows, config, of_file).items():
             writer.add_tensor(other, data.numpy(), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -505,18 +477,17 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     config = exported.config
-    of_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_of(config).name], config.num_hidden_layers)
+    of_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_architecture_of(config).name], config.num_hidden_layers)
     worst = 0.0
     for name, value in _tensors(exported).items():
         if id(value) not in made:
             continue
         expected = _values(made[id(value)])
-        for other, rows in file_tensors(name, expected, config, of_file).items():
+        for other, rows in _file_tensors(name, expected, config, of_file).items():
             weight = torch.from_numpy(gguf.dequantize(found[other].data, found[other].tensor_type).copy())
             if not torch.equal(weight.view_as(rows), rows):
-                raise CompatibilityError(
-                    _WHERE, f"{name} must have the codes of the model in the file, got others", "nothing was written"
-                )
+                rule = f"{name} must have the codes of the model in the file, got others"
+                raise CompatibilityError(_WHERE, rule, "nothing was written")
         peak = float(value.detach().abs().max())
         worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)
     return worst
@@ -529,11 +500,5 @@ def _check_outputs(path: Path, exported: Any, expected: Any, inputs: Any, tolera
             path.parent, gguf_file=path.name, config=copy.deepcopy(exported.config), dtype=torch.float32
         )
     change = difference(expected, outputs(loaded, inputs))
-    if not change <= tolerance:
-        raise CompatibilityError(
-            _WHERE,
-            f"outputs of the file, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
-            f"of {change:.3g}",
-            "nothing was written",
-        )
+    check_difference(_WHERE, "file", change, tolerance)
     return change

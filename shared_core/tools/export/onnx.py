@@ -26,6 +26,7 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
@@ -69,12 +70,8 @@ def check_length(inputs: Any) -> None:
     """Refuse inputs without a length to leave open."""
     shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
     if len(shape) < 2 or shape[1] < _SHORTEST:
-        raise ConfigError(
-            "export_onnx",
-            f"dynamic_length must come with example_inputs of shape (batch, length, ...) and a length of {_SHORTEST} "
-            f"at least, got {shape}",
-            "give longer ones or leave it out",
-        )
+        rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
+        raise ConfigError("export_onnx", f"{rule}, got {shape}", "give longer ones or leave it out")
 
 
 def two_examples(inputs: Any) -> Any:
@@ -138,7 +135,6 @@ def _has_length(path: KeyPath, value: Any, lengths: Mapping[str, int]) -> bool:
 
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
-_OPSETS = range(21, 24)
 _FIXED = {
     "dynamic_batch": "dynamic_batch=False (eff export: --static-batch)",
     "dynamic_length": "dynamic_length=False (eff export: --length for a folder, no --dynamic-length for a function)",
@@ -253,11 +249,8 @@ def export_onnx(
     unsigned = wants_unsigned(weight_codes)
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
-        raise MatchError(
-            "export_onnx",
-            "with calibration model must have quantised layers, found none",
-            "train it with qat, or call apply_ranges on a model with baked weights",
-        )
+        remedy = "train it with qat, or call apply_ranges on a model with baked weights"
+        raise MatchError("export_onnx", "with calibration model must have quantised layers, found none", remedy)
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: Codes = {}
     waiting: tuple[str, ...] = ()
@@ -331,8 +324,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
     for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
         if importlib.util.find_spec(library) is None:
             raise MissingExtraError("export_onnx", library, "onnx")
-    if isinstance(opset, bool) or opset not in _OPSETS:
-        raise ConfigError("export_onnx", f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
+    checked(opset, int, "export_onnx", "opset", low=21, high=23)
     check_inputs(example_inputs, "export_onnx")
 
 
@@ -385,11 +377,8 @@ def _export(
     for place, axis in enumerate(("batch", "length")):
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
-            raise CompatibilityError(
-                "export_onnx",
-                f"model must take any {axis} to leave it open, and its forward fixes it",
-                f"make it depend on the inputs' shapes{hint}",
-            )
+            rule = f"model must take any {axis} to leave it open, and its forward fixes it"
+            raise CompatibilityError("export_onnx", rule, f"make it depend on the inputs' shapes{hint}")
     program.save(file)
     return taken
 
@@ -444,11 +433,8 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            raise CompatibilityError(
-                "export_onnx",
-                f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}",
-                f"simplify its forward{hint}",
-            ) from error
+            rule = f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}"
+            raise CompatibilityError("export_onnx", rule, f"simplify its forward{hint}") from error
 
 
 def _names(output: Any) -> list[str] | None:
@@ -525,9 +511,6 @@ def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> 
     try:
         return check(one_shorter(plain(inputs)))[0]
     except Exception as error:  # the model's own, or onnxruntime's many
-        raise CompatibilityError(
-            "export_onnx",
-            "file must compute what the model does at every length, and with example_inputs that are shorter by one "
-            f"it did not: {str(error)[:500]}",
-            f"pass {_FIXED['dynamic_length']}",
-        ) from error
+        rule = "file must compute what the model does at every length, and with example_inputs that are shorter by one"
+        told = f"{rule} it did not: {str(error)[:500]}"
+        raise CompatibilityError("export_onnx", told, f"pass {_FIXED['dynamic_length']}") from error

@@ -107,12 +107,9 @@ def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tup
             difference = float(np.abs(exact - theirs).max(initial=0.0))
             # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
             if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
-                raise CompatibilityError(
-                    "export_onnx",
-                    f"output {number} of the file must equal the model's to {tolerance:g}, got a difference of "
-                    f"{difference:.3g}",
-                    "nothing was written; find the layer by exporting parts of the model",
-                )
+                rule = f"output {number} of the file must equal the model's to {tolerance:g}"
+                remedy = "nothing was written; find the layer by exporting parts of the model"
+                raise CompatibilityError("export_onnx", f"{rule}, got a difference of {difference:.3g}", remedy)
             largest = max(largest, difference)
         return largest, forced.moved / max(forced.total, 1)
 
@@ -263,9 +260,8 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
         for mine, theirs in zip(*pairs, strict=True)
     ]
     if not np.isfinite(changes).all():
-        raise CompatibilityError(
-            "export_onnx", f"outputs on example_inputs must be finite, got a change of {max(changes)}", "look for NaN"
-        )
+        rule = f"outputs on example_inputs must be finite, got a change of {max(changes)}"
+        raise CompatibilityError("export_onnx", rule, "look for NaN")
     return max(changes, default=0.0)
 
 
@@ -356,11 +352,8 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
         try:
             found = session.run(names, feeds(session, batch)) if names else ()
         except Exception as error:  # onnxruntime's errors share no public base
-            raise ConfigError(
-                "export_onnx",
-                f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})",
-                "pass batches like example_inputs, without labels",
-            ) from error
+            rule = f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})"
+            raise ConfigError("export_onnx", rule, "pass batches like example_inputs, without labels") from error
         for row, value in enumerate(found):
             bank.observe(row, torch.from_numpy(value))
     if not batches:
@@ -368,9 +361,8 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
     bank.commit(bank.window)  # one process exports, whatever others there are
     missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
     if missing:
-        raise TrainingError(
-            "export_onnx", f"calibration must give finite values, but {', '.join(missing[:5])} had none", "look for NaN"
-        )
+        rule = f"calibration must give finite values, but {', '.join(missing[:5])} had none"
+        raise TrainingError("export_onnx", rule, "look for NaN")
     return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
 
 

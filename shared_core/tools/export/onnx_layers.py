@@ -385,11 +385,8 @@ def to_export(
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output",
-            "skip it in qat",
-        )
+        rule = f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output"
+        raise CompatibilityError("export_onnx", rule, "skip it in qat")
     # onnxruntime has integer kernels for weights with a zero point alone
     weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
     tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}

@@ -18,7 +18,7 @@ from shared_core.quantization.functional.low_bit import to_blocks
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.export.source import baked_copy, check_finite, float_layers, quantized_reference, quiet
 from shared_core.tools.measuring import difference, outputs
 
 
@@ -129,9 +129,8 @@ def served_model(
         kind = STOCK[type(module)]
         if kind not in (nn.Linear, nn.Embedding) and not (experts and isinstance(module, StackedExperts)):
             known = "Linear, Embedding or experts" if experts else "Linear or Embedding"
-            raise CompatibilityError(
-                where, f"{name} must be {known} for {engine}, got {kind.__name__}", "skip it in qat"
-            )
+            rule = f"{name} must be {known} for {engine}, got {kind.__name__}"
+            raise CompatibilityError(where, rule, "skip it in qat")
         check(name, module, where)
 
     reference, names = quantized_reference(model, where, check_layer)
@@ -225,10 +224,7 @@ def codes_of(
         Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
         `zero_points`.
     """
-    if not bool(torch.isfinite(rows).all()):
-        raise CompatibilityError(
-            where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-        )
+    check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":
         groups = to_blocks(rows, scheme.group_size)
@@ -251,12 +247,9 @@ def codes_of(
 
 def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
     """Return the error of a layer whose weight is not on the grid of its codes."""
-    return CompatibilityError(
-        where,
-        f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
-        "are not",
-        "export what qat or eff quantize saved, unchanged",
-    )
+    got = f"{scheme.weight} of {scheme.weight_bits} bits that are not"
+    remedy = "export what qat or eff quantize saved, unchanged"
+    return CompatibilityError(where, f"{name} must have weights on the grid of its codes, got {got}", remedy)
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:
@@ -280,11 +273,12 @@ def compare_outputs(
         with quiet():
             found.append(outputs(loaded, inputs))
     plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
-    if not plain <= tolerance:
-        raise CompatibilityError(
-            where,
-            f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
-            f"of {plain:.3g}",
-            "nothing was written",
-        )
+    check_difference(where, "folder", plain, tolerance)
     return plain, rounded
+
+
+def check_difference(where: str, what: str, found: float, tolerance: float) -> None:
+    """Refuse a file or folder whose outputs are not the model's; a NaN is no small difference."""
+    if not found <= tolerance:
+        rule = f"outputs of the {what}, loaded by transformers, must equal the model's to {tolerance:g}"
+        raise CompatibilityError(where, f"{rule}, got a difference of {found:.3g}", "nothing was written")

@@ -55,11 +55,8 @@ def plain(inputs: Any) -> Any:
 def check_inputs(inputs: Any, where: str) -> None:
     """Refuse inputs to export with that hold no tensor."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
-        raise ConfigError(
-            where,
-            f"example_inputs must hold a tensor, got {type(inputs).__name__}",
-            "pass what the model is called with",
-        )
+        rule = f"example_inputs must hold a tensor, got {type(inputs).__name__}"
+        raise ConfigError(where, rule, "pass what the model is called with")
 
 
 def quantized_reference(
@@ -318,16 +315,10 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         limit = qmax
     found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
     if found is None:  # no grid holds NaN or infinity
-        if not values.isfinite().all():
-            raise CompatibilityError(
-                "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-            )
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "
-            f"{'with zero points ' if scheme.affine else ''}that are not",
-            "bake them, or take fewer bits",
-        )
+        check_finite("export_onnx", name, values)
+        got = f"{scheme.weight} of {bits} bits {'with zero points ' if scheme.affine else ''}that are not"
+        rule = f"{name} must have weights on a grid of int8 codes, got {got}"
+        raise CompatibilityError("export_onnx", rule, "bake them, or take fewer bits")
     codes, scale = found
     if not block and bits < 7:
         # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
@@ -338,11 +329,8 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     if block:
         if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
             return Quantized(codes, scale.view(len(rows), -1), 1, block)
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must have a scale for each channel to be exported as a convolution, got groups",
-            "skip it in qat, or override its scheme with int8_weight",
-        )
+        rule = f"{name} must have a scale for each channel to be exported as a convolution, got groups"
+        raise CompatibilityError("export_onnx", rule, "skip it in qat, or override its scheme with int8_weight")
     if not isinstance(module, TRANSPOSED):
         return Quantized(codes.view(values.shape), scale, 0, 0)
     # (in, out / groups, ...): a channel is a pair (group, out), and DequantizeLinear scales along one axis. Rows are
@@ -350,6 +338,13 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     if module.groups > 1:  # its channels lie on two axes
         return Quantized(codes, scale, 0, 0)
     return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
+
+
+def check_finite(where: str, name: str, weight: Tensor) -> None:
+    """Refuse a weight of a run that diverged."""
+    if not bool(torch.isfinite(weight).all()):
+        rule = f"weights of {name} must be finite, got NaN or infinity"
+        raise CompatibilityError(where, rule, "look for the diverged step")
 
 
 def shared_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:

@@ -149,12 +149,9 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
             raise ConfigError("shrink", f"keep must name groups of the model, got {name!r}{nearest(name, groups)}")
         group = groups[name]
         mask = torch.as_tensor(mask)
-        if mask.dtype != torch.bool or mask.shape != (group.units,):
-            raise ConfigError(
-                "shrink", f"keep[{name!r}] must be bool of shape ({group.units},), got {mask.dtype} {tuple(mask.shape)}"
-            )
-        if not bool(mask.any()):
-            raise ConfigError("shrink", f"keep[{name!r}] must keep at least one unit, got none")
+        if mask.dtype != torch.bool or mask.shape != (group.units,) or not bool(mask.any()):
+            rule = f"keep[{name!r}] must be bool of shape ({group.units},), with at least one unit kept"
+            raise ConfigError("shrink", f"{rule}, got {mask.dtype} {tuple(mask.shape)} with {int(mask.sum())}")
         gone = ~mask.cpu().numpy()
         for part in group.slices:
             # Outputs and norms only: a unit whose outgoing weights are zero as well would not be cheaper, and the
@@ -481,11 +478,9 @@ def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
             # Those of norms that are not narrowed must be unchanged.
             expected = wanted.get(name, getattr(old.get_submodule(name), attribute, None))
             if isinstance(value, float) and isinstance(expected, float) and not math.isclose(value, expected):
-                raise CompatibilityError(
-                    "shrink",
-                    f"{name}.{attribute} must be {expected:.3g}, got {value:.3g}: the configuration has one epsilon "
-                    "for norms of different widths, or none",
-                )
+                why = "the configuration has one epsilon for norms of different widths, or none"
+                rule = f"{name}.{attribute} must be {expected:.3g}, got {value:.3g}: {why}"
+                raise CompatibilityError("shrink", rule)
 
 
 @torch.no_grad()

@@ -310,11 +310,8 @@ def changes(work: Work) -> list[Change]:
     search = KnobSearch(work.model, groups, work.ties)
     # A config that does not even describe the model as it is cannot describe a smaller one.
     if not search.describes_itself():
-        raise CompatibilityError(
-            "shrink",
-            f"{type(work.model).__name__} must have the shapes that its config describes, but has others",
-            "from_config=False cuts it as it is",
-        )
+        rule = f"{type(work.model).__name__} must have the shapes that its config describes, but has others"
+        raise CompatibilityError("shrink", rule, "from_config=False cuts it as it is")
     found: list[Change] = []
     handled: set[str] = set()
     for name, group in groups.items():

@@ -129,16 +129,12 @@ def shrink(
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            "shrink",
-            f"example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told})",
-            "give a tensor, a tuple of arguments or a mapping of keyword arguments",
-        ) from error
+        rule = f"example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told})"
+        raise ConfigError("shrink", rule, "give a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
-        raise CompatibilityError(
-            "shrink", f"from_config needs a model built from its config, got {type(model).__name__}", "leave it out"
-        )
+        rule = f"from_config needs a model built from its config, got {type(model).__name__}"
+        raise CompatibilityError("shrink", rule, "leave it out")
     # A mask that is given is put into the weights as zeros first: from there on both ways are one.
     if keep is not None:
         groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}

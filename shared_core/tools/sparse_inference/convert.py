@@ -245,11 +245,9 @@ def sparse_layers(
     found = list(_linears(model, "sparse_layers", include, skip))
     for name, module, _ in found:
         if module.weight.device.type != "cpu":
-            raise CompatibilityError(
-                "sparse_layers",
-                f"model must be on the CPU, got {name} on {module.weight.device}",
-                "move it with model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU",
-            )
+            remedy = "move it with model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU"
+            rule = f"model must be on the CPU, got {name} on {module.weight.device}"
+            raise CompatibilityError("sparse_layers", rule, remedy)
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
     for name, module, why in found:
@@ -343,12 +341,9 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
     found = list(_linears(model, "to_semi_structured", include, skip))
     for name, module, _ in found:
         if not has_two_four_kernels(module.weight.device):
-            raise CompatibilityError(
-                "to_semi_structured",
-                f"model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on "
-                f"{module.weight.device}",
-                "torch has no 2:4 product there",
-            )
+            rule = f"model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on"
+            told = f"{rule} {module.weight.device}"
+            raise CompatibilityError("to_semi_structured", told, "torch has no 2:4 product there")
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
     for name, module, left in found:

@@ -229,7 +229,7 @@ def test_experts_are_written_one_by_one_as_vllm_names_them(kind, scheme, tmp_pat
 
 def test_experts_that_files_stack_or_that_engines_multiply_in_floats_of_other_sizes_are_refused(tmp_path):
     for kind, options, rule in (
-        ("gpt_oss", SIZES | {"scheme": "int8_dynamic"}, "must be a matrix for each expert .* for vLLM, got parameters"),
+        ("gpt_oss", SIZES | {"scheme": "int8_dynamic"}, "must be a matrix each .* for vLLM, got .* with parameters"),
         (
             "mixtral",
             {"scheme": "int8_weight", "skip": ("*_proj", "lm_head")},
@@ -360,9 +360,9 @@ def test_torchao_keeps_skipped_layers_in_float_and_mixes_schemes(folder, tmp_pat
 @pytest.mark.parametrize(
     ("scheme", "rule"),
     [
-        ("int8", "q_proj must have no fixed range of its input, for which transformers' loader of torchao"),
-        ("int8_dynamic_int4_weight", "q_proj must have codes that torchao's safetensors hold, got weight group"),
-        ("ternary", "embed_tokens must have codes that torchao's safetensors hold, got weight ternary"),
+        ("int8", "q_proj must have codes that transformers' loader of torchao has a place for, .* input static"),
+        ("int8_dynamic_int4_weight", "q_proj must have codes .* torchao has a place for, got weight group"),
+        ("ternary", "embed_tokens must have codes .* torchao has a place for, got weight ternary"),
     ],
 )
 def test_what_torchao_cannot_hold_is_refused(scheme, rule, folder, tmp_path):
@@ -464,7 +464,7 @@ def test_sentencepiece_tokens_have_the_order_of_their_merges(tmp_path):
     tokens.normalizer = tokenizers.normalizers.Prepend("▁")
     tokens.save(str(tmp_path / "tokenizer.json"))
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    add_tokenizer(writer, tmp_path, 6, "here")
+    add_tokenizer(writer, tmp_path, 6)
     values = {name.removeprefix("tokenizer.ggml."): field.value for name, field in writer.kv_data[0].items()}
     assert (values["model"], values["scores"]) == ("llama", [-2.0, -2.0, -2.0, -2.0, -1.0, 0.0])
     assert (values["token_type"], values["add_space_prefix"]) == ([2, 6, 1, 1, 1, 1], True)
