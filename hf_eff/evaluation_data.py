@@ -204,14 +204,7 @@ def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Pat
 
 
 def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empty: bool, file: Path) -> None:
-    """Raise `ConfigError` unless each row has a list of tokens, and in the other columns as many whole numbers.
-
-    Args:
-        columns: ``input_ids``, other inputs of the model, and perhaps ``labels``, tokens or -100.
-        vocabulary: How many tokens the model knows, None if its config does not tell.
-        may_be_empty: Whether a row may be without tokens.
-        file: Where they come from.
-    """
+    """Raise `ConfigError` unless each row has a list of tokens, and in the other columns as many whole numbers."""
     known = math.inf if vocabulary is None else vocabulary
     for number, ids in enumerate(columns["input_ids"]):
         for name, rows in columns.items():

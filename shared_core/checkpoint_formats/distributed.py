@@ -70,9 +70,6 @@ def check_indexes(folder: Path) -> None:
     """Read every index in a checkpoint, in this folder and below, as nothing but what DCP writes.
 
     torch (2.13) itself unpickles whatever an index holds.
-
-    Raises:
-        CheckpointError: If one is damaged or names code.
     """
     for file in folder.rglob(INDEX):
         _read_index(file)

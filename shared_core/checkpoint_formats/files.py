@@ -57,11 +57,7 @@ def open_safetensors(file: Path) -> Any:
 
 
 def load_torch_file(file: Path) -> Any:
-    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code.
-
-    Raises:
-        CheckpointError: If it is missing, empty, truncated, or holds more than tensors and plain values.
-    """
+    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code."""
     _check_file(file)
     return load_torch_stream(file, str(file), mmap=_is_archive(file))
 
@@ -115,11 +111,7 @@ def _not_whole(name: object, got: object) -> CheckpointError:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: If it cannot be read or holds something else.
-    """
+    """Return the object in a JSON file."""
     return read_object(file, "leave it out")
 
 
@@ -218,12 +210,7 @@ class Ingredient:
         return self._tensors()[self._stored.get(key, key)].detach()
 
     def renamed(self, names: Mapping[str, str], ties: Mapping[str, str]) -> Ingredient:
-        """Return this ingredient with other names for its tensors.
-
-        Args:
-            names: For each tensor its new name and the one it has now.
-            ties: Further new names of a tensor, each with the one in `names`.
-        """
+        """Return this ingredient with other names for its tensors."""
         # A shallow copy with the same loader: names differ, the file is opened by whoever reads first.
         other = copy.copy(self)
         other.specs = {new: self.spec(old) for new, old in names.items()}
@@ -237,12 +224,7 @@ class Ingredient:
         return other
 
     def fitted(self, lent: Mapping[str, Tensor], left_out: Collection[str]) -> Ingredient:
-        """Return this ingredient with tensors that its file lacks, and without some that it has.
-
-        Args:
-            lent: By name.
-            left_out: Names of others; none of them is tied.
-        """
+        """Return this ingredient with tensors that its file lacks, and without some that it has."""
         other = copy.copy(self)
         other._lent, other._is_fitted = {**self._lent, **lent}, True
         other.specs = {name: spec for name, spec in self.specs.items() if name not in left_out}

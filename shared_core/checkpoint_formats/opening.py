@@ -61,11 +61,7 @@ class Part(NamedTuple):
 
 
 def parts_of(folder: Path) -> list[Part]:
-    """Return the modules in a folder, with those that a module routes to; without ``modules.json`` the folder itself.
-
-    Raises:
-        CheckpointError: If what the folder says of its modules is damaged, or leads out of it.
-    """
+    """Return a folder's modules, with those that a module routes to; without ``modules.json`` the folder itself."""
     file = folder / MODULES
     if not file.is_file():
         return [Part("", "", "")]
@@ -294,11 +290,6 @@ def teacher_from_weights(path: Path, student: nn.Module) -> nn.Module:
 
 def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source: str) -> nn.Module:
     """Return a copy of the student, on its device, with other weights.
-
-    Args:
-        weights: By the student's names, any dtype; of weights that it shares between modules one name is enough.
-        student: A plain module, without techniques that replace its layers.
-        source: Where they come from, for errors.
 
     Example:
         >>> import torch

@@ -90,7 +90,8 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     exact values, become float32. Under torchrun the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
-    from shared_core.tools.quantize import QuantizationStudy, model_bytes
+    from shared_core.tools.measuring import state_bytes
+    from shared_core.tools.quantize import QuantizationStudy
 
     job = Job.joined()
     check_new(asked.out, asked.key)
@@ -100,7 +101,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     pairs = [*(f"{name}={value}" for name, value in technique.items()), *asked.set_options]
     config, gptq = _configs(asked, _options(pairs))
     network, inputs, folder = asked.open()
-    float_bytes = model_bytes(network)
+    float_bytes = state_bytes(network)
     notes = _in_float32(network) if folder else []
     study = QuantizationStudy(
         network=network, config=config, gptq=gptq, options=asked, job=job,

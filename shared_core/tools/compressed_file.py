@@ -119,13 +119,7 @@ class Index:
 
 
 def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Index:
-    """Return what a compressed file holds, every field checked.
-
-    Args:
-        file: Open for reading.
-        path: For errors.
-        max_bytes: Most bytes that may come out of it; by default 64 MiB and a thousand times the file.
-    """
+    """Return what a compressed file holds, every field checked."""
     length = file.seek(0, 2)
     file.seek(0)
     head = file.read(HEADER.size)
@@ -282,11 +276,7 @@ def make_table(symbols: NDArray[np.integer], size: int) -> bytes:
 
 
 def encode(streams: Sequence[tuple[NDArray[np.integer], bytes]]) -> bytes:
-    """Return streams of symbols, each with its table, as one string of bytes, the first to be decoded first.
-
-    Raises:
-        MissingExtraError: If constriction is not installed.
-    """
+    """Return streams of symbols, each with its table, as one string of bytes, the first to be decoded first."""
     library = optional("constriction", "compress", "compress")
     coder = library.stream.stack.AnsCoder()  # a stack: what is encoded last is decoded first
     # Last stream first, and each from its last piece to its first: the decoder meets the first symbol first.
@@ -366,13 +356,6 @@ def gap_symbols(runs: Ints, bits: int) -> NDArray[np.uint8]:
 
     The largest symbol is as many zeros as its value says and no weight: the paper's filler zero, which costs no code
     of a value here (Han, Mao and Dally 2016, arXiv:1510.00149, figure 2).
-
-    Args:
-        runs: Zeros before each weight, >= 0, shape (n,).
-        bits: Of a symbol, in [1, 8].
-
-    Returns:
-        uint8, at least n of them.
 
     Example:
         >>> gap_symbols(np.array([1, 0, 9]), 2).tolist()

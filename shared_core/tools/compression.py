@@ -332,21 +332,13 @@ class CompressedFile:
             offset += entry.bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors, each tensor once, in the order of the state dict that was compressed.
-
-        Raises:
-            CheckpointError: If a payload is damaged.
-        """
+        """Yield names and tensors, each tensor once, in the order of the state dict that was compressed."""
         with self._open() as file:
             for number, entry in enumerate(self.index.tensors):
                 yield entry.name, self._tensor(file, self._offsets[number], entry)
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents of the other files, by name.
-
-        Raises:
-            CheckpointError: If one is damaged.
-        """
+        """Return the contents of the other files, by name."""
         found = {}
         with self._open() as file:
             for number, entry in enumerate(self.index.files, start=len(self.index.tensors)):

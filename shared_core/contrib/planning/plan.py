@@ -50,26 +50,13 @@ _IN_ROWS_OF_SEVERAL = 1 << 18  # elements, of clustered weights that are not sha
 
 @singledispatch
 def memory_costs(config: TechniqueConfig, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    """Return what a technique adds to a run's memory and traffic, or takes away.
-
-    Args:
-        config: Of the technique.
-        shape: Of the model that is trained.
-        run: Processes, precision and batch.
-    """
+    """Return what a technique adds to a run's memory and traffic, or takes away."""
     return [Cost(config.key, why=_NOT_COUNTED.get(config.key, "not counted: there is no formula for it"))]
 
 
 @singledispatch
 def resized(config: TechniqueConfig, sizes: SharedSizes, shape: ModelShape, run: PlannedRun) -> SharedSizes:
-    """Return what a technique makes of that which is counted once for all techniques.
-
-    Args:
-        config: Of the technique.
-        sizes: As the techniques before it leave them.
-        shape: Of the model that is trained.
-        run: Processes, precision and batch.
-    """
+    """Return what a technique makes of that which is counted once for all techniques."""
     return sizes
 
 

@@ -302,17 +302,7 @@ def export_onnx(
 
 
 def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
-    """Return the codes that `export_onnx` with `calibration` gives tensors between layers; none without convolutions.
-
-    Args:
-        model: As `export_onnx` takes it.
-        calibration: Batches of inputs.
-
-    Raises:
-        MissingExtraError: If onnx, onnxscript or onnxruntime is not installed.
-        CompatibilityError: If the model cannot be exported.
-        ConfigError: If batches differ in what the file leaves fixed.
-    """
+    """Return the codes that `export_onnx` with calibration gives tensors between layers; none without convolutions."""
     if not any(isinstance(layer, nn.modules.conv._ConvNd) and is_quantized(layer) for layer in model.modules()):
         return {}
     with scratch_folder() as folder:

@@ -247,11 +247,7 @@ def _forced_tokens(bits: int, forced: _Forced) -> Any:
 
 
 def relative_change(file: Path, other: Path, inputs: Any) -> float:
-    """Return the largest difference between two files' outputs, without optimisation, relative to the largest output.
-
-    Raises:
-        CompatibilityError: If it is not finite.
-    """
+    """Return the largest difference of two files' outputs, without optimisation, relative to the largest output."""
     pairs: list[tuple[Any, Any]] = []
     for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
         pairs.append(session.run(None, feeds(session, inputs)))

@@ -164,9 +164,6 @@ def exact_grid(
         dtype: The type that the values were saved in.
         span: Largest difference between the codes of a row, 0 among them.
 
-    Returns:
-        Both float32; a row of zeros has scale 1.
-
     Example:
         >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
         >>> codes.tolist(), scale.tolist()
@@ -210,20 +207,7 @@ def _neighbour(values: Tensor, way: float) -> Tensor:
 def codes_of(
     where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight that holds the values of its codes.
-
-    Args:
-        where: The function, for errors.
-        name: The layer.
-        rows: Its weight, (outputs, inputs), float32.
-        scheme: How it is quantised.
-        entry: What deployment knows of it.
-        dtype: The type that its values were saved in.
-
-    Returns:
-        Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
-        `zero_points`.
-    """
+    """Return (codes, scales) of a weight that holds the values of its codes."""
     check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":

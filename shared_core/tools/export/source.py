@@ -99,13 +99,7 @@ def quantized_reference(
 def baked_copy(
     reference: nn.Module, names: tuple[str, ...], inputs: Any = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
-    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges.
-
-    Args:
-        reference: From `quantized_reference`.
-        names: Its quantised layers.
-        inputs: To trace it with; None: batch norms stay.
-    """
+    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges."""
     # Values that nothing writes into, which baking and folding do, are not copied.
     folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
     unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
@@ -198,11 +192,6 @@ def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None
 
     The scale is ``max|w|/m`` for the first m of `qmax`, 1, 2, … `limit` that makes every value of the row whole. Two
     different grids differ by at least 1/128 of a step somewhere, so none is taken for another.
-
-    Args:
-        rows: (rows, values), float32, finite.
-        qmax: Largest code, and the magnitude that the largest value most likely has.
-        limit: Largest magnitude of a code.
 
     Returns:
         int8 and float32; a row of zeros has the smallest scale of the others.

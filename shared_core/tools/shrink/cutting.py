@@ -53,11 +53,6 @@ def select(traced: Traced, biases: Mapping[str, str | None], *, create_biases: b
 
     A unit goes if, wherever a weight sums over it, a value arrives that is known from the weights alone: mostly zero,
     because its rows are zero; otherwise its contribution is added to the bias of the layer that sums.
-
-    Args:
-        traced: With constants.
-        biases: By the name of a weight the name of its layer's bias; None where the layer has none.
-        create_biases: Whether a layer without a bias can get one.
     """
     found = Selection({}, {}, {})
     for group in traced.groups:
@@ -138,9 +133,6 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
         model: Untouched.
         groups: Of the model, by name.
         keep: By group name, bool of shape (units,), True = keep.
-
-    Raises:
-        ConfigError: If a name or a shape is wrong, or nothing of a group is kept.
     """
     state = model.state_dict()
     changed: dict[str, Tensor] = {}
@@ -196,15 +188,7 @@ def cut_state(
     plan: Plan,
     biases: Mapping[str, str | None],
 ) -> dict[str, Tensor]:
-    """Return new tensors for all that change, by first name: constants folded into biases, then positions removed.
-
-    Args:
-        state: The model's tensors by first name.
-        traced: Where what arrives at each position is known.
-        groups: By name.
-        plan: What to remove.
-        biases: See `bias_names`; a bias that did not exist is among the result.
-    """
+    """Return new tensors for all that change, by first name: constants folded into biases, then positions removed."""
     changed: dict[str, Tensor] = {}
     gone: dict[tuple[str, int], list[Any]] = defaultdict(list)
     for name, units in plan.items():
@@ -249,12 +233,7 @@ def _fold(
 
 
 def replaced(model: nn.Module, changed: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model with these tensors, its layers' attributes told of their new sizes.
-
-    Args:
-        model: Untouched.
-        changed: By first name; those of a tensor that is tied replace it everywhere.
-    """
+    """Return a copy of a model with these tensors, its layers' attributes told of their new sizes."""
     ties = tied_names(model)
     new = copy.deepcopy(model)
     made: dict[str, nn.Parameter] = {}
@@ -322,13 +301,7 @@ def _set_sizes(module: nn.Module, old: Mapping[str, torch.Size]) -> None:
 
 
 def set_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) -> None:
-    """Correct, in place, the numbers of heads and their widths that attention modules hold as attributes.
-
-    Args:
-        model: With the heads removed.
-        groups: Of the model before.
-        plan: What was removed.
-    """
+    """Correct, in place, the numbers of heads and their widths that attention modules hold as attributes."""
     for name, units in plan.items():
         group = groups[name]
         if group.kind != "head":
@@ -466,11 +439,7 @@ def set_eps(model: nn.Module, found: list[Rescale]) -> None:
 
 
 def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
-    """Refuse a model in which an epsilon is not what it must be.
-
-    Raises:
-        CompatibilityError: If a configuration's epsilon is also that of norms of another width, or cannot be set.
-    """
+    """Refuse a model in which an epsilon is not what it must be."""
     wanted = {item.module: item.new_eps for item in found}
     for name, module in new.named_modules():
         for attribute in _EPS:

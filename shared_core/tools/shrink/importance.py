@@ -37,11 +37,7 @@ class Place:
 
 
 def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Place]:
-    """Return where the values of a group's units pass: all norms over a residual width, else the layer that reads them.
-
-    Raises:
-        CompatibilityError: If no such module reads them.
-    """
+    """Return where the values of a group's units pass: all norms over a residual width, or the layer that reads."""
     if norms := [Place(name, True, places) for name, places in norms_over(traced, group)]:
         return norms
     for part in group.slices:
@@ -87,11 +83,7 @@ class UnitActivations:
         self._mask: Tensor | None = None
 
     def run(self, batches: Sequence[Any], run: Run) -> None:
-        """Look at all batches.
-
-        Raises:
-            TrainingError: If an activation is NaN or infinite, or a module is not reached.
-        """
+        """Look at all batches."""
         with contextlib.ExitStack() as hooks:
             for group, places in self._places.items():
                 for place in places:
@@ -167,12 +159,6 @@ def _check(found: Tensor, module: str) -> None:
 
 def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any], run: Run) -> list[float]:
     r"""Return the Block Influence of each block, :math:`1 - E[\cos(x, f(x))]` over tokens: its lowest change least.
-
-    Args:
-        model: Whose they are.
-        blocks: Each called with hidden states, and returning them, alone or first.
-        batches: What `run` takes.
-        run: Runs a batch.
 
     Raises:
         TrainingError: If a hidden state is NaN or infinite, or a block is not reached.

@@ -145,11 +145,7 @@ def path_of(config: Any, name: str) -> Path | None:
 
 
 def values_of(config: Any, sizes: Mapping[str, int]) -> dict[Path, int]:
-    """Return what the configuration's numbers become; those that stay are left out.
-
-    Raises:
-        ConfigError: If it has no such number, or that is smaller.
-    """
+    """Return what the configuration's numbers become; those that stay are left out."""
     values: dict[Path, int] = {}
     for name, value in sizes.items():
         path = path_of(config, name) if name in _NAMES else None
@@ -407,13 +403,12 @@ def _described(
     alone = _query_heads_alone(config, values)
     base = dict(configured.explicit_head_sizes(config))
     extras: list[dict[Path, Any]] = [{}]
-    width, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-    if not hasattr(config, "head_dim") and isinstance(width, int) and num_heads:
-        extras.append({("head_dim",): width // num_heads})  # of models that read one where there is one
+    if not hasattr(config, "head_dim") and (size := configured.head_size(config)):
+        extras.append({("head_dim",): size})  # of models that read one where there is one
     hidden = path_of(config, "hidden_size")
     if hidden is not None and hidden in values:
         # another number may have to equal the hidden size, as OPT's word_embed_proj_dim
-        extras += [{path: values[hidden]} for path, value in configured.numbers(config) if value == width]
+        extras += [{path: values[hidden]} for path, value in configured.numbers(config) if value == config.hidden_size]
     groups = {group.name: group for group in traced.groups}
     ties = tied_names(model)
     first = {name for name in model.state_dict() if ties.get(name, name) == name}
