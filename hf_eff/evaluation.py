@@ -135,9 +135,8 @@ class FolderEvaluator:
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                "eff soup", f"--task: {folder} must hold a config of transformers, got {error}"
-            ) from error
+            rule = f"--task: {folder} must hold a config of transformers, got {error}"
+            raise CheckpointError("eff soup", rule) from error
         if not data.exists():
             raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
         self._kind, is_image = self._kind_of_model()
@@ -173,11 +172,9 @@ class FolderEvaluator:
         except EffError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
-            raise ConfigError(
-                "eff soup",
-                f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}",
-                "check lengths (--max-length), sizes, and memory (--batch-size)",
-            ) from error
+            rule = f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}"
+            remedy = "check lengths (--max-length), sizes, and memory (--batch-size)"
+            raise ConfigError("eff soup", rule, remedy) from error
 
     def _kind_of_model(self) -> tuple[str, bool]:
         name = next(iter(self._config.architectures or ()), "no class")
@@ -190,12 +187,9 @@ class FolderEvaluator:
             if self._config.problem_type not in (None, _PROBLEMS[kind]):
                 kind = ""
         if kind not in _TASKS[self.task]:
-            raise CheckpointError(
-                "eff soup",
-                f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder} "
-                f"(num_labels {outputs}, problem_type {self._config.problem_type})",
-                "choose another task, or give --eval",
-            )
+            rule = f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder}"
+            told = f"{rule} (num_labels {outputs}, problem_type {self._config.problem_type})"
+            raise CheckpointError("eff soup", told, "choose another task, or give --eval")
         return kind, is_image
 
     def _load(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
@@ -213,12 +207,9 @@ class FolderEvaluator:
                 None, config=self._config, state_dict=dict(state_dict), output_loading_info=True
             )
         if any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-            raise CheckpointError(
-                "eff soup",
-                f"--task: ingredients must have the tensor names of {type(model).__name__}, got missing {lacking[:3]} "
-                f"and unexpected {unexpected[:3]}",
-                "save them by this transformers, or give --eval",
-            )
+            rule = f"--task: ingredients must have the tensor names of {type(model).__name__}"
+            got = f"missing {lacking[:3]} and unexpected {unexpected[:3]}"
+            raise CheckpointError("eff soup", f"{rule}, got {got}", "save them by this transformers, or give --eval")
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
     def _of_labels(self, model: nn.Module) -> float:

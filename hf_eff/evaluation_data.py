@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import math
 import sys
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from itertools import compress
 from pathlib import Path
@@ -31,23 +30,23 @@ def open_table(file: Path) -> Any:
     datasets = optional("datasets", "examples", "eff soup --task")
     reader = READERS.get(file.suffix)
     if file.is_file() and reader is None:
-        raise CheckpointError(
-            "eff soup", f"--data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
-        )
+        kinds = f"a file of {', '.join(READERS)} or the folder of a saved data set"
+        raise CheckpointError("eff soup", f"--data must be {kinds}, got {file}")
     _check_some(not file.is_file() or file.stat().st_size, file)  # on which datasets fails without a word
-    try:
+    with _readable(file):
         data = datasets.load_from_disk(file) if file.is_dir() else getattr(datasets.Dataset, str(reader))(str(file))
-    except Exception as error:  # datasets, pyarrow and pandas each raise their own
-        raise unreadable(file, error) from error
     if isinstance(data, datasets.DatasetDict):
         raise refused("be one split", sorted(data), file, f"give {file}/{next(iter(data))}")
     _check_some(len(data), file)
     return data
 
 
-def unreadable(file: Path, error: Exception) -> CheckpointError:
-    """Return the error of a file that cannot be read, with the first line of why."""
-    return CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line(error):.300}")
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # datasets, pyarrow, pandas, NumPy and PIL each raise their own
+        raise CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line(error):.300}") from error
 
 
 def first_line(error: Exception) -> str:
@@ -64,11 +63,8 @@ def load_from(stock: Any, folder: Path, what: str, instead: str) -> Any:
             raise ValueError("no word in its vocabulary")
         return loaded
     except Exception as error:  # transformers and tokenizers each raise their own
-        raise CheckpointError(
-            "eff soup",
-            f"--task: {folder} must hold the {what}, got none that loads ({first_line(error):.200})",
-            f"save it there, or give {instead}",
-        ) from error
+        rule = f"--task: {folder} must hold the {what}, got none that loads ({first_line(error):.200})"
+        raise CheckpointError("eff soup", rule, f"save it there, or give {instead}") from error
 
 
 def refused(rule: str, got: Any, file: Path, remedy: str = "") -> ConfigError:
@@ -156,7 +152,9 @@ class TextExamples:
             encoded = data.select_columns([name for name in _INPUTS if name in data.column_names]).to_dict()
             limit = max_length or self._longest(None, default=sys.maxsize)
         else:
-            encoded, limit = self._tokenised(data, text_columns(data, text, label, file), max_length)
+            encoded, limit = self._tokenised(
+                data, text_columns(data, text, label, file, most=1 if causal else 2), max_length
+            )
         inputs = {name: rows for name, rows in encoded.items() if name in _INPUTS}
         labels = list(data[label]) if label is not None else []
         if causal and label == "labels" and any(isinstance(row, list) for row in labels):
@@ -172,8 +170,6 @@ class TextExamples:
         ]
 
     def _tokenised(self, data: Any, columns: list[str], max_length: int | None) -> tuple[dict[str, Any], int]:
-        if self._causal and len(columns) > 1:
-            raise ConfigError("eff soup", f"--text must be one column for a language model, got {columns}", "name one")
         tokenizer = load_from(AutoTokenizer, self._folder, "tokenizer", "data with input_ids")
         limit = max_length or self._longest(tokenizer)
         cut = {} if self._causal else {"truncation": True, "max_length": limit}
@@ -186,8 +182,8 @@ class TextExamples:
         return min((limit for limit in limits if limit and limit < 10**9), default=default)
 
 
-def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path) -> list[str]:
-    """Return the one or two columns with text."""
+def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path, most: int) -> list[str]:
+    """Return the columns with text."""
     texts = [
         name
         for name, feature in data.features.items()
@@ -195,11 +191,10 @@ def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Pat
     ]
     lost = [name for name in asked if name not in texts]
     columns = list(asked) or texts
-    if lost or not 1 <= len(columns) <= 2:
-        raise ConfigError(
-            "eff soup",
-            f"--text must name one or two columns of text, got {lost or columns} of {data.column_names} in {file}",
-        )
+    if lost or not 1 <= len(columns) <= most:
+        number = "one or two columns of text" if most == 2 else "one column of text for a language model"
+        got = f"{lost or columns} of {data.column_names} in {file}"
+        raise ConfigError("eff soup", f"--text must name {number}, got {got}")
     return columns
 
 
@@ -289,10 +284,8 @@ class ImageExamples:
     def _images(self, begin: int, end: int) -> list[Any]:
         if self._processor is None:
             return [np.asarray(image, dtype=np.float32) for image in self._data[begin:end][_PIXELS]]
-        try:
+        with _readable(self._file):
             return [_opened(image).convert(self._mode) for image in self._data[begin:end]["image"]]
-        except OSError as error:
-            raise unreadable(self._file, error) from error
 
 
 def _read(file: Path) -> tuple[Any, list[Any]]:
@@ -339,11 +332,8 @@ def _read_folder(folder: Path) -> tuple[Any, list[Any]]:
 
 
 def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            held = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise unreadable(file, error) from error
+    with _readable(file), np.load(file, allow_pickle=False) as arrays:
+        held = {name: arrays[name] for name in arrays.files}
     labels = held[label_column(sorted(held), file)]
     name = _PIXELS if _PIXELS in held else "images"
     values = held.get(name, np.empty(0))

@@ -161,8 +161,8 @@ def _not_averaged(adapter: Ingredient) -> Iterator[str]:
         ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
         rank = rank_and_alpha(adapter.config, layer.module)[0]
         if ranks != (rank, rank):
-            got = f"{ranks[0]} in A and {ranks[1]} in B (damaged, or a convolution with groups)"
-            yield f"have rank {rank} in {layer.module!r} as the config says, got {got}"
+            got = f"{ranks[0]} in A and {ranks[1]} in B of {layer.module!r} (damaged, or a convolution with groups)"
+            yield f"have rank {rank} as the config says, got {got}"
 
 
 def _comparable(value: Any) -> Any:

@@ -59,9 +59,8 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ADMITTED:
-            raise CheckpointError(
-                self._name, f"index must name only what DCP writes, got {module}.{name}", "no code was run"
-            )
+            rule = f"index must name only what DCP writes, got {module}.{name}"
+            raise CheckpointError(self._name, rule, "no code was run")
         # Of the list alone, all in torch and the standard library.
         return getattr(importlib.import_module(module), name)
 
@@ -149,7 +148,8 @@ class DistributedWeights(Mapping[str, Tensor]):
             as_it_is = is_file_name(place.relative_path) and not place.transform_descriptors
             if not as_it_is or not file.is_file() or file.stat().st_size < place.offset + place.length:
                 rule = "be whole" if as_it_is else "be a file name in the same folder, stored as it is"
-                raise CheckpointError(file, f"shard must {rule}, got another", "it is missing, truncated or damaged")
+                got = "less" if as_it_is else place.transform_descriptors or place.relative_path
+                raise CheckpointError(file, f"shard must {rule}, got {got}", "it is missing, truncated or damaged")
         return spec
 
     def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
@@ -202,12 +202,9 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     # One unknown name above everything: that is the root.
     elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
-    raise CheckpointError(
-        folder,
-        f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, got "
-        f"{', '.join(sorted(map(repr, tops)))}",
-        "save {'model': model.state_dict(), ...}",
-    )
+    rule = f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else"
+    got = ", ".join(sorted(map(repr, tops)))
+    raise CheckpointError(folder, f"{rule}, got {got}", "save {'model': model.state_dict(), ...}")
 
 
 def open_distributed(folder: Path, inner: Path) -> Ingredient:

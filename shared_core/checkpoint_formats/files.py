@@ -51,9 +51,7 @@ def open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            file, f"file must be whole safetensors, got {error}", "it is truncated or not a checkpoint, leave it out"
-        ) from error
+        raise _not_whole(file, error) from error
 
 
 def load_torch_file(file: Path) -> Any:
@@ -89,11 +87,9 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         # torch tells what it met after, or instead of, advice on how to run the file's code
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
-        raise NotPlainError(
-            name,
-            f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}",
-            "its code was not run; save model.state_dict() or safetensors instead",
-        ) from error
+        rule = f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}"
+        remedy = "its code was not run; save model.state_dict() or safetensors instead"
+        raise NotPlainError(name, rule, remedy) from error
     except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
         raise _not_whole(name, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
@@ -184,9 +180,8 @@ class Ingredient:
         """Further names of a tensor, each with the name in `specs` that its data is read under."""
         for key, value in (self._tensors() if specs is None else {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    name, f"{key!r} must be a tensor, got {type(value).__name__}", "save model.state_dict() alone"
-                )
+                rule = f"{key!r} must be a tensor, got {type(value).__name__}"
+                raise CheckpointError(name, rule, "save model.state_dict() alone")
             owner = owners.setdefault(storage_key(value) or (key,), key)
             if owner == key:
                 self.specs[key] = TensorSpec(tuple(value.shape), value.dtype)
@@ -277,9 +272,8 @@ class Ingredient:
 def state_dict_in(content: Any, file: Path) -> Mapping[str, Tensor]:
     """Return a file's content, which must be a state dict."""
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(
-            file, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
-        )
+        rule = f"file must hold a state dict, got {type(content).__name__}"
+        raise CheckpointError(file, rule, "save model.state_dict()")
     return content
 
 

@@ -1,7 +1,8 @@
 """Where ingredients come from: Hugging Face folders, Lightning checkpoints, state dict files, mappings.
 
 Folders of several modules, as sentence-transformers saves a model, where ``modules.json`` names a folder for each; a
-teacher of the student's own class, from a file that holds weights and nothing else.
+teacher of the student's own class, from a file that holds weights and nothing else. Ingredients of several formats get
+one set of names: prefixes taken off, ties that a format cannot tell found.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import copy
 import itertools
 import os
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, open_adapter
 from shared_core.checkpoint_formats.distributed import index_folder, is_file_name, open_distributed
 from shared_core.checkpoint_formats.files import (
+    ADAPTER,
+    DISTRIBUTED,
     HF_FOLDER,
     LIGHTNING,
     RAW_KEY,
@@ -34,10 +38,11 @@ from shared_core.checkpoint_formats.files import (
     weights_key,
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
-from shared_core.checkpoint_formats.plain import check_values, unlike
+from shared_core.checkpoint_formats.plain import check_values, is_made_by_model, unlike
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import is_unfinished
 from shared_core.files.json_yaml import parse_json
+from shared_core.modules.matching import plain_name
 
 MODULES = "modules.json"
 _ROUTER = "router_config.json"
@@ -69,9 +74,8 @@ def parts_of(folder: Path) -> list[Part]:
         listed = parse_json(file.read_text(encoding="utf-8"))
         named = [(entry["path"], entry["name"], entry["type"]) for entry in listed]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            file, f"file must list modules with path, name and type, got {error!r:.200}", "it is damaged"
-        ) from error
+        rule = f"file must list modules with path, name and type, got {error!r:.200}"
+        raise CheckpointError(file, rule, "it is damaged") from error
     return [part for entry in named for part in _part(folder, "", *entry, file)]
 
 
@@ -98,9 +102,8 @@ def _routes(root: Path, folder: str, name: str) -> list[Part]:
     config = read_json(file)
     kinds, structure = config.get("types"), config.get("structure")
     if folder.count("/") > _MOST_NESTED or not isinstance(kinds, dict) or not isinstance(structure, dict):
-        raise CheckpointError(
-            file, f"router must have types and structure, {_MOST_NESTED} deep at most", "it is damaged"
-        )
+        rule = f"router must have types and structure, {_MOST_NESTED} deep at most"
+        raise CheckpointError(file, rule, "it is damaged")
     found: dict[str, Part] = {}
     for route, names in structure.items():
         for number, path in enumerate(names if isinstance(names, list) else [names]):
@@ -139,18 +142,16 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
     content = state_dict_in(load_checkpoint(path), path)
     kind = LIGHTNING if weights_key(content) == "state_dict" else STATE_DICT
-    return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path)))
+    return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path), path))
 
 
-def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _weights_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Tensor]:
     key = weights_key(content)
     if key is None:
         return content
     weights = content[key]
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
-    raw = content.get(RAW_KEY, {})
-    if not isinstance(raw, Mapping):
-        raise CheckpointError("checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "it is damaged")
+    raw = state_dict_in(content.get(RAW_KEY, {}), path)
     # Latent weights stand in for rounded ones under their names.
     return {key: raw.get(key, value) for key, value in weights.items()}
 
@@ -170,11 +171,8 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
             return open_distributed(folder, sharded)
         if (folder / ADAPTER_CONFIG).exists():
             return open_adapter(folder)
-        raise CheckpointError(
-            folder,
-            f"folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none",
-            "check the path",
-        )
+        kinds = f"{', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index"
+        raise CheckpointError(folder, f"folder must hold one of {kinds}, got none", "check the path")
     prefixes = [part.prefix for part, _ in held]
     # One prefix inside another would make names that belong to two modules.
     if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
@@ -232,9 +230,8 @@ class _PartFiles:
         told = {self._prefix + key: self._below + file for key, file in index.items()}
         # Both ways: an index that names what no file has, and tensors that no index names.
         if odd := sorted(told.keys() ^ set(names)):
-            raise CheckpointError(
-                self._place / self._found, f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
-            )
+            rule = f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
+            raise CheckpointError(self._place / self._found, rule)
         ingredient.shards |= told
         ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
         if self._index is not None:
@@ -245,7 +242,7 @@ def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
     # Names of shards come from the file: they must stay in this folder.
     if not isinstance(shards, dict) or not shards or not all(map(is_file_name, shards.values())):
-        rule = "index must have a weight_map of tensors to file names in the same folder"
+        rule = "index must have a weight_map, of each tensor a file name in the same folder"
         raise CheckpointError(index, f"{rule}, got {shards!r:.300}", "it is damaged")
     return shards
 
@@ -269,9 +266,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     places: dict[str, Path] = {}
     for path in found:
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:
-            raise CheckpointError(
-                "soup", f"each checkpoint must be named once, got {path} and {other}", "leave one out"
-            )
+            rule = f"each checkpoint must be named once, got {path} and {other}"
+            raise CheckpointError("soup", rule, "leave one out")
     return found
 
 
@@ -317,3 +313,138 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     # strict=False: `unlike` has checked names, ties aside.
     teacher.load_state_dict(dict(weights), strict=False)
     return teacher
+
+
+# What a layer's tensors were called by earlier versions of transformers and torch.
+_EARLIER = {
+    "gamma": "weight",
+    "beta": "bias",
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+}
+
+
+def present_name(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers insert, as present versions call it.
+
+    Example:
+        >>> present_name("module.encoder._orig_mod.LayerNorm.gamma")
+        'encoder.LayerNorm.weight'
+    """
+    holder, dot, last = plain_name(name).rpartition(".")
+    return f"{holder}{dot}{_EARLIER.get(last, last) if holder else last}"
+
+
+def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Return for each name the one of `wanted` that means the same tensor, or itself where none does.
+
+    They may differ in what wrappers insert and earlier versions wrote, and in a prefix that all names of one side have:
+    Lightning's start with the attribute that holds the model (``model.``), those of ``save_pretrained`` do not.
+
+    Example:
+        >>> named_as(["model.0._orig_mod.weight", "model.0.bias"], ["0.weight", "0.bias"])
+        {'model.0._orig_mod.weight': '0.weight', 'model.0.bias': '0.bias'}
+    """
+    if not names or {*names} == {*wanted}:
+        return {name: name for name in names}
+    for call in (present_name, plain_name, str):
+        theirs, mine = {call(name): name for name in names}, {call(name): name for name in wanted}
+        found = {theirs[called]: mine.get(own, own) for called, own in _without_prefix(theirs, mine).items()}
+        # Two names that become one are two tensors.
+        if len({*found.values()}) == len(names) and len(mine) == len(wanted):
+            break
+    return found
+
+
+def _without_prefix(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    # One name shows the prefix: all others must have it.
+    unchanged = {name: name for name in names}
+    mine = next((name for name in wanted if not is_made_by_model(name, ())), None)
+    if mine is None or mine in names:
+        return unchanged
+    # Theirs has more in front (a wrapper's name): take it off.
+    theirs = next((name for name in names if name.endswith(f".{mine}")), None)
+    if theirs is not None:
+        prefix = theirs.removesuffix(mine)
+        if all(name.startswith(prefix) for name in names):
+            return {name: name.removeprefix(prefix) for name in names}
+    # Mine has more: put it in front of theirs.
+    mine_ends = next((name for name in names if mine.endswith(f".{name}")), None)
+    return unchanged if mine_ends is None else {name: mine.removesuffix(mine_ends) + name for name in names}
+
+
+def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
+    """Return the ingredients under the names of the first, as far as only the names of ties, or `named_as`, differ.
+
+    A safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
+    Buffers that a model makes by itself are those of the first, as files of other versions lack them or have more.
+    """
+    first, *others = ingredients
+    # Adapters have PEFT's names everywhere.
+    if any(item.kind == ADAPTER for item in ingredients):
+        return list(ingredients)
+    opened = [first, *(_with_buffers_of(first, _with_names_of(first, other)) for other in others)]
+    if len({frozenset((*item.specs, *item.ties)) for item in opened}) == 1:
+        return opened
+    # A distributed checkpoint stores tied tensors as copies: ties show only by equal contents under names that others
+    # lack.
+    shared = set.intersection(*({*item.specs, *item.ties} for item in opened))
+    opened = [_with_found_ties(item, shared) if item.kind == DISTRIBUTED else item for item in opened]
+    return [opened[0], *(_with_ties_of(opened[0], other) for other in opened[1:])]
+
+
+def _with_names_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    names = named_as([*other.specs, *other.ties], [*first.specs, *first.ties])
+    if all(name == own for name, own in names.items()):
+        return other
+    return other.renamed(
+        {names[name]: name for name in other.specs}, {names[tie]: names[owner] for tie, owner in other.ties.items()}
+    )
+
+
+def _with_buffers_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    made = {
+        name: mine
+        for mine, its in ((True, first), (False, other))
+        for name, spec in its.specs.items()
+        if is_made_by_model(name, spec.shape) and not (other if mine else first).has(name)
+    }
+    tied = {*other.ties.values()}
+    left_out = {name for name, mine in made.items() if not mine and name not in tied}
+    lent = {name: first.tensor(name).clone() for name, mine in made.items() if mine}
+    first.close()
+    return other.fitted(lent, left_out) if lent or left_out else other
+
+
+def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:
+    """Return an ingredient whose further copies of a tensor, under names that others lack, are ties."""
+    ties = {}
+    for name in (name for name in item.specs if name not in shared):
+        twin = next(
+            (key for key in item.specs if key in shared and item.spec(key) == item.spec(name)
+             and torch.equal(item.tensor(key), item.tensor(name))), None,
+        )  # fmt: skip
+        if twin is not None:
+            ties[name] = twin
+    return item.renamed({name: name for name in item.specs if name not in ties}, {**item.ties, **ties})
+
+
+def _with_ties_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    """Return `other` with the names that `first` has for its tied tensors, where one of them is its own."""
+    names: dict[str, str] = {}
+    ties: dict[str, str] = {}
+    # The first's tensors, each with all its names.
+    groups = {frozenset({name}) for name in first.specs if name not in first.ties.values()} | first.tied_groups
+    for group in groups:
+        held = sorted(name for name in group if other.has(name))
+        owner = next((name for name in first.specs if name in group), "")
+        # No name of the group, or names that are two tensors there: not the same ties.
+        if not held or len({other.ties.get(name, name) for name in held}) > 1:
+            return other  # of another model, or not tied: the check says which
+        names[owner] = held[0]
+        ties.update(dict.fromkeys(sorted(group - {owner}), owner))
+    taken = {other.ties.get(name, name) for name in names.values()}
+    # Every tensor of the other must be used, and once: else renaming would hide a difference.
+    if len(taken) < len(names) or taken != set(other.specs):
+        return other
+    return other.renamed({name: names[name] for name in first.specs}, ties)

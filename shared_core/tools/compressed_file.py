@@ -128,17 +128,15 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
         raise damaged(path, "must begin as a file of `eff compress` does", repr(head[: len(MAGIC)]))
     _, version, size, offset, packed, crc = HEADER.unpack(head)
     if version != VERSION:
-        raise CheckpointError(
-            "decompress", f"{path} must have format {VERSION}, got {version}", "update efftrain to read this file"
-        )
+        rule = f"{path} must have format {VERSION}, got {version}"
+        raise CheckpointError("decompress", rule, "update efftrain to read this file")
     # The index ends the file: nothing is behind it, and its length is bounded before it is inflated.
     if offset < HEADER.size or offset + packed != length or not 0 < size <= LARGEST_INDEX:
         raise damaged(path, "must hold its index at its end", f"{packed} bytes at {offset} of {length}")
     file.seek(offset)
     content = file.read(packed)
-    if zlib.crc32(content) != crc:
-        raise damaged(path, "must hold an index with its CRC", f"another than {crc}")
     try:
+        check_crc(content, crc)
         values = parse_json(inflate(content, size))
         index = Index(
             tuple(_tensor_entry(item) for item in values.get("tensors", [])),
@@ -152,19 +150,21 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     total = sum(entry.num_bytes for entry in index.tensors) + sum(entry.size for entry in index.files)
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes
     if total > limit:
-        raise CheckpointError(
-            "decompress",
-            f"{path} must restore to at most {limit} bytes, got {total} declared by a file of {length}",
-            "if you trust it, pass max_bytes (eff decompress: --max-bytes)",
-        )
+        rule = f"{path} must restore to at most {limit} bytes, got {total} declared by a file of {length}"
+        raise CheckpointError("decompress", rule, "if you trust it, pass max_bytes (eff decompress: --max-bytes)")
     return index
 
 
 def damaged(path: Path, rule: str, got: str) -> CheckpointError:
     """Return the error for a file that breaks a rule of the format."""
-    return CheckpointError(
-        "decompress", f"{path} {rule}, got {got}", "the file is damaged or was not written by efftrain"
-    )
+    remedy = "the file is damaged or was not written by efftrain"
+    return CheckpointError("decompress", f"{path} {rule}, got {got}", remedy)
+
+
+def check_crc(content: bytes, crc: int) -> None:
+    """Refuse bytes that are not those that were written."""
+    if zlib.crc32(content) != crc:
+        raise ValueError(f"another checksum than {crc}")
 
 
 def inflate(data: bytes, size: int) -> bytes:

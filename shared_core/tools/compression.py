@@ -34,6 +34,7 @@ from shared_core.tools.compressed_file import (
     FileEntry,
     Index,
     TensorEntry,
+    check_crc,
     coded_bits,
     damaged,
     encode,
@@ -47,6 +48,8 @@ from shared_core.tools.compressed_file import (
     weight_places,
 )
 from shared_core.weight_clustering.clustering import SHARED_DTYPES, SharedValues, check_bits, share_values, wide
+
+__all__ = ["CompressedFile", "Compression", "compress", "decompress"]
 
 MIN_SIZE = 256
 
@@ -170,15 +173,9 @@ def compress(
         file_bytes = file.tell()
         file.seek(0)
         file.write(HEADER.pack(MAGIC, VERSION, size, offset, len(packed), zlib.crc32(packed)))
-    return Compression(
-        Path(path),
-        sum(entry.num_bytes for entry in entries),
-        file_bytes,
-        sum(entry.bytes for entry in other),
-        time.perf_counter() - started,
-        tuple(told),
-        ties,
-    )
+    original, others = sum(entry.num_bytes for entry in entries), sum(entry.bytes for entry in other)
+    seconds = time.perf_counter() - started
+    return Compression(Path(path), original, file_bytes, others, seconds, tuple(told), ties)
 
 
 def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -210,11 +207,7 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def _widths(
-    tensors: Mapping[str, Tensor],
-    ties: Mapping[str, str],
-    bits: int,
-    bits_of: Mapping[str, int | None],
-    min_size: int,
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], bits: int, bits_of: Mapping[str, int | None], min_size: int
 ) -> dict[str, int | None]:
     """Return the bits of each tensor, None where it is stored exactly."""
     for pattern, width in bits_of.items():
@@ -238,7 +231,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -> tuple[TensorEntry, CompressedTensor]:
-    raw = tensor_bytes(tensor)
+    raw = _tensor_bytes(tensor)
     payload, restored = raw, raw
     coding: Coding = "raw"
     fields: dict[str, int] = {}
@@ -253,21 +246,15 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
         payload, coding, fields = coded
         # The CRC is of what a reader restores: the shared values, not the originals.
         weight = shared.weight()
-        restored, clusters, error = tensor_bytes(weight), len(shared.values), _rms(tensor, weight)
+        restored, clusters = _tensor_bytes(weight), len(shared.values)
+        error = float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))
         weights = int(shared.codes.count_nonzero())
     file.write(payload)
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     entry = TensorEntry(
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        coding=coding,
-        bytes=len(payload),
-        crc=zlib.crc32(restored),
-        **fields,
+        name=name, dtype=dtype, shape=shape, coding=coding, bytes=len(payload), crc=zlib.crc32(restored), **fields
     )
-    return entry, CompressedTensor(
-        name, entry.dtype, entry.shape, coding, len(raw), len(payload), weights, clusters, error
-    )
+    return entry, CompressedTensor(name, dtype, shape, coding, len(raw), len(payload), weights, clusters, error)
 
 
 def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
@@ -290,23 +277,19 @@ def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
             # Gaps are decoded first: places are needed before values.
             coded = encode([(gaps, tables[1]), (numbers, tables[0])])
             sizes = {"values": len(shared.values), "weights": len(numbers), "gaps": len(gaps), "gap_bits": width}
-            return b"".join([tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
+            return b"".join([_tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
     # In the dense form 0.0 is one of the values.
     values = torch.cat([shared.values.new_zeros(int(has_zeros)), shared.values])
     symbols = codes if has_zeros else codes - 1
     table = make_table(symbols, len(alphabet))
     return (
-        b"".join([tensor_bytes(values), table, encode([(symbols, table)])]), "dense", {"values": len(values)}
+        b"".join([_tensor_bytes(values), table, encode([(symbols, table)])]), "dense", {"values": len(values)}
     )  # fmt: skip
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's elements in order, as little-endian bytes."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _rms(tensor: Tensor, weight: Tensor) -> float:
-    return float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))
 
 
 class CompressedFile:
@@ -345,7 +328,7 @@ class CompressedFile:
                 file.seek(self._offsets[number])
                 with self._whole(entry):
                     content = inflate(file.read(entry.bytes), entry.size)
-                    _check_crc(content, entry)
+                    check_crc(content, entry.crc)
                 found[entry.name] = content
         return found
 
@@ -367,7 +350,7 @@ class CompressedFile:
         with self._whole(entry):
             tensor = _restored(file.read(entry.bytes), entry)
             # Of the restored bytes: it guards the decoder as well as the file.
-            _check_crc(tensor_bytes(tensor), entry)
+            check_crc(_tensor_bytes(tensor), entry.crc)
         return tensor
 
 
@@ -397,11 +380,6 @@ def decompress(path: str | Path, *, max_bytes: int | None = None) -> dict[str, T
     file = CompressedFile(path, max_bytes=max_bytes)
     tensors = dict(file.tensors())
     return {**tensors, **{name: tensors[owner] for name, owner in file.index.ties.items()}}
-
-
-def _check_crc(content: bytes, entry: TensorEntry | FileEntry) -> None:
-    if zlib.crc32(content) != entry.crc:
-        raise ValueError(f"another checksum than {entry.crc}")
 
 
 def _restored(payload: bytes, entry: TensorEntry) -> Tensor:

@@ -426,11 +426,7 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
 
 
 def _write(
-    exported: Any,
-    layers: dict[str, Any],
-    experts: dict[str, dict[str, nn.Linear]],
-    dtype: torch.dtype,
-    folder: Path,
+    exported: Any, layers: dict[str, Any], experts: dict[str, dict[str, nn.Linear]], dtype: torch.dtype, folder: Path
 ) -> str:
     """Write the folder; return its format."""
     from compressed_tensors.compressors import ModelCompressor, compress_module

@@ -5,8 +5,8 @@ A model as an ExecuTorch program for phones and boards: XNNPACK's integer kernel
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from eff_kernels.quantization import affine as kernels
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, MissingExtraError
+from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.modules.matching import change_class
@@ -33,6 +33,7 @@ from shared_core.tools.export.source import (
     baked_copy,
     check_exportable,
     check_inputs,
+    check_installed,
     float_layers,
     plain,
     quantized_reference,
@@ -142,11 +143,7 @@ _PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
 
 @torch.no_grad()
 def program_layer(
-    name: str,
-    module: Any,
-    scheme: LayerScheme,
-    qparams: tuple[Tensor, Tensor] | None,
-    shared: dict[int, Quantized],
+    name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
     """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
@@ -241,11 +238,16 @@ def export_executorch(
     Example:
         ``export_executorch(apply_ranges(model, ranges), torch.ones(1, 3, 224, 224), "model.pte").integer``
     """
-    if importlib.util.find_spec("executorch") is None:
-        raise MissingExtraError("export_executorch", "executorch", "executorch")
+    check_installed("export_executorch", "executorch", "executorch")
     check_inputs(example_inputs, "export_executorch")
     reference, names = quantized_reference(model, "export_executorch", partial(check_exportable, kinds=EXPORTED))
-    exported, layers = _with_codes(reference, names, example_inputs)
+    exported, layers, schemes, qparams = baked_copy(reference, names, example_inputs)
+    shared: dict[int, Quantized] = {}
+    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
+    # In the order of the model: a tied weight gets its codes from the layer that comes first.
+    for name, layer in layers.items():
+        program_layer(name, layer, schemes[name], qparams[name], shared)
+    del weights
     with quiet():
         # What XNNPACK takes is known only after lowering: so lower, look, change, and lower again.
         edge, integer = _lowered(exported, example_inputs, layers)
@@ -277,39 +279,22 @@ def export_executorch(
     )  # fmt: skip
 
 
-def _with_codes(reference: nn.Module, names: tuple[str, ...], inputs: Any) -> tuple[nn.Module, dict[str, Any]]:
-    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
-    shared: dict[int, Quantized] = {}
-    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
-    # In the order of the model: a tied weight gets its codes from the layer that comes first.
-    for name, layer in layers.items():
-        program_layer(name, layer, schemes[name], qparams[name], shared)
-    del weights
-    return exported, layers
-
-
 def _output_ranges(
     reference: nn.Module, names: tuple[str, ...], batches: Iterable[Any]
 ) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest output of each layer over batches."""
     found: dict[str, tuple[float, float]] = {}
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            # 0 belongs to each range, as `set_output_range` has it.
-            low, high = found.get(name, (0.0, 0.0))
-            found[name] = (min(low, float(output.min())), max(high, float(output.max())))
+    def watch(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        # 0 belongs to each range, as `set_output_range` has it.
+        low, high = found.get(name, (0.0, 0.0))
+        found[name] = (min(low, float(output.min())), max(high, float(output.max())))
 
-        return hook
-
-    hooks = [reference.get_submodule(name).register_forward_hook(watch(name)) for name in names]
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                call_model(reference, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.callback(reference.get_submodule(name).register_forward_hook(partial(watch, name)).remove)
+        for batch in batches:
+            call_model(reference, batch)
     return found
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import (
 )
 
 from shared_core.config.options import checked
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
@@ -57,6 +57,7 @@ from shared_core.tools.export.source import (
     baked_copy,
     check_exportable,
     check_inputs,
+    check_installed,
     float_layers,
     plain,
     quantized_reference,
@@ -312,8 +313,7 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
     for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
-        if importlib.util.find_spec(library) is None:
-            raise MissingExtraError("export_onnx", library, "onnx")
+        check_installed("export_onnx", library, "onnx")
     checked(opset, int, "export_onnx", "opset", low=21, high=23)
     check_inputs(example_inputs, "export_onnx")
 

@@ -295,18 +295,6 @@ class _ExportConv(Exported):
         return self._conv_forward(x, self.quantized_weight(), self.quantized_bias())  # type: ignore[no-any-return]
 
 
-class ExportConv1d(_ExportConv, nn.Conv1d):
-    """A 1-d convolution."""
-
-
-class ExportConv2d(_ExportConv, nn.Conv2d):
-    """A 2-d convolution."""
-
-
-class ExportConv3d(_ExportConv, nn.Conv3d):
-    """A 3-d convolution."""
-
-
 class _ExportTransposed(Exported):
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         x = self.quantized_input(input)
@@ -314,18 +302,6 @@ class _ExportTransposed(Exported):
         if self.groups > 1:
             weight = from_rows(self, weight, self.weight)
         return compute(self, x, weight, self.quantized_bias(), output_size)
-
-
-class ExportConvTranspose1d(_ExportTransposed, nn.ConvTranspose1d):
-    """A transposed 1-d convolution."""
-
-
-class ExportConvTranspose2d(_ExportTransposed, nn.ConvTranspose2d):
-    """A transposed 2-d convolution."""
-
-
-class ExportConvTranspose3d(_ExportTransposed, nn.ConvTranspose3d):
-    """A transposed 3-d convolution."""
 
 
 class ExportEmbedding(Exported, nn.Embedding):
@@ -341,15 +317,12 @@ class ExportEmbedding(Exported, nn.Embedding):
         return found.reshape(*input.shape, self.embedding_dim)
 
 
-EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: ExportLinear,
-    nn.Conv1d: ExportConv1d,
-    nn.Conv2d: ExportConv2d,
-    nn.Conv3d: ExportConv3d,
-    nn.ConvTranspose1d: ExportConvTranspose1d,
-    nn.ConvTranspose2d: ExportConvTranspose2d,
-    nn.ConvTranspose3d: ExportConvTranspose3d,
-    nn.Embedding: ExportEmbedding,
+_CONVOLUTIONS = {
+    _ExportConv: (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    _ExportTransposed: (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+}
+EXPORTED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ExportLinear, nn.Embedding: ExportEmbedding} | {
+    kind: type(f"Export{kind.__name__}", (base, kind), {}) for base, kinds in _CONVOLUTIONS.items() for kind in kinds
 }
 
 
@@ -462,11 +435,7 @@ RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU
 
 @torch.no_grad()
 def to_export_recurrent(
-    name: str,
-    module: Any,
-    scheme: LayerScheme,
-    qparams: tuple[Tensor, Tensor] | None,
-    shared: dict[int, Quantized],
+    name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
     """Turn a stock recurrent layer whose weights hold the values of their codes into one that holds the codes."""
     tensors: dict[str, Tensor] = {}

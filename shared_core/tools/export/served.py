@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.quantization.functional.low_bit import to_blocks
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import baked_copy, check_finite, float_layers, quantized_reference, quiet
+from shared_core.tools.export.source import (
+    baked_copy,
+    check_finite,
+    check_installed,
+    float_layers,
+    quantized_reference,
+    quiet,
+)
 from shared_core.tools.measuring import difference, outputs
 
 
@@ -115,15 +121,13 @@ def served_model(
     conv1d: bool = False,
 ) -> ServedModel:
     """Return the copies of a quantised model that an exporting function for an engine works on."""
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise MissingExtraError(where, package, package)
+    check_installed(where, package, package)
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(where, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
     for name, module in () if conv1d else model.named_modules():
         if is_transformers_conv1d(module) and layer_entry(module) is not None:
-            raise CompatibilityError(
-                where, f"{name} must be a linear layer for {engine}, got transformers' Conv1D", "use onnx or gguf"
-            )
+            rule = f"{name} must be a linear layer for {engine}, got transformers' Conv1D"
+            raise CompatibilityError(where, rule, "use onnx or gguf")
 
     def check_layer(name: str, module: Any, where: str) -> None:
         kind = STOCK[type(module)]

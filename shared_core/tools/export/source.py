@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import itertools
 import logging
 import warnings
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, from_rows, weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
 from shared_core.quantization.layers.cells_as_linear import cells_as_linear
@@ -50,6 +51,12 @@ def plain(inputs: Any) -> Any:
         return x
 
     return tree_map_only(Tensor, apart, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def check_installed(where: str, library: str, extra: str) -> None:
+    """Refuse to go on without a library that an export needs."""
+    if importlib.util.find_spec(library.replace("-", "_")) is None:
+        raise MissingExtraError(where, library, extra)
 
 
 def check_inputs(inputs: Any, where: str) -> None:

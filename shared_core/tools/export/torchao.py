@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.served import (
-    ServedReport,
-    compare_outputs,
-    served_model,
-    zero_points,
-)
+from shared_core.tools.export.served import ServedReport, compare_outputs, served_model, zero_points
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 

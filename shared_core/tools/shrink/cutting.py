@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Slice, Traced
+from shared_core.channel_graph.groups import UNREAD, ChannelGroup, Traced
 from shared_core.errors import CompatibilityError, ConfigError, nearest
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.modules.weight_views import input_axis
@@ -150,12 +151,9 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
             # readers' weights go with it when it is cut.
             if part.role in ("out", "norm"):
                 tensor = changed.setdefault(part.tensor, state[part.tensor].clone())
-                tensor.index_fill_(part.axis, _index(part, gone, tensor), 0)
+                places = torch.from_numpy(part.positions[gone].reshape(-1))
+                tensor.index_fill_(part.axis, places.to(tensor.device), 0)
     return changed
-
-
-def _index(part: Slice, units: Mask, like: Tensor) -> Tensor:
-    return torch.from_numpy(part.positions[units].reshape(-1)).to(like.device)
 
 
 Plan = dict[str, Mask]
@@ -310,24 +308,18 @@ def set_heads(model: nn.Module, groups: Mapping[str, ChannelGroup], plan: Plan) 
         widths = {part.positions.shape[1] * group.units for part in outer}
         left = group.units - int(units.sum())
         # An attention module is what its projections have in common, or what holds one of them.
-        owners = {tuple(_common_prefix([part.tensor.split(".") for part in outer]))}
-        owners |= {tuple(part.tensor.split(".")[:-2]) for part in outer if part.role == "out"}
-        for owner in owners:
-            module = model.get_submodule(".".join(owner))
+        names = ["/".join(part.tensor.split(".")[:-2]) for part in outer]
+        owners = [
+            os.path.commonpath(names or [""]),
+            *(name for name, part in zip(names, outer, strict=True) if part.role == "out"),
+        ]
+        for owner in dict.fromkeys(owners):
+            module = model.get_submodule(owner.replace("/", "."))
             for key, value in vars(module).items():
                 # Numbers of heads have "head" in their name, widths do not: both shrink by the same share.
                 counts = "head" in key and not any(word in key for word in ("dim", "size", "width"))
                 if type(value) is int and value and (value in widths or (counts and value % group.units == 0)):
                     setattr(module, key, value * left // group.units)
-
-
-def _common_prefix(names: list[list[str]]) -> list[str]:
-    prefix = []
-    for parts in zip(*(name[:-2] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        prefix.append(parts[0])
-    return prefix
 
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
@@ -422,20 +414,6 @@ def rescales(model: nn.Module, traced: Traced, plan: Plan) -> list[Rescale]:
             norm.module, weight, offset, eps_name, float(eps), len(ids), kept, norm.kind != "layer"
         )
     return list(found.values())
-
-
-def apply_rescales(changed: dict[str, Tensor], found: list[Rescale], ties: Mapping[str, str]) -> None:
-    """Scale, in place, the narrowed parameters of the norms."""
-    for item in found:
-        name = ties.get(item.weight, item.weight)
-        if name in changed:
-            changed[name] = item.scaled(changed[name])
-
-
-def set_eps(model: nn.Module, found: list[Rescale]) -> None:
-    """Set ε of the narrowed norms, in place."""
-    for item in found:
-        setattr(model.get_submodule(item.module), item.eps_name, item.new_eps)
 
 
 def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
@@ -541,17 +519,17 @@ class Work:
 
     def changes(self) -> list[Change]:
         """Return one change a group."""
-        found = []
-        for name in self.selection.groups:
-            if count := self.allowed(name):
-                found.append(Change(name, {name: self.selection.choose(name, count)}))
-        return found
+        counts = {name: self.allowed(name) for name in self.selection.groups}
+        return [Change(name, {name: self.selection.choose(name, count)}) for name, count in counts.items() if count]
 
     def cut(self, plan: Plan) -> tuple[dict[str, Tensor], list[Rescale]]:
         """Return the changed tensors of a plan, and what becomes of norms."""
         changed = cut_state(self.state, self.traced, self.selection.groups, plan, self.biases)
         found = rescales(self.model, self.traced, plan)
-        apply_rescales(changed, found, self.ties)
+        for item in found:
+            name = self.ties.get(item.weight, item.weight)
+            if name in changed:
+                changed[name] = item.scaled(changed[name])
         return changed, found
 
     def build(self, changes: list[Change]) -> nn.Module:
@@ -560,5 +538,6 @@ class Work:
         changed, norms = self.cut(plan)
         smaller = replaced(self.model, changed)
         set_heads(smaller, self.selection.groups, plan)
-        set_eps(smaller, norms)
+        for item in norms:
+            setattr(smaller.get_submodule(item.module), item.eps_name, item.new_eps)
         return smaller

@@ -128,8 +128,8 @@ def shrink(
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        rule = f"example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told})"
+        told = f"{type(example_inputs).__name__} ({_first_line(error)})"
+        rule = f"example_inputs must be what the model takes, got {told}"
         raise ConfigError("shrink", rule, "give a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
@@ -155,6 +155,10 @@ def shrink(
     return _result(work, accepted, smaller, gap, latency_repeats)
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _accepted(
     work: Work, changes: list[Change], build: Callable[[list[Change]], nn.Module]
 ) -> tuple[list[Change], nn.Module, float]:
@@ -169,7 +173,7 @@ def _accepted(
             smaller = build(tried)
             gap = measuring.difference(expected, measuring.outputs(smaller, work.example_inputs))
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
-            told = (str(error).splitlines() or [type(error).__name__])[0]
+            told = _first_line(error)
             return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
         # `not <=` catches NaN. Inexact changes were asked for, and are told in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):
@@ -201,27 +205,24 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
         notes.append("none of the units that are zero can be removed, see kept" if found else "no unit is zero")
     if not work.is_exact(accepted):
         notes.append("layer norms were narrowed: the outputs are not those of the masked model")
-    timed = measuring.latency(work.model, smaller, work.example_inputs, repeats) if repeats else None
     return ShrinkResult(
-        model=smaller,
-        removed={name: int(units.sum()) for name, units in plan.items()},
-        kept=dict(work.selection.reasons),
-        units={group.name: group.units for group in work.traced.groups},
-        tensors=changed_shapes(work.model, smaller),
-        config=configured.changed_numbers(getattr(work.model, "config", None), getattr(smaller, "config", None)),
-        bytes=(measuring.state_bytes(work.model), measuring.state_bytes(smaller)),
-        flops=tuple(measuring.forward_flops(m, work.example_inputs) for m in (work.model, smaller)),  # type: ignore[arg-type]
-        milliseconds=timed,
-        largest_difference=gap,
-        notes=notes,
-    )
+        model=smaller, removed={name: int(units.sum()) for name, units in plan.items()},
+        kept=dict(work.selection.reasons), units={group.name: group.units for group in work.traced.groups},
+        largest_difference=gap, notes=notes, **compared(work.model, smaller, work.example_inputs, repeats),
+    )  # fmt: skip
 
 
-def changed_shapes(old: nn.Module, new: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return by name the shapes before and after of tensors that both models have and that differ."""
-    before, after = old.state_dict(), new.state_dict()
+def compared(old: nn.Module, new: nn.Module, example: Any, repeats: int) -> dict[str, Any]:
+    """Return what a result tells of two models: shapes, numbers of the configuration, bytes, operations, time."""
+    before, after, models = old.state_dict(), new.state_dict(), (old, new)
     return {
-        name: (tuple(tensor.shape), tuple(after[name].shape))
-        for name, tensor in before.items()
-        if isinstance(tensor, Tensor) and name in after and tensor.shape != after[name].shape
+        "tensors": {
+            name: (tuple(tensor.shape), tuple(after[name].shape))
+            for name, tensor in before.items()
+            if isinstance(tensor, Tensor) and name in after and tensor.shape != after[name].shape
+        },
+        "config": configured.changed_numbers(*(getattr(model, "config", None) for model in models)),
+        "bytes": tuple(map(measuring.state_bytes, models)),
+        "flops": tuple(measuring.forward_flops(model, example) for model in models),
+        "milliseconds": measuring.latency(old, new, example, repeats) if repeats else None,
     }

@@ -32,7 +32,7 @@ from shared_core.tools.shrink.cutting import (
     why_not_narrow,
 )
 from shared_core.tools.shrink.model_config import Path
-from shared_core.tools.shrink.shrink import ShrinkResult, changed_shapes
+from shared_core.tools.shrink.shrink import ShrinkResult, compared
 
 Criterion = Literal["activations", "magnitude", "random"]
 LayerCriterion = Literal["block_influence", "loss", "random"]
@@ -330,23 +330,13 @@ class _Cut:
         """Return the smaller model with what was done and measured."""
         old, new = self.original, self.model
         after = None if loss is None else self.mean_loss(new)
-        timed = measuring.latency(old, new, self.example, repeats) if repeats else None
         return CutResult(
-            model=new,
-            removed={name: self.units[name] - len(left) for name, left in self.chosen.items()},
-            kept={},
-            units=self.units,
-            tensors=changed_shapes(old, new),
-            config=configured.changed_numbers(getattr(old, "config", None), getattr(new, "config", None)),
-            bytes=(measuring.state_bytes(old), measuring.state_bytes(new)),
-            flops=(measuring.forward_flops(old, self.example), measuring.forward_flops(new, self.example)),
-            milliseconds=timed,
-            largest_difference=self.gap,
-            notes=self.notes,
-            chosen=self.chosen,
+            model=new, removed={name: self.units[name] - len(left) for name, left in self.chosen.items()}, kept={},
+            units=self.units, largest_difference=self.gap, notes=self.notes, chosen=self.chosen,
             parameters=(_num_parameters(old), _num_parameters(new)),
             loss=None if loss is None or after is None else (loss, after),
-        )
+            **compared(old, new, self.example, repeats),
+        )  # fmt: skip
 
 
 def _num_parameters(model: nn.Module) -> int:
