@@ -22,15 +22,10 @@ from shared_core.errors import CheckpointError, ConfigError, EffError
 
 
 def class_score(task: str, logits: Tensor, truth: Tensor) -> float:
-    """Return ``accuracy``, ``f1`` or ``loss`` (mean cross-entropy); NaN if a logit is not finite.
+    """Return ``accuracy``, ``f1`` or ``loss`` (mean cross-entropy) of logits (examples, classes); NaN if one is NaN.
 
     F1 = 2 TP / (2 TP + FP + FN) is that of class 1 of two, or the mean over more classes. A class that is neither there
     nor guessed does not count; without any the score is 0.
-
-    Args:
-        task: One of these names.
-        logits: Shape (examples, classes).
-        truth: Shape (examples).
 
     Example:
         >>> logits = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
@@ -54,11 +49,6 @@ def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
     """Return ``mse`` or ``loss`` (mean squared error), ``mae``, ``pearson`` or ``spearman``.
 
     Correlations of predictions or truths that are all alike are NaN: there is nothing to order.
-
-    Args:
-        task: One of these names.
-        predicted: Shape (examples, 1).
-        truth: Shape (examples).
 
     Example:
         >>> one, two = torch.tensor([[1.0], [2.0]]), torch.tensor([2.0, 5.0])

@@ -105,17 +105,7 @@ _DEFAULT_LENGTH = 512
 
 
 class TextExamples:
-    """Texts of a local file, the longest first: similar lengths together need less padding.
-
-    Args:
-        file: A table or saved data set with columns of text, or ``input_ids``, and of labels.
-        folder: Holds the tokenizer; not needed for ``input_ids``.
-        config: The model's.
-        causal: Whether the next token is predicted: then labels are tokens, and long texts are split into windows.
-        regression: Whether labels are numbers to predict.
-        text: Columns with the text; by default all that hold texts, but for the label.
-        max_length: Tokens of an example; by default what tokenizer and model allow.
-    """
+    """Texts of a local file, the longest first: similar lengths together need less padding."""
 
     def __init__(
         self, file: Path, folder: Path, config: Any, *, causal: bool, regression: bool, text: tuple[str, ...],
@@ -238,13 +228,9 @@ _PIXELS = "pixel_values"
 class ImageExamples:
     """Images of a local file or folder, read when a batch is asked for.
 
-    Args:
-        file: A folder with one folder of images a class; a table or saved data set with a column of images, of paths
-            to them, or ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or
-            ``pixel_values`` (floats as the model takes them) and ``labels``.
-        folder: Holds the image processor; not needed for ``pixel_values``.
-        config: The model's.
-        regression: Whether labels are numbers to predict.
+    A folder with one folder of images a class; a table or saved data set with a column of images, of paths to them, or
+    ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or ``pixel_values``
+    (floats as the model takes them) and ``labels``.
     """
 
     def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:

@@ -107,9 +107,6 @@ def index_folder(folder: Path) -> Path | None:
 class DistributedWeights(Mapping[str, Tensor]):
     """The model's tensors in a distributed checkpoint, each put together from its shards when it is asked for.
 
-    Args:
-        folder: The folder with ``.metadata`` and ``*.distcp``.
-
     Raises:
         CheckpointError: If it is damaged, names code, or does not tell which of its tensors are the model's.
     """

@@ -245,14 +245,6 @@ def counted_costs(
 ) -> list[Cost]:
     """Return what a run needs of one device: weights, gradients and moments counted, techniques by formula.
 
-    Args:
-        model: As techniques attached to it, on any device.
-        run: One process's; its precision decides activations alone, weights have the type that they have.
-        recipe: Techniques by key.
-        touched: Elements that each technique acts on.
-        shape: Of a transformer, which tells activations and logits.
-        activations: Bytes that autograd keeps, as `saved_bytes` counted, or why nobody knows; wins over `shape`.
-
     Example:
         >>> costs = counted_costs(nn.Linear(8, 4, bias=False), PlannedRun(), {}, touched={}, activations=64)
         >>> {cost.what: cost.held + cost.during for cost in costs}

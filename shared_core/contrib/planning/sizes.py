@@ -262,15 +262,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSizes:
-    """The counts for all techniques of a run together: `resized` returns what a technique makes of them.
-
-    Args:
-        weights: Bytes of all weights, whole.
-        trained: Parameters that have gradients and moments.
-        activations: Bytes on the device from forward to backward.
-        on_host: Those of them that lie in the host's memory.
-        logits: Bytes of logits, their softmax and gradient.
-    """
+    """The counts for all techniques of a run together: `resized` returns what a technique makes of them."""
 
     weights: float
     trained: int

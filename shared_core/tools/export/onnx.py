@@ -86,11 +86,7 @@ def two_examples(inputs: Any) -> Any:
 def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
     """Return for `torch.export` which axes of the inputs stay open, None for none.
 
-    Args:
-        inputs: A tensor, a tuple of arguments or a dictionary of keyword arguments.
-        batch: Leave the first axis of all open that are as many as the first.
-        length: Leave the second axis of all open that are as long as the first. Inputs whose names begin with
-            ``decoder_`` have a length of their own.
+    Inputs whose names begin with ``decoder_`` have a length of their own.
     """
     if not (batch or length):
         return None

@@ -299,11 +299,6 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | C
     read those codes too, and so sums and concatenations of codes are computed on codes. Biases of convolutions take
     the scale of the sums, s_x·s_w, whatever that rounds away. Outputs of the model stay in float.
 
-    Args:
-        exact: As `export_onnx` writes it.
-        file: Where it is written.
-        calibration: Batches of inputs, each as `call_model` takes them, or the codes that these gave.
-
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
     import onnx_ir

@@ -71,17 +71,8 @@ class ServedReport:
 class ServedModel:
     """A quantised model on its way to an engine.
 
-    Attributes:
-        where: The exporting function, for errors.
-        reference: A copy whose quantised layers fake-quantise, see `quantized_reference`.
-        names: These layers.
-        exported: A copy with stock layers that hold the values of their codes, see `baked_copy`.
-        layers: Name → stock layer of `exported`.
-        schemes: Name → how it is quantised.
-        qparams: Name → scale and zero point of its input.
-        float_layers: Layers of the same types that stay in float.
-        dtype: The type that the model saves its weights in.
-        cache: Attention layer → scales of its cache of keys and values.
+    `reference` fake-quantises, see `quantized_reference`; `exported` has stock `layers` that hold the values of their
+    codes, see `baked_copy`. `qparams` are scales and zero points of inputs, `cache` scales of attention layers.
     """
 
     where: str
@@ -159,14 +150,8 @@ def exact_grid(
     """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
 
     A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
-    numbers that give every value of the row.
-
-    Args:
-        rows: (rows, values), float32, finite, with values of `dtype`.
-        largest: Magnitudes that the largest code may have.
-        levels: int8 or an FP8 type: what codes are rounded to.
-        dtype: The type that the values were saved in.
-        span: Largest difference between the codes of a row, 0 among them.
+    numbers that give every value of the row. Rows are float32 with values of `dtype`; codes are rounded to `levels`,
+    and differ by at most `span`, 0 among them.
 
     Example:
         >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)

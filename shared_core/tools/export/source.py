@@ -281,14 +281,7 @@ def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, T
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The tensors and options that one layer is written from.
-
-    Attributes:
-        codes: int8, of the weight's shape, or as rows for a transposed convolution with groups.
-        scale: float32, (channels,) or (channels, blocks).
-        axis: Of the channels, or of the blocks.
-        block: Weights that share a scale along it; 0: all of a channel.
-    """
+    """A layer's int8 codes and their scales along an axis, (channels,), or (channels, blocks) with a size of blocks."""
 
     codes: Tensor
     scale: Tensor

@@ -23,13 +23,7 @@ Run = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a group's units pass.
-
-    Args:
-        module: A norm, whose outputs are looked at, or a linear layer, whose inputs are.
-        is_output: Of a norm.
-        positions: (units, k) along the last axis.
-    """
+    """Where the values of a group's units pass: outputs of a norm or inputs of a layer, (units, k) of the last axis."""
 
     module: str
     is_output: bool
@@ -68,10 +62,6 @@ class UnitActivations:
 
     ``a`` are the k values of a unit for token s of example b: one of a neuron or of a channel that a norm gives, a
     head's output. Of several places the s are added. Tokens that ``attention_mask`` of a batch excludes do not count.
-
-    Args:
-        model: Whose modules are hooked.
-        places: By group.
 
     Source: Muralidharan et al. 2024, *Minitron*, arXiv:2407.14679, section 2.2: mean over the sequence, L2 over the
     batch.
