@@ -14,7 +14,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
@@ -139,11 +139,12 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
         check_crc(content, crc)
         values = parse_json(inflate(content, size))
         index = Index(
-            tuple(_tensor_entry(item) for item in values.get("tensors", [])),
+            tuple(TensorEntry(**{**item, "shape": tuple(item["shape"])}) for item in values.get("tensors", [])),
             {str(key): str(value) for key, value in values.get("ties", {}).items()},
-            tuple(_file_entry(item) for item in values.get("files", [])),
+            tuple(FileEntry(**item) for item in values.get("files", [])),
         )
-        _check(index, offset - HEADER.size)
+        if fault := next(_faults(index, offset - HEADER.size), None):
+            raise ValueError(fault)
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise damaged(path, "must hold a consistent index", f"{error}") from error
     # What it would restore to, before any memory is taken: a small file may claim petabytes.
@@ -177,37 +178,51 @@ def inflate(data: bytes, size: int) -> bytes:
     return content
 
 
-def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
-    entry = TensorEntry(**{**values, "shape": tuple(values["shape"])})
-    if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:  # before anything is computed from them
-        raise ValueError(f"{entry.name!r} has {len(entry.shape)} dimensions and gaps of {entry.gap_bits} bits")
-    numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
-    known = isinstance(entry.name, str) and entry.dtype in DTYPES and entry.coding in CODINGS
-    _check_entry(entry, numbers, known)
+def _faults(index: Index, payload: int) -> Iterator[str]:
+    """Yield the rules that an index breaks, each before anything is computed from what breaks it."""
+    for entry in index.payloads():
+        yield from _faults_of(entry)
+    names = [entry.name for entry in index.tensors]
+    if len({*names, *index.ties}) != len(names) + len(index.ties):
+        yield "two tensors have one name"
+    if len({entry.name for entry in index.files}) != len(index.files):
+        yield "two files have one name"
+    if not set(index.ties.values()) <= set(names):
+        yield "a tied tensor has no owner"
+    if (declared := sum(entry.bytes for entry in index.payloads())) != payload:
+        yield f"{declared} bytes declared where there are {payload}"
+
+
+def _faults_of(entry: TensorEntry | FileEntry) -> Iterator[str]:
+    numbers: tuple[Any, ...]
+    if isinstance(entry, FileEntry):
+        numbers, known = (entry.bytes, entry.size, entry.crc), isinstance(entry.name, str) and is_plain_name(entry.name)
+    else:
+        if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:
+            yield f"{entry.name!r} has {len(entry.shape)} dimensions and gaps of {entry.gap_bits} bits"
+        numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
+        known = isinstance(entry.name, str) and entry.dtype in DTYPES and entry.coding in CODINGS
+    if not known or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        yield f"{entry} has a name, dtype or coding that is none, or a number out of range"
     # Each coding's fields must be possible together, so that a reader allocates what a payload can hold.
+    if isinstance(entry, TensorEntry) and not _holds(entry):
+        yield f"the fields of {entry.name!r} contradict each other"
+
+
+def _holds(entry: TensorEntry) -> bool:
+    if entry.coding in ("raw", "deflate"):
+        return entry.coding == "deflate" or entry.bytes == entry.num_bytes
     dtype, count = DTYPES[entry.dtype], entry.numel
-    holds = True
-    if entry.coding == "raw":
-        holds = entry.bytes == entry.num_bytes
-    elif entry.coding in ("dense", "sparse"):
-        holds &= dtype.is_floating_point and dtype.itemsize > 1 and entry.values <= 257
-        holds &= entry.bytes >= entry.values * (dtype.itemsize + 1)
-        holds &= entry.values > 0 or count == 0 or entry.coding == "sparse"
-    if entry.coding == "sparse":
-        filler = 2**entry.gap_bits - 1
-        holds &= entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
-        # Each weight has one symbol; each filler stands for 2^b - 1 elements.
-        holds &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
-        holds &= entry.bytes >= entry.values * (dtype.itemsize + 1) + filler + 1
-    if not holds:
-        raise ValueError(f"the fields of {entry.name!r} contradict each other")
-    return entry
-
-
-def _file_entry(values: Mapping[str, Any]) -> FileEntry:
-    entry = FileEntry(**values)
-    _check_entry(entry, (entry.bytes, entry.size, entry.crc), isinstance(entry.name, str) and is_plain_name(entry.name))
-    return entry
+    table = entry.values * (dtype.itemsize + 1)
+    if not (dtype.is_floating_point and dtype.itemsize > 1 and entry.values <= 257 and entry.bytes >= table):
+        return False
+    if entry.coding == "dense":
+        return entry.values > 0 or count == 0
+    filler = 2**entry.gap_bits - 1
+    fits = entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
+    # Each weight has one symbol; each filler stands for 2^b - 1 elements.
+    fits &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
+    return fits and entry.bytes >= table + filler + 1
 
 
 def is_plain_name(name: str) -> bool:
@@ -224,24 +239,6 @@ def is_plain_name(name: str) -> bool:
         and name.isprintable()
         and not set(name) & set("/\\:")
     )
-
-
-def _check_entry(entry: TensorEntry | FileEntry, numbers: tuple[Any, ...], known: bool) -> None:
-    if not known or any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"{entry} has a name, dtype or coding that is none, or a number out of range")
-
-
-def _check(index: Index, payload: int) -> None:
-    names = [entry.name for entry in index.tensors]
-    declared = sum(entry.bytes for entry in index.payloads())
-    for broken, why in (
-        (len({*names, *index.ties}) != len(names) + len(index.ties), "two tensors have one name"),
-        (len({entry.name for entry in index.files}) != len(index.files), "two files have one name"),
-        (not set(index.ties.values()) <= set(names), "a tied tensor has no owner"),
-        (declared != payload, f"{declared} bytes declared where there are {payload}"),
-    ):
-        if broken:
-            raise ValueError(why)
 
 
 PIECE = 1 << 20

@@ -51,14 +51,7 @@ Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A quantised model and what was measured of it.
-
-    Args:
-        model: Quantised; its layers quantise their inputs too.
-        values: The report, as plain values that JSON can hold.
-        config: What the model was quantised with; a plan may have left out layers.
-        plan: Which layers were left in float for the quality asked for; None without `largest_loss`.
-    """
+    """A quantised model and what was measured of it."""
 
     model: nn.Module
     values: dict[str, Any]

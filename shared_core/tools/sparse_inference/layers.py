@@ -34,10 +34,6 @@ def two_four_here(device: torch.device) -> str:
 def two_four_obstacle(weight: Tensor, backend: Backend) -> str:
     """Return why a weight cannot be compressed for a library of sparse products, or ``""`` if it can.
 
-    Args:
-        weight: Of a linear layer, on any device.
-        backend: ``cusparselt``, or ``cutlass`` where torch was built without it.
-
     Example:
         >>> two_four_obstacle(torch.ones(32, 64, dtype=torch.float16), "cusparselt")
         'it holds no 2:4 pattern: up to 4 of four neighbours are not zero'
