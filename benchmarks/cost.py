@@ -19,7 +19,7 @@ from cost_page import figures, fit_text, page, plot
 from measure import RESULTS, device, today, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS, FIGURES = ROOT / "docs", ROOT / "shared_core" / "tools" / "planning" / "measured.json"
+DOCS, FIGURES = ROOT / "docs", ROOT / "shared_core" / "tools" / "measured.json"
 FILE = RESULTS / "cost.json"
 
 

@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from shared_core.checkpoint_formats import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
-from shared_core.checkpoint_formats.module_folders import MODULES, parts_of
+from shared_core.checkpoint_formats.opening import MODULES, parts_of
 from shared_core.distributed.collectives import (
     world_size,
 )

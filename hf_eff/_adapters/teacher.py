@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from shared_core.checkpoint_formats.opening import is_bare_weights, teacher_from_weights
 from shared_core.checkpoint_formats.plain import check_values
-from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, teacher_from_weights
 from shared_core.errors import CheckpointError
 from shared_core.files.json_yaml import parse_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from shared_core.checkpoint_formats.files import (
     load_torch_file,
     open_safetensors,
     read_json,
+    state_dict_in,
 )
 from shared_core.errors import CheckpointError
 
@@ -66,10 +67,10 @@ def open_adapter(folder: Path) -> Ingredient:
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(folder, f"peft_type must be LORA, got {config.get('peft_type')!r}", "leave it out")
-    for field, kind in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict | None),
-                        ("alpha_pattern", dict | None)):  # fmt: skip
-        if field in config and not isinstance(config[field], kind):
-            raise CheckpointError(folder, f"{field} must be a {kind}, got {config[field]!r}", "it is damaged")
+    kinds = {"r": int, "lora_alpha": int | float, "rank_pattern": dict | None, "alpha_pattern": dict | None}
+    for field in kinds.keys() & config.keys():
+        if not isinstance(config[field], kinds[field]):
+            raise CheckpointError(folder, f"{field} must be a {kinds[field]}, got {config[field]!r}", "it is damaged")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(folder, f"folder must hold one of {', '.join(_FILES)}, got none", "check the path")
@@ -77,9 +78,7 @@ def open_adapter(folder: Path) -> Ingredient:
     def load() -> Mapping[str, Tensor]:
         if file.suffix == ".safetensors":
             return MappedSafetensors(dict.fromkeys(open_safetensors(file).keys(), file))
-        content = load_torch_file(file)
-        if not isinstance(content, Mapping):
-            raise CheckpointError(file, f"file must hold a state dict, got {type(content).__name__}", "leave it out")
+        content = state_dict_in(load_torch_file(file), file)
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
 
     adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
@@ -129,34 +128,10 @@ def scaling(config: Mapping[str, Any], module: str) -> float:
 
 def check_adapters(first: Ingredient, other: Ingredient) -> None:
     """Raise `CheckpointError` unless two adapters can be averaged."""
-    remedy = "leave one of them out, or merge each into its model and average these"
     for adapter in (first, other):
-        for field, why in _NOT_LINEAR.items():
-            if adapter.config.get(field):
-                raise CheckpointError("soup", f"{adapter.name} must have no {field}, got it: {why}", remedy)
-        start = adapter.config.get("init_lora_weights", True)
-        if start not in _PLAIN_STARTS:
-            raise CheckpointError(
-                "soup",
-                f"{adapter.name} must leave the base model as it is, got init_lora_weights {start!r}, which changes "
-                "it by an amount that depends on the rank",
-                remedy,
-            )
-        odd = next((key for key in adapter.specs if ".lora_" in key and not _plain(key)), None)
-        if odd is not None:
-            raise CheckpointError("soup", f"{adapter.name} must hold plain LoRA, got {odd!r}", remedy)
-        for layer in lora_layers(adapter):
-            # A has its rank in dimension 0, B in dimension 1; both must be what the config says, or the scale would
-            # be wrong.
-            ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
-            rank = rank_and_alpha(adapter.config, layer.module)[0]
-            if ranks != (rank, rank):
-                raise CheckpointError(
-                    "soup",
-                    f"{layer.module!r} must have rank {rank} as the config says, got {ranks[0]} in A and {ranks[1]} "
-                    f"in B of {adapter.name}",
-                    f"it is damaged, or a convolution with groups; {remedy}",
-                )
+        if broken := next(_not_averaged(adapter), None):
+            remedy = "leave one of them out, or merge each into its model and average these"
+            raise CheckpointError("soup", f"{adapter.name} must {broken}", remedy)
     # Fields that both know: versions of PEFT add fields, which the other file cannot have.
     for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
         one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
@@ -168,8 +143,26 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
             )
 
 
-def _plain(key: str) -> bool:
-    return re.search(r"\.lora_(embedding_)?[AB](\.weight|\.bias)?$", key) is not None
+def _not_averaged(adapter: Ingredient) -> Iterator[str]:
+    """Yield the rules for averaging that an adapter breaks."""
+    for field, why in _NOT_LINEAR.items():
+        if adapter.config.get(field):
+            yield f"have no {field}, got it: {why}"
+    start = adapter.config.get("init_lora_weights", True)
+    if start not in _PLAIN_STARTS:
+        why = "which changes it by an amount that depends on the rank"
+        yield f"leave the base model as it is, got init_lora_weights {start!r}, {why}"
+    for key in adapter.specs:
+        if ".lora_" in key and not re.search(r"\.lora_(embedding_)?[AB](\.weight|\.bias)?$", key):
+            yield f"hold plain LoRA, got {key!r}"
+    for layer in lora_layers(adapter):
+        # A has its rank in dimension 0, B in dimension 1; both must be what the config says, or the scale would be
+        # wrong.
+        ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
+        rank = rank_and_alpha(adapter.config, layer.module)[0]
+        if ranks != (rank, rank):
+            got = f"{ranks[0]} in A and {ranks[1]} in B of {layer.module!r} (damaged, or a convolution with groups)"
+            yield f"have rank {rank} as the config says, got {got}"
 
 
 def _comparable(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
@@ -58,9 +59,8 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ADMITTED:
-            raise CheckpointError(
-                self._name, f"index must name only what DCP writes, got {module}.{name}", "no code was run"
-            )
+            rule = f"index must name only what DCP writes, got {module}.{name}"
+            raise CheckpointError(self._name, rule, "no code was run")
         # Of the list alone, all in torch and the standard library.
         return getattr(importlib.import_module(module), name)
 
@@ -69,33 +69,34 @@ def check_indexes(folder: Path) -> None:
     """Read every index in a checkpoint, in this folder and below, as nothing but what DCP writes.
 
     torch (2.13) itself unpickles whatever an index holds.
-
-    Raises:
-        CheckpointError: If one is damaged or names code.
     """
     for file in folder.rglob(INDEX):
         _read_index(file)
 
 
 def _read_index(file: Path) -> Any:
+    with _told_as_damage(file), file.open("rb") as stream:
+        index = _IndexUnpickler(stream).load()
+        if type(index).__name__ != "Metadata":
+            raise TypeError(type(index).__name__)
+        return index
+
+
+@contextlib.contextmanager
+def _told_as_damage(file: Path) -> Iterator[None]:
     try:
-        with file.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
-            if type(index).__name__ != "Metadata":
-                raise TypeError(type(index).__name__)
-            return index
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise _damaged(file, error) from error
+    except Exception as error:  # a damaged pickle, or an index that lies, raises anything
+        rule = f"index must be whole, got {str(error)[:200] or type(error).__name__}"
+        remedy = "it is truncated or not a distributed checkpoint, leave it out"
+        raise CheckpointError(file, rule, remedy) from error
 
 
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        file,
-        f"index must be whole, got {str(error)[:200] or type(error).__name__}",
-        "it is truncated or not a distributed checkpoint, leave it out",
-    )
+def is_file_name(name: object) -> bool:
+    """Return whether a shard's name, which a file tells, stays in the file's folder."""
+    return isinstance(name, str) and Path(name).name == name and len(name.encode(errors="replace")) < 256
 
 
 def index_folder(folder: Path) -> Path | None:
@@ -106,16 +107,13 @@ def index_folder(folder: Path) -> Path | None:
 class DistributedWeights(Mapping[str, Tensor]):
     """The model's tensors in a distributed checkpoint, each put together from its shards when it is asked for.
 
-    Args:
-        folder: The folder with ``.metadata`` and ``*.distcp``.
-
     Raises:
         CheckpointError: If it is damaged, names code, or does not tell which of its tensors are the model's.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
+        with _told_as_damage(folder / INDEX):
             index = _read_index(folder / INDEX)
             # planner_data maps flat keys to the path in the nested dict that was saved; without it a key is its own
             # path.
@@ -134,27 +132,21 @@ class DistributedWeights(Mapping[str, Tensor]):
             if other is not None:
                 raise CheckpointError(folder, f"{other!r} must be a tensor, got an object", "save weights alone")
             self.specs = {name: self._spec(key) for name, key in self._keys.items()}
-        except CheckpointError:
-            raise
-        except Exception as error:  # of an index that lies
-            raise _damaged(folder / INDEX, error) from error
 
     def _spec(self, key: str) -> TensorSpec:
         entry = self._entries[key]
         spec = TensorSpec(tuple(entry.size), entry.properties.dtype)
         # Counted, not placed: chunks that overlap and leave a gap would have to lie about their sizes.
-        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+        if not entry.chunks or sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}", "some are missing")
         for _, place in self._shards(key):
             file = self._folder / place.relative_path
-            # A name with a slash could lead out of the folder.
-            if PurePath(place.relative_path).name != place.relative_path:
-                raise CheckpointError(file, "shard must be a file name in the same folder")
             # A transform (compression, encryption) would have to be undone by code that is named in the file.
-            if place.transform_descriptors:
-                raise CheckpointError(file, f"shard must be stored as it is, got {place.transform_descriptors}")
-            if not file.is_file() or file.stat().st_size < place.offset + place.length:
-                raise CheckpointError(file, "file must be a whole shard, got one that is missing or truncated")
+            as_it_is = is_file_name(place.relative_path) and not place.transform_descriptors
+            if not as_it_is or not file.is_file() or file.stat().st_size < place.offset + place.length:
+                rule = "be whole" if as_it_is else "be a file name in the same folder, stored as it is"
+                got = "less" if as_it_is else place.transform_descriptors or place.relative_path
+                raise CheckpointError(file, f"shard must {rule}, got {got}", "it is missing, truncated or damaged")
         return spec
 
     def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
@@ -162,7 +154,7 @@ class DistributedWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         key, spec = self._keys[name], self.specs[name]
-        whole: Tensor | None = None
+        whole = torch.empty(spec.shape, dtype=spec.dtype)
         for chunk, place in self._shards(key):
             file = self._folder / place.relative_path
             with file.open("rb") as stream:
@@ -174,11 +166,8 @@ class DistributedWeights(Mapping[str, Tensor]):
             # The whole tensor in one shard: no copy.
             if tuple(chunk.sizes) == spec.shape:
                 return shard
-            whole = torch.empty(spec.shape, dtype=spec.dtype) if whole is None else whole
             where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[where] = shard
-        if whole is None:
-            raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}, got none")
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -210,12 +199,9 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     # One unknown name above everything: that is the root.
     elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
-    raise CheckpointError(
-        folder,
-        f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, got "
-        f"{', '.join(sorted(map(repr, tops)))}",
-        "save {'model': model.state_dict(), ...}",
-    )
+    rule = f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else"
+    got = ", ".join(sorted(map(repr, tops)))
+    raise CheckpointError(folder, f"{rule}, got {got}", "save {'model': model.state_dict(), ...}")
 
 
 def open_distributed(folder: Path, inner: Path) -> Ingredient:

@@ -51,17 +51,11 @@ def open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            file, f"file must be whole safetensors, got {error}", "it is truncated or not a checkpoint, leave it out"
-        ) from error
+        raise _not_whole(file, error) from error
 
 
 def load_torch_file(file: Path) -> Any:
-    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code.
-
-    Raises:
-        CheckpointError: If it is missing, empty, truncated, or holds more than tensors and plain values.
-    """
+    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code."""
     _check_file(file)
     return load_torch_stream(file, str(file), mmap=_is_archive(file))
 
@@ -76,7 +70,7 @@ def _is_archive(file: Path) -> bool:
             # An uncompressed archive can be mapped; torch.save never compresses.
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
     except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
-        raise CheckpointError(file, f"file must be a whole checkpoint, got {error}", "leave it out") from error
+        raise _not_whole(file, error) from error
     if packed is not None:
         raise CheckpointError(file, f"file must not be compressed, got {packed!r:.99} that is", "save it by torch.save")
     return True
@@ -89,37 +83,31 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
-            raise CheckpointError(name, f"file must be a whole checkpoint, got {error}", "leave it out") from error
+            raise _not_whole(name, error) from error
         # torch tells what it met after, or instead of, advice on how to run the file's code
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
-        raise NotPlainError(
-            name,
-            f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}",
-            "its code was not run; save model.state_dict() or safetensors instead",
-        ) from error
+        rule = f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}"
+        remedy = "its code was not run; save model.state_dict() or safetensors instead"
+        raise NotPlainError(name, rule, remedy) from error
     except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            name,
-            f"file must be a whole checkpoint, got {first_line[:200]}",
-            "it is truncated or not a checkpoint, leave it out",
-        ) from error
+        raise _not_whole(name, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
 
 def _check_file(file: Path) -> None:
     if not file.is_file():
         raise CheckpointError(file, "file must exist, got none", "check the path")
     if file.stat().st_size == 0:
-        raise CheckpointError(file, "file must be a whole checkpoint, got an empty file", "leave it out")
+        raise _not_whole(file, "an empty file")
+
+
+def _not_whole(name: object, got: object) -> CheckpointError:
+    remedy = "it is truncated or not a checkpoint, leave it out"
+    return CheckpointError(name, f"file must be a whole checkpoint, got {got}", remedy)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: If it cannot be read or holds something else.
-    """
+    """Return the object in a JSON file."""
     return read_object(file, "leave it out")
 
 
@@ -192,9 +180,8 @@ class Ingredient:
         """Further names of a tensor, each with the name in `specs` that its data is read under."""
         for key, value in (self._tensors() if specs is None else {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    name, f"{key!r} must be a tensor, got {type(value).__name__}", "save model.state_dict() alone"
-                )
+                rule = f"{key!r} must be a tensor, got {type(value).__name__}"
+                raise CheckpointError(name, rule, "save model.state_dict() alone")
             owner = owners.setdefault(storage_key(value) or (key,), key)
             if owner == key:
                 self.specs[key] = TensorSpec(tuple(value.shape), value.dtype)
@@ -218,12 +205,7 @@ class Ingredient:
         return self._tensors()[self._stored.get(key, key)].detach()
 
     def renamed(self, names: Mapping[str, str], ties: Mapping[str, str]) -> Ingredient:
-        """Return this ingredient with other names for its tensors.
-
-        Args:
-            names: For each tensor its new name and the one it has now.
-            ties: Further new names of a tensor, each with the one in `names`.
-        """
+        """Return this ingredient with other names for its tensors."""
         # A shallow copy with the same loader: names differ, the file is opened by whoever reads first.
         other = copy.copy(self)
         other.specs = {new: self.spec(old) for new, old in names.items()}
@@ -237,12 +219,7 @@ class Ingredient:
         return other
 
     def fitted(self, lent: Mapping[str, Tensor], left_out: Collection[str]) -> Ingredient:
-        """Return this ingredient with tensors that its file lacks, and without some that it has.
-
-        Args:
-            lent: By name.
-            left_out: Names of others; none of them is tied.
-        """
+        """Return this ingredient with tensors that its file lacks, and without some that it has."""
         other = copy.copy(self)
         other._lent, other._is_fitted = {**self._lent, **lent}, True
         other.specs = {name: spec for name, spec in self.specs.items() if name not in left_out}
@@ -290,6 +267,14 @@ class Ingredient:
             digest.update(f"{key} {self.specs[key]}".encode() + ends.tobytes())
         self.close()
         return digest.hexdigest()
+
+
+def state_dict_in(content: Any, file: Path) -> Mapping[str, Tensor]:
+    """Return a file's content, which must be a state dict."""
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        rule = f"file must hold a state dict, got {type(content).__name__}"
+        raise CheckpointError(file, rule, "save model.state_dict()")
+    return content
 
 
 def weights_key(content: Any) -> str | None:

@@ -48,12 +48,6 @@ def _parameter(data: Any, *_: Any) -> Tensor:
     return data
 
 
-def _ordered(*pairs: Any) -> OrderedDict[Any, Any]:
-    if pairs:
-        raise pickle.UnpicklingError("ordered dict with arguments")
-    return OrderedDict()
-
-
 class _Admitted:
     """A function that a file may call; nothing in it can be set."""
 
@@ -68,7 +62,7 @@ _ADMITTED = {
     ("torch._utils", "_rebuild_tensor_v3"): _Admitted(_tensor_of),
     ("torch._utils", "_rebuild_parameter"): _Admitted(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): _Admitted(_parameter),
-    ("collections", "OrderedDict"): _Admitted(_ordered),
+    ("collections", "OrderedDict"): _Admitted(lambda: OrderedDict()),
 }
 
 
@@ -115,24 +109,24 @@ class _Reader(_PYTHON):  # type: ignore[misc]
 
     def _append(self) -> None:
         item = self.stack.pop()
-        _extend(self.stack[-1], [item])
+        _fill(self.stack[-1], [item], pairs=False)
 
     def _appends(self) -> None:
         items = self.pop_mark()
-        _extend(self.stack[-1], items)
+        _fill(self.stack[-1], items, pairs=False)
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _set(self.stack[-1], [key, value])
+        _fill(self.stack[-1], [key, value], pairs=True)
 
     def _setitems(self) -> None:
         items = self.pop_mark()
-        _set(self.stack[-1], items)
+        _fill(self.stack[-1], items, pairs=True)
 
     def _dict(self) -> None:
         items = self.pop_mark()
         self.append({})
-        _set(self.stack[-1], items)
+        _fill(self.stack[-1], items, pairs=True)
 
     def _empty_set(self) -> None:
         # Sets would call __hash__ of what the file puts into them.
@@ -171,16 +165,11 @@ def _called(function: Any, arguments: Any) -> Any:
     return function.run(*arguments)
 
 
-def _extend(target: Any, items: list[Any]) -> None:
-    if type(target) is list:
-        target.extend(items)
-    elif not isinstance(target, Foreign):
-        raise pickle.UnpicklingError(f"items for a {type(target).__name__}")
-
-
-def _set(target: Any, items: list[Any]) -> None:
+def _fill(target: Any, items: list[Any], *, pairs: bool) -> None:
     # Exact types: a subclass could have a method of its own.
-    if type(target) in (dict, OrderedDict):
+    if type(target) is list and not pairs:
+        target.extend(items)
+    elif type(target) in (dict, OrderedDict) and pairs:
         for key, value in zip(items[::2], items[1::2], strict=True):
             # the hash of a tuple of tuples of itself takes time without end
             target[key if isinstance(key, _SCALARS) else Foreign(type(key).__name__)] = value

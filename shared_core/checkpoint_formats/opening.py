@@ -1,19 +1,28 @@
-"""Where ingredients come from: Hugging Face folders, Lightning checkpoints, state dict files, mappings."""
+"""Where ingredients come from: Hugging Face folders, Lightning checkpoints, state dict files, mappings.
+
+Folders of several modules, as sentence-transformers saves a model, where ``modules.json`` names a folder for each; a
+teacher of the student's own class, from a file that holds weights and nothing else. Ingredients of several formats get
+one set of names: prefixes taken off, ties that a format cannot tell found.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, open_adapter
-from shared_core.checkpoint_formats.distributed import index_folder, open_distributed
+from shared_core.checkpoint_formats.distributed import index_folder, is_file_name, open_distributed
 from shared_core.checkpoint_formats.files import (
+    ADAPTER,
+    DISTRIBUTED,
     HF_FOLDER,
     LIGHTNING,
     RAW_KEY,
@@ -25,12 +34,87 @@ from shared_core.checkpoint_formats.files import (
     open_safetensors,
     read_config,
     read_json,
+    state_dict_in,
     weights_key,
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
-from shared_core.checkpoint_formats.module_folders import MODULES, Part, parts_of
+from shared_core.checkpoint_formats.plain import check_values, is_made_by_model, unlike
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import is_unfinished
+from shared_core.files.json_yaml import parse_json
+from shared_core.modules.matching import plain_name
+
+MODULES = "modules.json"
+_ROUTER = "router_config.json"
+_MOST_NESTED = 8
+
+
+class Part(NamedTuple):
+    """A module of a model."""
+
+    folder: str
+    """Where its files lie below the model's folder, ``""`` if right in it."""
+    module: str
+    """Its name in the model."""
+    inner: str
+    """Its name for the model inside that these files are of, ``""`` if they are its own."""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of names in the model's state dict before those in its files."""
+        return "".join(f"{name}." for name in (self.module, self.inner) if name)
+
+
+def parts_of(folder: Path) -> list[Part]:
+    """Return a folder's modules, with those that a module routes to; without ``modules.json`` the folder itself."""
+    file = folder / MODULES
+    if not file.is_file():
+        return [Part("", "", "")]
+    try:
+        listed = parse_json(file.read_text(encoding="utf-8"))
+        named = [(entry["path"], entry["name"], entry["type"]) for entry in listed]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"file must list modules with path, name and type, got {error!r:.200}"
+        raise CheckpointError(file, rule, "it is damaged") from error
+    return [part for entry in named for part in _part(folder, "", *entry, file)]
+
+
+def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -> list[Part]:
+    # Lengths are bounded, since names go into error messages and file systems.
+    texts = all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind))
+    # A path in a file that is not trusted: one folder name, nothing that leads elsewhere.
+    inside = texts and (not path or (Path(path).name == path and path not in (".", "..") and "\0" not in path))
+    if not inside or not (root / above / path).is_dir():
+        rule = "lie in a folder beside it" if texts else "have a name and a path"
+        raise CheckpointError(file, f"module must {rule}, got {name!r:.100} in {path!r:.100}", "it is damaged")
+    folder = f"{above}{path}"
+    if (root / folder / _ROUTER).is_file():
+        return _routes(root, folder, name)
+    # transformers' model in it is called `auto_model` by versions before 6
+    wraps = kind.rpartition(".")[2] == "Transformer"
+    inner = "" if not wraps else "model" if kind.startswith("sentence_transformers.base.") else "auto_model"
+    return [Part(folder, name, inner)]
+
+
+def _routes(root: Path, folder: str, name: str) -> list[Part]:
+    """Return the modules that a router sends its inputs to, each once."""
+    file = root / folder / _ROUTER
+    config = read_json(file)
+    kinds, structure = config.get("types"), config.get("structure")
+    if folder.count("/") > _MOST_NESTED or not isinstance(kinds, dict) or not isinstance(structure, dict):
+        rule = f"router must have types and structure, {_MOST_NESTED} deep at most"
+        raise CheckpointError(file, rule, "it is damaged")
+    found: dict[str, Part] = {}
+    for route, names in structure.items():
+        for number, path in enumerate(names if isinstance(names, list) else [names]):
+            # A module that several routes share is there once.
+            if str(path) not in found:
+                above, module = f"{folder}/" if folder else "", f"{name}.sub_modules.{route}.{number}"
+                kind = kinds.get(path) if isinstance(path, str) else None
+                found |= {part.folder.removeprefix(above): part
+                          for part in _part(root, above, path, module, kind, file)}  # fmt: skip
+    return list(found.values())
+
 
 _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -56,26 +140,18 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
     if path.suffix == ".safetensors":
         files = dict.fromkeys(open_safetensors(path).keys(), path)
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
-    content = load_checkpoint(path)
+    content = state_dict_in(load_checkpoint(path), path)
     kind = LIGHTNING if weights_key(content) == "state_dict" else STATE_DICT
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(
-            path, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
-        )
-    return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path)))
+    return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path), path))
 
 
-def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _weights_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Tensor]:
     key = weights_key(content)
     if key is None:
         return content
     weights = content[key]
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
-    raw = content.get(RAW_KEY, {})
-    if not isinstance(raw, Mapping):
-        raise CheckpointError(
-            "checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "the file is damaged"
-        )
+    raw = state_dict_in(content.get(RAW_KEY, {}), path)
     # Latent weights stand in for rounded ones under their names.
     return {key: raw.get(key, value) for key, value in weights.items()}
 
@@ -95,11 +171,8 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
             return open_distributed(folder, sharded)
         if (folder / ADAPTER_CONFIG).exists():
             return open_adapter(folder)
-        raise CheckpointError(
-            folder,
-            f"folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none",
-            "check the path",
-        )
+        kinds = f"{', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index"
+        raise CheckpointError(folder, f"folder must hold one of {kinds}, got none", "check the path")
     prefixes = [part.prefix for part, _ in held]
     # One prefix inside another would make names that belong to two modules.
     if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
@@ -143,7 +216,11 @@ class _PartFiles:
         """Return the tensors, mapped."""
         if self._where is not None:
             return MappedSafetensors(self._where, self._prefix)
-        return {self._prefix + key: value for file in self._files for key, value in _state_dict_in(file).items()}
+        return {
+            self._prefix + key: value
+            for file in self._files
+            for key, value in state_dict_in(load_torch_file(file), file).items()
+        }
 
     def add_shards(self, ingredient: Ingredient) -> None:
         """Let the whole model's ingredient know in which file each tensor lies."""
@@ -153,30 +230,20 @@ class _PartFiles:
         told = {self._prefix + key: self._below + file for key, file in index.items()}
         # Both ways: an index that names what no file has, and tensors that no index names.
         if odd := sorted(told.keys() ^ set(names)):
-            raise CheckpointError(
-                self._place / self._found, f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
-            )
+            rule = f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
+            raise CheckpointError(self._place / self._found, rule)
         ingredient.shards |= told
         ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
         if self._index is not None:
             ingredient.indexes.append(self._below + self._found)
 
 
-def _state_dict_in(file: Path) -> Mapping[str, Tensor]:
-    content = load_torch_file(file)
-    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(file, f"file must hold a state dict, got {type(content).__name__}", "leave it out")
-    return content
-
-
 def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(index, f"index must have a weight_map, got {shards!r}", "the file is damaged")
     # Names of shards come from the file: they must stay in this folder.
-    for name in shards.values():
-        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
-            raise CheckpointError(index, f"shard must be a file name in the same folder, got {name!r:.100}")
+    if not isinstance(shards, dict) or not shards or not all(map(is_file_name, shards.values())):
+        rule = "index must have a weight_map, of each tensor a file name in the same folder"
+        raise CheckpointError(index, f"{rule}, got {shards!r:.300}", "it is damaged")
     return shards
 
 
@@ -199,7 +266,185 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     places: dict[str, Path] = {}
     for path in found:
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:
-            raise CheckpointError(
-                "soup", f"each checkpoint must be named once, got {path} and {other}", "leave one out"
-            )
+            rule = f"each checkpoint must be named once, got {path} and {other}"
+            raise CheckpointError("soup", rule, "leave one out")
     return found
+
+
+def is_bare_weights(path: Path) -> bool:
+    """Return whether a path is a ``.safetensors`` file, or a folder with one of a model that has no ``config.json``."""
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.glob("model*.safetensors"))
+    return path.suffix == ".safetensors"
+
+
+def teacher_from_weights(path: Path, student: nn.Module) -> nn.Module:
+    """Return a copy of the student with the weights of such a path."""
+    opened = open_ingredient(path)
+    return same_class_teacher({name: opened.tensor(name) for name in (*opened.specs, *opened.ties)}, student, str(path))
+
+
+def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source: str) -> nn.Module:
+    """Return a copy of the student, on its device, with other weights.
+
+    Example:
+        >>> import torch
+        >>> student, earlier = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> teacher = same_class_teacher(earlier.state_dict(), student, "earlier")
+        >>> torch.equal(teacher.weight, earlier.weight), teacher.weight is student.weight
+        (True, False)
+    """
+    # Layers that techniques have replaced are in the student already: a copy of it would be no plain model.
+    kinds = map(type, student.modules())
+    replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
+    teacher = copy.deepcopy(student)
+    missing, others = unlike(teacher, weights)
+    if replaced is not None or missing or others:
+        rule = (
+            f"be of a class that can be built where a technique replaces the student's layers, here by "
+            f"{replaced.__name__}"
+            if replaced is not None
+            else f"hold the weights of a {type(student).__name__} like the student, got missing {missing[:3]} and "
+            f"others {others[:3]}"
+        )
+        remedy = "give a Transformers folder, a .ckpt with hyperparameters, or the module itself"
+        raise CheckpointError("distill", f"teacher {source} must {rule}", remedy)
+    check_values(teacher, weights, f"distill: teacher {source}")
+    # strict=False: `unlike` has checked names, ties aside.
+    teacher.load_state_dict(dict(weights), strict=False)
+    return teacher
+
+
+# What a layer's tensors were called by earlier versions of transformers and torch.
+_EARLIER = {
+    "gamma": "weight",
+    "beta": "bias",
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+}
+
+
+def present_name(name: str) -> str:
+    """Return a tensor's name without the parts that wrappers insert, as present versions call it.
+
+    Example:
+        >>> present_name("module.encoder._orig_mod.LayerNorm.gamma")
+        'encoder.LayerNorm.weight'
+    """
+    holder, dot, last = plain_name(name).rpartition(".")
+    return f"{holder}{dot}{_EARLIER.get(last, last) if holder else last}"
+
+
+def named_as(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Return for each name the one of `wanted` that means the same tensor, or itself where none does.
+
+    They may differ in what wrappers insert and earlier versions wrote, and in a prefix that all names of one side have:
+    Lightning's start with the attribute that holds the model (``model.``), those of ``save_pretrained`` do not.
+
+    Example:
+        >>> named_as(["model.0._orig_mod.weight", "model.0.bias"], ["0.weight", "0.bias"])
+        {'model.0._orig_mod.weight': '0.weight', 'model.0.bias': '0.bias'}
+    """
+    if not names or {*names} == {*wanted}:
+        return {name: name for name in names}
+    for call in (present_name, plain_name, str):
+        theirs, mine = {call(name): name for name in names}, {call(name): name for name in wanted}
+        found = {theirs[called]: mine.get(own, own) for called, own in _without_prefix(theirs, mine).items()}
+        # Two names that become one are two tensors.
+        if len({*found.values()}) == len(names) and len(mine) == len(wanted):
+            break
+    return found
+
+
+def _without_prefix(names: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    # One name shows the prefix: all others must have it.
+    unchanged = {name: name for name in names}
+    mine = next((name for name in wanted if not is_made_by_model(name, ())), None)
+    if mine is None or mine in names:
+        return unchanged
+    # Theirs has more in front (a wrapper's name): take it off.
+    theirs = next((name for name in names if name.endswith(f".{mine}")), None)
+    if theirs is not None:
+        prefix = theirs.removesuffix(mine)
+        if all(name.startswith(prefix) for name in names):
+            return {name: name.removeprefix(prefix) for name in names}
+    # Mine has more: put it in front of theirs.
+    mine_ends = next((name for name in names if mine.endswith(f".{name}")), None)
+    return unchanged if mine_ends is None else {name: mine.removesuffix(mine_ends) + name for name in names}
+
+
+def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
+    """Return the ingredients under the names of the first, as far as only the names of ties, or `named_as`, differ.
+
+    A safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
+    Buffers that a model makes by itself are those of the first, as files of other versions lack them or have more.
+    """
+    first, *others = ingredients
+    # Adapters have PEFT's names everywhere.
+    if any(item.kind == ADAPTER for item in ingredients):
+        return list(ingredients)
+    opened = [first, *(_with_buffers_of(first, _with_names_of(first, other)) for other in others)]
+    if len({frozenset((*item.specs, *item.ties)) for item in opened}) == 1:
+        return opened
+    # A distributed checkpoint stores tied tensors as copies: ties show only by equal contents under names that others
+    # lack.
+    shared = set.intersection(*({*item.specs, *item.ties} for item in opened))
+    opened = [_with_found_ties(item, shared) if item.kind == DISTRIBUTED else item for item in opened]
+    return [opened[0], *(_with_ties_of(opened[0], other) for other in opened[1:])]
+
+
+def _with_names_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    names = named_as([*other.specs, *other.ties], [*first.specs, *first.ties])
+    if all(name == own for name, own in names.items()):
+        return other
+    return other.renamed(
+        {names[name]: name for name in other.specs}, {names[tie]: names[owner] for tie, owner in other.ties.items()}
+    )
+
+
+def _with_buffers_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    made = {
+        name: mine
+        for mine, its in ((True, first), (False, other))
+        for name, spec in its.specs.items()
+        if is_made_by_model(name, spec.shape) and not (other if mine else first).has(name)
+    }
+    tied = {*other.ties.values()}
+    left_out = {name for name, mine in made.items() if not mine and name not in tied}
+    lent = {name: first.tensor(name).clone() for name, mine in made.items() if mine}
+    first.close()
+    return other.fitted(lent, left_out) if lent or left_out else other
+
+
+def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:
+    """Return an ingredient whose further copies of a tensor, under names that others lack, are ties."""
+    ties = {}
+    for name in (name for name in item.specs if name not in shared):
+        twin = next(
+            (key for key in item.specs if key in shared and item.spec(key) == item.spec(name)
+             and torch.equal(item.tensor(key), item.tensor(name))), None,
+        )  # fmt: skip
+        if twin is not None:
+            ties[name] = twin
+    return item.renamed({name: name for name in item.specs if name not in ties}, {**item.ties, **ties})
+
+
+def _with_ties_of(first: Ingredient, other: Ingredient) -> Ingredient:
+    """Return `other` with the names that `first` has for its tied tensors, where one of them is its own."""
+    names: dict[str, str] = {}
+    ties: dict[str, str] = {}
+    # The first's tensors, each with all its names.
+    groups = {frozenset({name}) for name in first.specs if name not in first.ties.values()} | first.tied_groups
+    for group in groups:
+        held = sorted(name for name in group if other.has(name))
+        owner = next((name for name in first.specs if name in group), "")
+        # No name of the group, or names that are two tensors there: not the same ties.
+        if not held or len({other.ties.get(name, name) for name in held}) > 1:
+            return other  # of another model, or not tied: the check says which
+        names[owner] = held[0]
+        ties.update(dict.fromkeys(sorted(group - {owner}), owner))
+    taken = {other.ties.get(name, name) for name in names.values()}
+    # Every tensor of the other must be used, and once: else renaming would hide a difference.
+    if len(taken) < len(names) or taken != set(other.specs):
+        return other
+    return other.renamed({name: names[name] for name in first.specs}, ties)

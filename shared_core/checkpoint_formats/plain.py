@@ -1,4 +1,7 @@
-"""Saved models load in the user's own model without this library: same keys, same shapes, plain tensors."""
+"""Saved models load in the user's own model without this library: same keys, same shapes, plain tensors.
+
+Beside them what deployment needs, and a section of ours in the model card.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +194,18 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
                 raise CheckpointError(
                     where, f"{name} must be finite, got {float(largest)}", "the run that saved it had diverged"
                 )
+
+
+CARD = "README.md"
+_BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
+
+
+def add_section(card: Path, section: str) -> None:
+    """Put a section at the end of a card, in place of an earlier one of ours."""
+    text = card.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2] if begin else ""
+    # Text before and after ours stays: a user may have written on below an earlier section.
+    kept = (before.rstrip() + after).rstrip()
+    with atomic_write(card) as temporary:
+        temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")

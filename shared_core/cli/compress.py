@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor  # `eff --help` must not wait for torch
 
-    from shared_core.tools.compression.reader import CompressedFile
-    from shared_core.tools.compression.writer import Compression
+    from shared_core.tools.compression import CompressedFile, Compression
 
 # What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
@@ -64,9 +63,9 @@ def compress(asked: CompressOptions) -> None:
     byte of the file.
     """
     from shared_core.files.atomic import check_writable, make_folder
-    from shared_core.tools.compression.file_format import FREE_BYTES, FREE_RATIO
-    from shared_core.tools.compression.reader import CompressedFile
-    from shared_core.tools.compression.writer import compress as write
+    from shared_core.tools.compressed_file import FREE_BYTES, FREE_RATIO
+    from shared_core.tools.compression import CompressedFile
+    from shared_core.tools.compression import compress as write
 
     out = asked.out
     if out.exists():
@@ -113,7 +112,7 @@ def decompress(asked: DecompressOptions) -> None:
     from safetensors.torch import save_file
 
     from shared_core.files.atomic import atomic_folder
-    from shared_core.tools.compression.reader import CompressedFile
+    from shared_core.tools.compression import CompressedFile
 
     check_new(asked.out, asked.key)
     started = time.perf_counter()

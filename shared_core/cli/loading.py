@@ -134,7 +134,7 @@ def fit_weights_(model: nn.Module, state_dict: Mapping[str, Tensor], source: str
 
     A teacher's or a wrapper's weights beside the model's are left out.
     """
-    from shared_core.checkpoint_formats.names import named_as
+    from shared_core.checkpoint_formats.opening import named_as
     from shared_core.checkpoint_formats.plain import check_values, unlike
     from shared_core.front_ends.finding import own_weights
 

@@ -21,14 +21,14 @@ from shared_core.libraries import optional
 from shared_core.printing import echo
 from shared_core.reports.page import check_place, write_page
 from shared_core.reports.quantization_page import print_study, sections
-from shared_core.tools.quantize.options import StudyOptions
+from shared_core.tools.quantize_options import StudyOptions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig
     from shared_core.quantization.post_training.gptq import GptqConfig
-    from shared_core.tools.quantize.study import QuantizationStudy, StudyResult
+    from shared_core.tools.quantize import QuantizationStudy, StudyResult
 
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
@@ -90,7 +90,8 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     exact values, become float32. Under torchrun the processes share the calibration batches.
     """
     from shared_core.distributed.job import Job
-    from shared_core.tools.quantize.study import QuantizationStudy, model_bytes
+    from shared_core.tools.measuring import state_bytes
+    from shared_core.tools.quantize import QuantizationStudy
 
     job = Job.joined()
     check_new(asked.out, asked.key)
@@ -100,7 +101,7 @@ def quantize(asked: QuantizeOptions, technique: Mapping[str, str]) -> None:
     pairs = [*(f"{name}={value}" for name, value in technique.items()), *asked.set_options]
     config, gptq = _configs(asked, _options(pairs))
     network, inputs, folder = asked.open()
-    float_bytes = model_bytes(network)
+    float_bytes = state_bytes(network)
     notes = _in_float32(network) if folder else []
     study = QuantizationStudy(
         network=network, config=config, gptq=gptq, options=asked, job=job,
@@ -142,7 +143,7 @@ def _check(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any, *, is_
 
 def _load_data(study: QuantizationStudy, asked: QuantizeOptions, inputs: Any) -> None:
     """Load what the model is calibrated, judged and timed on."""
-    from shared_core.tools.quantize.study import static_input
+    from shared_core.tools.quantize import static_input
 
     if asked.qat is not None:
         study.qat_model = copy.deepcopy(study.network)

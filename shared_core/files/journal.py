@@ -124,12 +124,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def damage_by_list(folder: Path, replaced: Callable[[str], bool] = lambda name: False) -> str | None:
-    """Return what a folder lacks of its list, None if nothing, or if it has none.
-
-    Args:
-        folder: What was written.
-        replaced: Whether a file may be missing, as others have taken its place.
-    """
+    """Return what a folder lacks of its list, None if nothing, or if it has none."""
     if is_unfinished(folder):
         return "it was not saved completely"
     known = read_object(folder / LIST_FILE) if (folder / LIST_FILE).exists() else {}

@@ -24,7 +24,7 @@ from shared_core.checkpoint_formats import (
     storage_key,
 )
 from shared_core.checkpoint_formats.adapter import check_adapters, rank_dimension
-from shared_core.checkpoint_formats.names import under_same_names
+from shared_core.checkpoint_formats.opening import under_same_names
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_
 from shared_core.engine.services import SavedCheckpoint

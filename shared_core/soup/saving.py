@@ -27,12 +27,13 @@ from shared_core.checkpoint_formats import (
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
 from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
 from shared_core.checkpoint_formats.files import weights_key
-from shared_core.checkpoint_formats.model_card import CARD, add_section
-from shared_core.checkpoint_formats.module_folders import parts_of
+from shared_core.checkpoint_formats.opening import parts_of
 from shared_core.checkpoint_formats.plain import (
+    CARD,
     DEPLOYMENT_FILE,
     DEPLOYMENT_KEY,
     LIGHTNING_META,
+    add_section,
     read_deployment,
     write_deployment,
 )

@@ -16,7 +16,7 @@ from eff_kernels.quantization.exact_sums import sums_exactly
 from shared_core.config.ability import Ability
 from shared_core.engine.registry import REGISTRY
 from shared_core.hardware import cpu_capabilities, matmul_hardware
-from shared_core.tools.sparse_inference.semi_structured import two_four_here
+from shared_core.tools.sparse_inference.layers import two_four_here
 
 _INSTRUCTIONS = (
     "avx2", "avx512_f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16",

@@ -60,12 +60,6 @@ def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: i
     """Return the milliseconds of one forward of two models: medians, taken in turns after a round that is not counted.
 
     On CPU with one thread and in CPU time; on another device in time until it has finished.
-
-    Args:
-        first: Before.
-        second: After.
-        example_inputs: On the models' device.
-        repeats: Rounds, at least 1.
     """
     device = next((tensor.device for tensor in first.parameters()), torch.device("cpu"))
     threads = torch.get_num_threads()

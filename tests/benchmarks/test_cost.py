@@ -22,7 +22,7 @@ def test_the_page_is_the_generated_one(result):
 
 
 def test_what_eff_explain_tells_is_the_same_result(result):
-    told = json.loads((ROOT / "shared_core" / "tools" / "planning" / "measured.json").read_text(encoding="utf-8"))
+    told = json.loads((ROOT / "shared_core" / "tools" / "measured.json").read_text(encoding="utf-8"))
     assert told == cost_page.figures(result), "run `python benchmarks/cost.py --page`"
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import nn
 
-from shared_core.checkpoint_formats.teacher_weights import teacher_from_weights
+from shared_core.checkpoint_formats.opening import teacher_from_weights
 from shared_core.cli.loading import load_weights
 from shared_core.engine.state_file import STATE_FILE, load_state, save_state
 from shared_core.errors import CheckpointError

@@ -199,11 +199,11 @@ def data_set(name):
     def read(path, content):
         (path / name).write_bytes(content)
         if name.endswith(".npz"):
-            from hf_eff.evaluation.images import _read_arrays
+            from hf_eff.evaluation_data import _read_arrays
 
             _read_arrays(path / name)
         else:
-            from hf_eff.evaluation.tables import open_table
+            from hf_eff.evaluation_data import open_table
 
             open_table(path / name)
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from shared_core.distillation.teacher_cache import TeacherCache, top_k_targets, write_teacher_cache
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.tools.compression import coding as entropy
+from shared_core.tools import compressed_file as entropy
+from shared_core.tools.compressed_file import gap_symbols, runs_of_zeros, weight_places
 from shared_core.tools.compression import compress, decompress
-from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, weight_places
 from shared_core.weight_clustering.clustering import share_values
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

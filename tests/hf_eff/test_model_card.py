@@ -5,7 +5,7 @@ import json
 from transformers import Trainer
 
 from hf_eff import EffCallback, Pruning
-from shared_core.checkpoint_formats.model_card import add_section
+from shared_core.checkpoint_formats.plain import add_section
 
 OWN = "---\nlicense: mit\n---\n\n# Mine\n\nwritten by hand\n"
 

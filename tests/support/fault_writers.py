@@ -24,8 +24,7 @@ from shared_core.quantization.post_training.bit_allocation import BitPlan
 from shared_core.soup.greedy import SoupResult, path_plot
 from shared_core.soup.saving import save_soup, write_path
 from shared_core.soup.scoring import Journal
-from shared_core.tools.compression.reader import CompressedFile
-from shared_core.tools.compression.writer import compress
+from shared_core.tools.compression import CompressedFile, compress
 
 SIZE = 20_000
 

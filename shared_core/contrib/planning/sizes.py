@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError
 from shared_core.files.journal import read_object
 
@@ -78,20 +78,13 @@ class PlannedRun:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "micro_batch", "seq_len", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ConfigError("plan", f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in (
-            ("strategy", Strategy), ("precision", Precision), ("optimizer", Optimizer), ("attention", Attention),
-        ):  # fmt: skip
-            if getattr(self, name) not in get_args(known):
-                raise ConfigError(
-                    "plan", f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}"
-                )
+            checked(getattr(self, name), int, "plan", name, low=1)
+        kinds = {"strategy": Strategy, "precision": Precision, "optimizer": Optimizer, "attention": Attention}
+        for name, known in kinds.items():
+            checked(getattr(self, name), known, "plan", name)
         if (self.ranks == 1) != (self.strategy == "single"):
-            raise ConfigError(
-                "plan",
-                f"strategy must be single with one rank, ddp or fsdp2 with more, got {self.strategy} with {self.ranks}",
-            )
+            rule = "strategy must be single with one rank, ddp or fsdp2 with more"
+            raise ConfigError("plan", f"{rule}, got {self.strategy} with {self.ranks}")
 
     @property
     def tokens(self) -> int:
@@ -197,25 +190,17 @@ class ModelShape:
             >>> shape.layers, shape.hidden
             (32, 4157)
         """
-        if not (math.isfinite(params) and params >= 1):
-            raise ConfigError(
-                "plan", f"params must be a number of at least 1, got {params!r}", "write 70e9 for 70 billion"
-            )
+        checked(params, float, "plan", "params", low=1)
         for name, value in (("layers", layers), ("hidden", hidden), ("vocab", vocab)):
-            if value is not None and value < 1:
-                raise ConfigError("plan", f"{name} must be at least 1, got {value}", "leave it out for the usual one")
+            checked(value, int | None, "plan", name, low=1)
         if hidden is None:
             # With L = h / 128: 12 L h^2 + 2 V h = P has one solution, as it rises with h.
             hidden = _solve(lambda h: 12 * (layers or h / _WIDTH_PER_LAYER) * h * h + 2 * vocab * h - params)
         layers = layers or max(1, round((params - 2 * vocab * hidden) / (12 * hidden * hidden)))
         embeddings = 2 * vocab * hidden
         if embeddings >= params:
-            raise ConfigError(
-                "plan",
-                f"params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), got "
-                f"{params:,.0f}",
-                "give --vocab or --hidden",
-            )
+            rule = f"params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden})"
+            raise ConfigError("plan", f"{rule}, got {params:,.0f}", "give --vocab or --hidden")
         heads = max(1, round(hidden / _WIDTH_PER_HEAD))
         return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings, heads=heads)
 
@@ -242,11 +227,8 @@ class ModelShape:
         """
         config = source if isinstance(source, Mapping) else _config_of(Path(source))
         if config.get("is_encoder_decoder"):
-            raise ConfigError(
-                "plan",
-                f"config must be of an encoder or a decoder alone, got {config.get('model_type')} with both",
-                "give --params instead",
-            )
+            rule = f"config must be of an encoder or a decoder alone, got {config.get('model_type')} with both"
+            raise ConfigError("plan", rule, "give --params instead")
         hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         vocab = _size(config, "vocab_size")
@@ -280,15 +262,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSizes:
-    """The counts for all techniques of a run together: `resized` returns what a technique makes of them.
-
-    Args:
-        weights: Bytes of all weights, whole.
-        trained: Parameters that have gradients and moments.
-        activations: Bytes on the device from forward to backward.
-        on_host: Those of them that lie in the host's memory.
-        logits: Bytes of logits, their softmax and gradient.
-    """
+    """The counts for all techniques of a run together: `resized` returns what a technique makes of them."""
 
     weights: float
     trained: int
@@ -348,9 +322,5 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
     found = next((config[name] for name in names if config.get(name)), default)
     if isinstance(found, int) and found > 0:
         return found
-    raise ConfigError(
-        "plan",
-        f"config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0, got "
-        f"{found!r:.80}",
-        "give --params instead",
-    )
+    rule = f"config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0"
+    raise ConfigError("plan", f"{rule}, got {found!r:.80}", "give --params instead")

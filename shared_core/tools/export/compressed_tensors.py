@@ -1,4 +1,7 @@
-"""A model of transformers as a folder in the format of compressed-tensors, which vLLM and transformers load."""
+"""A model of transformers as a folder in the format of compressed-tensors, which vLLM and transformers load.
+
+Stacked experts become linear layers: one for each matrix that transformers' files have, under the names there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +22,12 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_folder
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.experts import StackedExperts
-from shared_core.modules.weight_views import weights_of
+from shared_core.modules.weight_views import as_rows, output_axis, weights_of
 from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
 from shared_core.numerics.encoding import decode
 from shared_core.quantization.layers.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.expert_layers import split_experts_
 from shared_core.tools.export.served import (
     ServedModel,
     ServedReport,
@@ -34,6 +38,71 @@ from shared_core.tools.export.served import (
 )
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
+
+_STACK = 2**40
+"""Marks count rows below it, and stacks above; float64 is exact to 2^53."""
+
+
+def split_experts_(model: Any, names: Iterable[str], where: str) -> dict[str, dict[str, nn.Linear]]:
+    """Replace modules that stack experts by linear layers, one for each matrix of the files that transformers writes.
+
+    Which rows a file puts where is found by saving marks in place of the weights, so every renaming counts.
+    """
+    rows: list[Tensor] = []
+    owners: list[str] = []
+    marks: dict[str, Tensor] = {}
+    odd: list[str] = []
+    for name in names:
+        module = model.get_submodule(name)
+        for stack, weight in weights_of(module).items():
+            found = as_rows(module, weight.detach())
+            numbers = torch.arange(len(found), dtype=torch.float64) + len(rows) * _STACK
+            marks[f"{name}.{stack}"] = numbers.view(len(weight), -1).unsqueeze(3 - output_axis(module))
+            rows.append(found)
+            owners.append(name)
+        if len(module._parameters) > len(weights_of(module)):
+            odd.append(f"{name} with parameters {', '.join(module._parameters)}")
+    saved = _saved(model, marks) if marks and not odd else {}
+    odd += [f"the stack {key}" for key, mark in saved.items() if mark.dim() > 2 or not key.endswith(".weight")]
+    if odd:
+        rule = f"experts must be a matrix each in transformers' files for vLLM, got {odd[0]}"
+        raise CompatibilityError(where, rule, "skip them in qat")
+    layers: dict[str, dict[str, nn.Linear]] = {name: {} for name in names}
+    for key, mark in saved.items():
+        numbers = mark.flatten().long()
+        index = int(numbers[0]) // _STACK
+        name = owners[index]
+        matrix = rows[index][numbers % _STACK]
+        layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix, requires_grad=False)
+        layers[name][key.removesuffix(".weight")] = layer
+    return {_put(model, name, found): found for name, found in layers.items()}
+
+
+def _saved(model: Any, marks: dict[str, Tensor]) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict=marks)
+        return {key: mark for file in Path(folder).glob("*.safetensors") for key, mark in load_file(file).items()}
+
+
+def _put(model: nn.Module, name: str, layers: dict[str, nn.Linear]) -> str:
+    """Put layers in a module's place, under the last parts of their names; return the pattern of those names."""
+    last = f".{name.rpartition('.')[2]}."
+    root = nn.Module()
+    for key, layer in layers.items():
+        *path, leaf = key.rpartition(last)[2].split(".")
+        holder = root
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(leaf, layer)
+    model.set_submodule(name, root)
+    first = next(iter(layers))
+    return f"re:^{re.escape(first[: first.rindex(last)] + last)}"
+
 
 _WHERE = "export_compressed_tensors"
 _GROUP_SIZES = (32, 64, 128)
@@ -158,71 +227,52 @@ def _has_experts(model: nn.Module, coded: Iterable[str] = ()) -> bool:
     return any(value.dim() > 2 and id(value) not in inside for value in model.parameters())
 
 
+_SERVED = frozenset({
+    ("channel", "none"), ("channel", "token"), ("channel", "static"), ("group", "none"), ("fp8", "fp8"),
+    ("fp8", "fp8_static"), ("fp8_block", "fp8_group"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"),
+})  # fmt: skip
+"""Codes of weights and of inputs that vLLM multiplies."""
+
+
 def check_servable(name: str, module: Any, where: str) -> None:
     """Refuse a fake-quantising layer that the format, or vLLM that reads it, has no place for."""
-    scheme: LayerScheme = module.quantizer.scheme
-    kind = STOCK[type(module)]
-    pair = (scheme.weight, "none" if kind is nn.Embedding else scheme.input)
-    known = {
-        ("channel", "none"),
-        ("channel", "token"),
-        ("channel", "static"),
-        ("group", "none"),
-        ("fp8", "fp8"),
-        ("fp8", "fp8_static"),
-        ("fp8_block", "fp8_group"),
-        ("mxfp4", "mxfp4"),
-        ("nvfp4", "nvfp4"),
-    }
-    experts = isinstance(module, StackedExperts)
-    if kind is nn.Embedding:
-        return  # its values are written
+    if STOCK[type(module)] is not nn.Embedding:  # its values are written
+        broken = next(_not_served(module, module.quantizer.scheme), None)
+        if broken is not None:
+            raise CompatibilityError(where, f"{name} must {broken[0]}", broken[1])
+
+
+def _not_served(module: Any, scheme: LayerScheme) -> Iterator[tuple[str, str]]:
+    """Yield the rules that a layer breaks, with what to do."""
+    skip = "skip it in qat"
     rounds = scheme.input in ("token", "static")
-    if pair not in known or (rounds and (scheme.affine_input or scheme.activation_bits != 8)):
+    if (scheme.weight, scheme.input) not in _SERVED or (
+        rounds and (scheme.affine_input or scheme.activation_bits != 8)
+    ):
         tokens = " with zero points" if scheme.affine_input else ""
-        raise CompatibilityError(
-            where,
-            f"{name} must have codes that vLLM multiplies, got weight {scheme.weight} of {scheme.weight_bits} bits and "
-            f"input {scheme.input}{tokens} of {scheme.activation_bits} bits",
-            "choose scheme int8, int8_dynamic, int8_weight, int4_weight, fp8, fp8_static, fp8_block, mxfp4 or nvfp4",
-        )
-    block, kind_of_fp4 = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
+        got = f"weight {scheme.weight} of {scheme.weight_bits} bits and input {scheme.input}{tokens} of"
+        known = "int8, int8_dynamic, int8_weight, int4_weight, fp8, fp8_static, fp8_block, mxfp4 or nvfp4"
+        yield f"have codes that vLLM multiplies, got {got} {scheme.activation_bits} bits", f"choose scheme {known}"
+    experts = isinstance(module, StackedExperts)
+    block, kind = _FP4_BLOCKS.get(scheme.weight), scheme.weight.upper()
     if block and experts:
-        raise CompatibilityError(
-            where,
-            f"{name} must have codes of integers or FP8, got experts in {kind_of_fp4}, not tried in vLLM",
-            "skip it in qat",
-        )
-    if block and module.in_features % block:
-        raise CompatibilityError(
-            where,
-            f"{name} must have a multiple of {block} inputs for {kind_of_fp4}, got {module.in_features}",
-            "skip it in qat",
-        )
+        yield f"have codes of integers or FP8, got experts in {kind}, not tried in vLLM", skip
+    elif block and module.in_features % block:
+        yield f"have a multiple of {block} inputs for {kind}, got {module.in_features}", skip
     if scheme.weight == "fp8_block" and (experts or module.in_features % 128 or module.out_features % 128):
         found = "stacked experts" if experts else f"{module.out_features} x {module.in_features}"
-        raise CompatibilityError(
-            where,
-            f"{name} must be a matrix whose sizes are multiples of 128 for vLLM's blocks of FP8, got {found}",
-            "override its scheme with fp8, or skip it in qat",
-        )
+        rule = f"be a matrix whose sizes are multiples of 128 for vLLM's blocks of FP8, got {found}"
+        yield rule, "override its scheme with fp8, or skip it in qat"
     # an expert's second matrix has the inputs that its first one's halves give
     sizes = [size for stack in weights_of(module).values() for size in stack.shape[1:]] if experts else []
     odd = [size for size in sizes or [module.out_features] if size % _OUTPUTS]
     if scheme.input == "none" and odd:
-        raise CompatibilityError(
-            where,
-            f"{name} must have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got {odd[0]}",
-            "skip it in qat",
-        )
+        yield f"have a multiple of {_OUTPUTS} outputs for vLLM's kernels of float inputs, got {odd[0]}", skip
     if scheme.weight == "group" and scheme.group_size not in _GROUP_SIZES:
-        raise CompatibilityError(
-            where,
-            f"{name} must have a group_size of {', '.join(map(str, _GROUP_SIZES))} for vLLM, got {scheme.group_size}",
-            "set qat.group_size, or skip the layer",
-        )
+        rule = f"have a group_size of {', '.join(map(str, _GROUP_SIZES))} for vLLM, got {scheme.group_size}"
+        yield rule, "set qat.group_size, or skip the layer"
     if scheme.has_range and not module.quantizer.has_range:
-        raise CompatibilityError(where, f"{name} must have a range of its input for vLLM, got none", "skip it in qat")
+        yield "have a range of its input for vLLM, got none", skip
 
 
 def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
@@ -235,12 +285,9 @@ def _check_fused(reference: nn.Module, names: Iterable[str]) -> None:
         first, *others = found
         other = next((name for name in others if found[name] != found[first]), None)
         if other is not None:
-            raise CompatibilityError(
-                _WHERE,
-                f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got "
-                f"{found[first]} and {found[other]}",
-                "override or skip both; with learned ranges take an observed one",
-            )
+            rule = f"{first} and {other} must be quantised alike for vLLM, which multiplies them as one matrix, got"
+            remedy = "override or skip both; with learned ranges take an observed one"
+            raise CompatibilityError(_WHERE, f"{rule} {found[first]} and {found[other]}", remedy)
 
 
 def _fused(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -280,10 +327,9 @@ def _input_scales(reference: nn.Module, names: Iterable[str], batches: Iterable[
     for handle in handles:
         handle.remove()
     for name in names:
-        if name not in largest:
-            raise ConfigError(_WHERE, f"calibration must hold batches that reach {name}, got none")
-        if not bool(largest[name].isfinite()):
-            raise CompatibilityError(_WHERE, f"inputs of {name} must be finite, got {float(largest[name])}", "see NaN")
+        if name not in largest or not bool(largest[name].isfinite()):
+            got = largest[name].item() if name in largest else "none"
+            raise ConfigError(_WHERE, f"calibration must give finite inputs of {name}, got {got}", "use other batches")
     return {name: nvfp4_binary_scale(found) for name, found in largest.items()}
 
 
@@ -338,12 +384,10 @@ def _set_cache(exported: nn.Module, scales: dict[str, dict[str, float]]) -> None
     latent = {name for name in scales if hasattr(exported.get_submodule(name), "kv_b_proj")}
     if odd := sorted(known ^ scales.keys() | latent):
         why = "a latent in vLLM" if odd[0] in latent else "scales" if odd[0] in scales else "none"
-        raise CompatibilityError(
-            _WHERE,
-            f"{odd[0]} must have a cache of its keys and values, with scales, as the format knows it (k_proj, v_proj), "
-            f"got {why}",
-            "leave kv_cache out",
+        rule = (
+            f"{odd[0]} must have a cache of its keys and values, with scales, as the format knows it (k_proj, v_proj)"
         )
+        raise CompatibilityError(_WHERE, f"{rule}, got {why}", "leave kv_cache out")
     cached = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
     scheme = QuantizationScheme(targets=[], input_activations=cached)
     for name, entry in scales.items():
@@ -382,11 +426,7 @@ def _format_scheme(scheme: LayerScheme, rounds_inputs: bool) -> Any:
 
 
 def _write(
-    exported: Any,
-    layers: dict[str, Any],
-    experts: dict[str, dict[str, nn.Linear]],
-    dtype: torch.dtype,
-    folder: Path,
+    exported: Any, layers: dict[str, Any], experts: dict[str, dict[str, nn.Linear]], dtype: torch.dtype, folder: Path
 ) -> str:
     """Write the folder; return its format."""
     from compressed_tensors.compressors import ModelCompressor, compress_module
@@ -442,15 +482,10 @@ def _check_weights(folder: Path, weights: dict[str, Tensor], layers: dict[str, A
         compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
         there = [name] if name in found else _alike(name, others)
         values = [compressor.decompress(dict(found[key]), scheme)["weight"] for key in there]
-        if not values:
-            raise CompatibilityError(_WHERE, f"{name} must be in the file, got another name", "skip it in qat")
         if not any(torch.equal(value.to(expected.dtype), expected) for value in values):
-            raise CompatibilityError(
-                _WHERE,
-                f"{name} must have the weights of the model in the file, got a difference of "
-                f"{float((values[0] - expected.float()).abs().max()):.3g}",
-                "nothing was written",
-            )
+            gap = [f"a difference of {float((value - expected.float()).abs().max()):.3g}" for value in values[:1]]
+            rule = f"{name} must have the weights of the model in the file, got {gap[0] if gap else 'another name'}"
+            raise CompatibilityError(_WHERE, rule, "nothing was written; skip it in qat")
 
 
 def _alike(name: str, others: Iterable[str]) -> list[str]:

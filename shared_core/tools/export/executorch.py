@@ -5,10 +5,12 @@ A model as an ExecuTorch program for phones and boards: XNNPACK's integer kernel
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
+import math
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,26 @@ from eff_kernels.quantization import affine as kernels
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, MissingExtraError
+from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.onnx_layers import EXPORTED, Quantized, of_tokens, shared_grid
+from shared_core.tools.export.onnx_layers import EXPORTED, of_tokens
 from shared_core.tools.export.source import (
+    Quantized,
     arguments,
     baked_copy,
+    check_exportable,
     check_inputs,
+    check_installed,
     float_layers,
     plain,
     quantized_reference,
     quiet,
+    shared_grid,
 )
 
 _INT8 = (-128, 127)
@@ -137,11 +143,7 @@ _PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
 
 @torch.no_grad()
 def program_layer(
-    name: str,
-    module: Any,
-    scheme: LayerScheme,
-    qparams: tuple[Tensor, Tensor] | None,
-    shared: dict[int, Quantized],
+    name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
 ) -> None:
     """Turn a stock layer whose weight holds the values of its codes into one that holds the codes."""
     grid = shared_grid(name, module, module.weight, scheme, shared)
@@ -236,11 +238,16 @@ def export_executorch(
     Example:
         ``export_executorch(apply_ranges(model, ranges), torch.ones(1, 3, 224, 224), "model.pte").integer``
     """
-    if importlib.util.find_spec("executorch") is None:
-        raise MissingExtraError("export_executorch", "executorch", "executorch")
+    check_installed("export_executorch", "executorch", "executorch")
     check_inputs(example_inputs, "export_executorch")
-    reference, names = quantized_reference(model, "export_executorch")
-    exported, layers = _with_codes(reference, names, example_inputs)
+    reference, names = quantized_reference(model, "export_executorch", partial(check_exportable, kinds=EXPORTED))
+    exported, layers, schemes, qparams = baked_copy(reference, names, example_inputs)
+    shared: dict[int, Quantized] = {}
+    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
+    # In the order of the model: a tied weight gets its codes from the layer that comes first.
+    for name, layer in layers.items():
+        program_layer(name, layer, schemes[name], qparams[name], shared)
+    del weights
     with quiet():
         # What XNNPACK takes is known only after lowering: so lower, look, change, and lower again.
         edge, integer = _lowered(exported, example_inputs, layers)
@@ -272,39 +279,22 @@ def export_executorch(
     )  # fmt: skip
 
 
-def _with_codes(reference: nn.Module, names: tuple[str, ...], inputs: Any) -> tuple[nn.Module, dict[str, Any]]:
-    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
-    shared: dict[int, Quantized] = {}
-    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
-    # In the order of the model: a tied weight gets its codes from the layer that comes first.
-    for name, layer in layers.items():
-        program_layer(name, layer, schemes[name], qparams[name], shared)
-    del weights
-    return exported, layers
-
-
 def _output_ranges(
     reference: nn.Module, names: tuple[str, ...], batches: Iterable[Any]
 ) -> dict[str, tuple[float, float]]:
     """Return the smallest and largest output of each layer over batches."""
     found: dict[str, tuple[float, float]] = {}
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            # 0 belongs to each range, as `set_output_range` has it.
-            low, high = found.get(name, (0.0, 0.0))
-            found[name] = (min(low, float(output.min())), max(high, float(output.max())))
+    def watch(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        # 0 belongs to each range, as `set_output_range` has it.
+        low, high = found.get(name, (0.0, 0.0))
+        found[name] = (min(low, float(output.min())), max(high, float(output.max())))
 
-        return hook
-
-    hooks = [reference.get_submodule(name).register_forward_hook(watch(name)) for name in names]
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                call_model(reference, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.callback(reference.get_submodule(name).register_forward_hook(partial(watch, name)).remove)
+        for batch in batches:
+            call_model(reference, batch)
     return found
 
 
@@ -319,11 +309,8 @@ def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[
         program = torch.export.export(exported, args, kwargs)
         edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
     except Exception as error:  # torch.export raises whatever the model makes it
-        raise CompatibilityError(
-            "export_executorch",
-            f"model must be one that torch.export can trace, got {type(error).__name__}: {str(error)[:500]}",
-            "simplify its forward",
-        ) from error
+        rule = f"model must be one that torch.export can trace, got {type(error).__name__}: {str(error)[:500]}"
+        raise CompatibilityError("export_executorch", rule, "simplify its forward") from error
     # A weight that is still dequantised by itself in the graph was not taken into an integer kernel.
     lowered = edge.exported_program()
     buffers = lowered.graph_signature.inputs_to_buffers
@@ -358,27 +345,22 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
         method = Runtime.get().load_program(str(file)).load_method("forward")
         found = [output for output in method.execute(tensors) if isinstance(output, Tensor)]
     except RuntimeError as error:
-        raise CompatibilityError(
-            "export_executorch",
-            f"program must run in ExecuTorch's runtime, got {error}",
-            "nothing was written; look for an operator that it has no kernel for, such as a 3-d convolution",
-        ) from error
+        remedy = "nothing was written; look for an operator that it has no kernel for, such as a 3-d convolution"
+        rule = f"program must run in ExecuTorch's runtime, got {error}"
+        raise CompatibilityError("export_executorch", rule, remedy) from error
     with torch.no_grad():
         expected = [leaf for leaf in tree_leaves(plain(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
-    if len(found) != len(expected):
-        raise CompatibilityError("export_executorch", f"program must have {len(expected)} outputs, got {len(found)}")
     # Relative to the largest output of each: single outputs near 0 would make any change large.
     changes = [
         float((mine.double() - theirs.double()).abs().max() / (theirs.double().abs().max().clamp_min(1e-12)))
-        for mine, theirs in zip(found, expected, strict=True)
+        for mine, theirs in zip(found, expected, strict=False)
         if theirs.numel()
     ]
-    change = max(changes, default=0.0)
+    change = max(changes, default=0.0) if len(found) == len(expected) else math.inf
     # `not <=`, so that a NaN is refused too.
     if not change <= _LARGEST_CHANGE:
-        raise CompatibilityError(
-            "export_executorch",
-            f"outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got a change of {change:.3g}",
-            "nothing was written; give calibration with more batches, or leave it out",
-        )
+        got = f"a change of {change:.3g} in {len(found)} of {len(expected)}"
+        rule = f"outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got {got}"
+        remedy = "nothing was written; give calibration with more batches, or leave it out"
+        raise CompatibilityError("export_executorch", rule, remedy)
     return change

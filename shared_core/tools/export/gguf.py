@@ -1,9 +1,13 @@
-"""A decoder of transformers as a GGUF file, which llama.cpp runs."""
+"""A decoder of transformers as a GGUF file, which llama.cpp runs: architecture, tokenizer and codes in its words."""
 
 from __future__ import annotations
 
 import copy
+import json
+import math
+import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +18,285 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.gguf_architectures import (
-    ARCHITECTURES,
-    add_shape,
-    architecture_of,
-    file_tensors,
-    float_tensor,
-)
-from shared_core.tools.export.gguf_tokenizer import add_tokenizer
-from shared_core.tools.export.served import ServedReport, served_model
+from shared_core.tools.export.served import ServedReport, check_difference, served_model
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import difference, outputs
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """llama.cpp's computation of a model of transformers.
+
+    Attributes:
+        name: Of ``gguf.MODEL_ARCH``.
+        activation: The only one that it has.
+        side_by_side: Whether pairs of queries and keys that are rotated lie side by side.
+        norm_offset: What is added to the weights of norms.
+        windows: Whether layers may have sliding windows; elsewhere a window limits the context.
+        normalizes_experts: Whether the weights of the chosen experts sum to 1; None: there are none, or no choice.
+        scale_layers: Layers of its one size whose attention is scaled by hidden size over heads; None: the width of a
+            head scales it in all.
+        loads: Whether transformers' loader of GGUF knows it (5.23).
+    """
+
+    name: str
+    activation: str = "silu"
+    side_by_side: bool = False
+    norm_offset: float = 0.0
+    windows: bool = False
+    normalizes_experts: bool | None = None
+    scale_layers: int | None = None
+    loads: bool = True
+
+
+_GELU = "gelu_pytorch_tanh"
+ARCHITECTURES = {
+    "llama": Architecture("LLAMA", side_by_side=True),
+    "mistral": Architecture("LLAMA", side_by_side=True, loads=False),
+    "mixtral": Architecture("LLAMA", side_by_side=True, loads=False),
+    "qwen2": Architecture("QWEN2"),
+    "qwen3": Architecture("QWEN3"),
+    "qwen2_moe": Architecture("QWEN2MOE", normalizes_experts=False),
+    "qwen3_moe": Architecture("QWEN3MOE", normalizes_experts=True),
+    "gemma2": Architecture("GEMMA2", _GELU, norm_offset=1.0, windows=True, scale_layers=46),
+    "gemma3_text": Architecture("GEMMA3", _GELU, norm_offset=1.0, windows=True, scale_layers=62),
+    "phi3": Architecture("PHI3"),
+    "olmo2": Architecture("OLMO2", loads=False),
+    "starcoder2": Architecture("STARCODER2", _GELU),
+    "gpt2": Architecture("GPT2", "gelu_new"),
+}
+
+
+def _architecture_of(config: Any) -> Architecture:
+    return ARCHITECTURES[config.model_type]
+
+
+def _file_tensors(name: str, value: Tensor, config: Any, names: Any) -> dict[str, Tensor]:
+    """Return a parameter, or its packed bytes, under its names in the file: experts' gates and what they gate apart."""
+    base, _, leaf = name.rpartition(".")
+    parts = {name: value}
+    if leaf == "gate_up_proj":
+        middle = value.shape[1] // 2
+        parts = {f"{base}.gate_proj": value[:, :middle], f"{base}.up_proj": value[:, middle:]}
+    found = {}
+    for part, rows in parts.items():
+        other = names.get_name(part, try_suffixes=(".weight", ".bias"))
+        if other is None:
+            rule = f"{name} must have a name in llama.cpp's {config.model_type}, got none"
+            raise CompatibilityError(_WHERE, rule, "export a causal model")
+        stacked = "" if leaf in ("weight", "bias") else ".weight"
+        found[f"{other}{stacked}"] = _ordered(part, rows, config).contiguous()
+    return found
+
+
+def _ordered(name: str, value: Tensor, config: Any) -> Tensor:
+    """Return rows in llama.cpp's order: where pairs that are rotated lie side by side, queries and keys in that one."""
+    if name.endswith("shared_expert_gate.weight"):
+        return value[0]
+    if not _architecture_of(config).side_by_side or (".q_proj." not in name and ".k_proj." not in name):
+        return value
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    return value.view(heads, 2, -1, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+
+
+def _float_tensor(name: str, value: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """Return a parameter without codes as the file has it: vectors, tables of positions and routers in float32."""
+    if name.endswith("norm.weight"):
+        return value.float() + _architecture_of(config).norm_offset
+    router = name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight", ".wpe.weight"))
+    return value.float() if value.dim() == 1 or router else value.to(dtype)
+
+
+def _add_shape(writer: Any, config: Any) -> Tensor | None:
+    """Write a configuration; return what Llama 3 divides its frequencies by, None if nothing."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _check_settings(config, width)
+    windows = _architecture_of(config).windows
+    window = getattr(config, "sliding_window", None) or math.inf
+    writer.add_context_length(
+        int(config.max_position_embeddings if windows else min(config.max_position_embeddings, window))
+    )
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    )
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", heads))
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_epsilon)
+    if windows:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if config.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if hasattr(config, "shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    return _add_positions(writer, config, width)
+
+
+def _check_settings(config: Any, width: int) -> None:
+    """Refuse settings that llama.cpp's architecture has not."""
+    own = _architecture_of(config)
+    activation = next(
+        value
+        for name in ("hidden_act", "hidden_activation", "activation_function")
+        if (value := getattr(config, name, None))
+    )
+    allowed: dict[str, tuple[Any, Any]] = {"activation": (activation, own.activation)}
+    if own.normalizes_experts is not None:
+        allowed["norm_topk_prob"] = (config.norm_topk_prob, own.normalizes_experts)
+        dense = config.mlp_only_layers or config.decoder_sparse_step != 1
+        allowed["layers without experts"] = (bool(dense), False)
+    if own.scale_layers is not None:
+        scaled = config.hidden_size // config.num_attention_heads
+        expected = scaled if config.num_hidden_layers == own.scale_layers else width
+        allowed["query_pre_attn_scalar"] = (config.query_pre_attn_scalar, expected)
+        allowed["use_bidirectional_attention"] = (bool(getattr(config, "use_bidirectional_attention", False)), False)
+        allowed["attn_logit_softcapping"] = (bool(config.attn_logit_softcapping), own.name == "GEMMA2")
+    if config.model_type == "gpt2":
+        odd = config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights or config.add_cross_attention
+        allowed["other scales of attention, or cross-attention"] = (odd, False)
+    for name, (found, expected) in allowed.items():
+        if found != expected:
+            rule = f"{name} must be {expected} for llama.cpp's {config.model_type}, got {found}"
+            raise CompatibilityError(_WHERE, rule, "use onnx")
+
+
+def _add_positions(writer: Any, config: Any, width: int) -> Tensor | None:
+    import gguf
+
+    if config.model_type == "gpt2":
+        return None
+    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
+    sliding = dict(rope.get("sliding_attention") or {})
+    rope = dict(rope.get("full_attention") or rope)
+    scaling, of_windows = (part.get("rope_type", "default") for part in (rope, sliding))
+    if scaling not in ("default", "linear", "llama3") or of_windows != "default":
+        found = scaling if of_windows == "default" else f"{of_windows} in windows"
+        raise CompatibilityError(_WHERE, f"model must have default, linear or llama3 positions, got {found}")
+    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if sliding:
+        writer.add_rope_freq_base_swa(float(sliding["rope_theta"]))
+    if scaling == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    return _frequency_factors(rope, width) if scaling == "llama3" else None
+
+
+def _frequency_factors(rope: dict[str, Any], width: int) -> Tensor:
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return factors.float()
+
+
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _REST: "qwen2"}
+"""The pattern that splits text before merges → llama.cpp's name."""
+
+
+def add_tokenizer(writer: Any, folder: Path | None, size: int) -> None:
+    """Write a folder's ``tokenizer.json`` for a model of `size` tokens, or that there is none."""
+    import gguf
+
+    if folder is None:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    kind, split = _kind(described)
+    tokens, types = _tokens(described, size, kind)
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    if kind == "llama":
+        writer.add_token_scores(_scores(described, tokens))
+        writer.add_add_space_prefix(_adds_space(described))
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=kind == "gpt2", n_vocab=size)
+    for name in ("bos", "eos"):  # else llama.cpp has a default of its own
+        special.add_special_token.setdefault(name, False)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _parts(described: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    part = described.get(name) or {}
+    return part.get("pretokenizers") or part.get("normalizers") or [part]
+
+
+def _kind(described: dict[str, Any]) -> tuple[str, str]:
+    """Return llama.cpp's names of a tokenizer and of how it splits text first."""
+    model, parts = described.get("model", {}), _parts(described, "pre_tokenizer")
+    split = next((part.get("pattern", {}).get("Regex", "?") for part in parts if part.get("type") == "Split"), None)
+    levels = [part for part in parts if part.get("type") == "ByteLevel"]
+    name = None
+    if model.get("type") == "BPE" and levels:
+        name = "gpt-2" if split is None and levels[0].get("use_regex", True) else SPLITS.get(split or "")
+        kind = "gpt2"
+    elif model.get("type") == "BPE" and model.get("byte_fallback"):
+        name, kind = "default", "llama"
+    if name is None:
+        rule = "tokenizer must be BPE that splits text as Llama's, Qwen2's or GPT-2's does, for llama.cpp, got"
+        got = f"{model.get('type')} with {split or [part.get('type') for part in parts]}"
+        raise CompatibilityError(_WHERE, f"{rule} {got}", "pass no tokenizer, and give llama.cpp tokens by number")
+    return kind, name
+
+
+def _tokens(described: dict[str, Any], size: int, kind: str) -> tuple[list[str], list[int]]:
+    from gguf import TokenType
+
+    model = described["model"]
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [int(TokenType.UNUSED)] * size
+    added = {token["content"]: token for token in described.get("added_tokens", [])}
+    numbers = {**model["vocab"], **{content: token["id"] for content, token in added.items()}}
+    if (largest := max(numbers.values())) >= size:
+        raise CompatibilityError(_WHERE, f"tokenizer must have at most the model's {size} tokens, got number {largest}")
+    for content, number in numbers.items():
+        tokens[number], found = content, TokenType.NORMAL
+        if content == model.get("unk_token"):
+            found = TokenType.UNKNOWN
+        elif content in added:
+            found = TokenType.CONTROL if added[content]["special"] else TokenType.USER_DEFINED
+        elif kind == "llama" and re.fullmatch(r"<0x[0-9A-F]{2}>", content):
+            found = TokenType.BYTE
+        types[number] = int(found)
+    return tokens, types
+
+
+def _scores(described: dict[str, Any], tokens: list[str]) -> list[float]:
+    """Return a score for each token that makes llama.cpp merge in the order of the merges."""
+    scores: dict[str, float] = {}
+    for rank, merge in enumerate(described["model"]["merges"]):
+        scores.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
+    last = -float(len(scores))
+    return [scores.get(token, last) for token in tokens]
+
+
+def _adds_space(described: dict[str, Any]) -> bool:
+    prepends = any(part.get("type") == "Prepend" for part in _parts(described, "normalizer"))
+    return prepends or any(
+        part.get("type") == "Metaspace" and part.get("prepend_scheme", "always") != "never"
+        for part in _parts(described, "pre_tokenizer")
+    )
+
 
 _WHERE = "export_gguf"
 _BLOCK = 32  # weights that share a scale in the file
@@ -96,20 +368,16 @@ def export_gguf(
 def _check_layer(name: str, module: Any, where: str) -> None:
     """Refuse a layer that no type of the format holds."""
     scheme: LayerScheme = module.quantizer.scheme
-    wide = scheme.affine and scheme.weight_bits > 4
-    if scheme.weight not in ("channel", "group") or wide:
-        raise CompatibilityError(
-            where,
-            f"{name} must have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits",
-            "choose scheme int8_dynamic, int8_weight or int4_weight",
-        )
     widths = {scheme.group_size or weight.shape[-1] for weight in weights_of(module).values()}
-    if width := next((width for width in sorted(widths) if width % _BLOCK), None):
-        raise CompatibilityError(
-            where,
-            f"{name} must have a multiple of {_BLOCK} weights for each scale, got {width}",
-            "set qat.group_size, or skip the layer",
-        )
+    odd = [width for width in sorted(widths) if width % _BLOCK]
+    fits = scheme.weight in ("channel", "group") and not (scheme.affine and scheme.weight_bits > 4)
+    if not fits or odd:
+        rule = f"have codes of Q8_0, Q4_0 or Q4_1, got weight {scheme.weight} of {scheme.weight_bits} bits"
+        remedy = "choose scheme int8_dynamic, int8_weight or int4_weight"
+        if fits:
+            rule = f"have a multiple of {_BLOCK} weights for each scale, got {odd[0]}"
+            remedy = "set qat.group_size, or skip the layer"
+        raise CompatibilityError(where, f"{name} must {rule}", remedy)
 
 
 def _blocks(
@@ -122,11 +390,9 @@ def _blocks(
     half = scale.half()
     off = (half.float() - scale).abs() > 1e-2 * scale
     if bool(off.any()) or not bool(torch.isfinite(half).all() & torch.isfinite(values).all()):
-        raise CompatibilityError(
-            _WHERE,
-            f"{name} must have scales that float16 holds to 1 %, got {float(scale[off | half.isinf()].max()):.3g}",
-            "skip the layer in qat",
-        )
+        got = f"{float(scale[off | half.isinf()].max()):.3g}"
+        rule = f"{name} must have scales that float16 holds to 1 %, got {got}"
+        raise CompatibilityError(_WHERE, rule, "skip the layer in qat")
     whole = codes - low.unsqueeze(1) if scheme.affine else codes
     shape = (*weight.shape[:-1], weight.shape[-1] // _BLOCK)
     spread = [part.repeat_interleave(repeats).view(shape) if len(part) else part for part in (half, values)]
@@ -178,25 +444,25 @@ def _write(
     import gguf
 
     config = exported.config
-    kind = gguf.MODEL_ARCH[architecture_of(config).name]
+    kind = gguf.MODEL_ARCH[_architecture_of(config).name]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     types = Counter(_type_of(block) for block in made.values())
     names = tuple(name for name, _ in types.most_common())
     writer.add_name(config.model_type)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{names[0]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    factors = add_shape(writer, config)
-    add_tokenizer(writer, tokenizer, config.vocab_size, _WHERE)
+    factors = _add_shape(writer, config)
+    add_tokenizer(writer, tokenizer, config.vocab_size)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     of_file = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, value in _tensors(exported).items():
         block = made.get(id(value))
-        rows = float_tensor(name, value.detach(), config, dtype) if block is None else _packed(block)
+        rows = _float_tensor(name, value.detach(), config, dtype) if block is None else _packed(block)
         raw = None if block is None else gguf.GGMLQuantizationType[_type_of(block)]
         if rows.dtype == torch.bfloat16:
             rows, raw = rows.view(torch.uint8), gguf.GGMLQuantizationType.BF16
-        for other, data in file_tensors(name, rows, config, of_file).items():
+        for other, data in _file_tensors(name, rows, config, of_file).items():
             writer.add_tensor(other, data.numpy(), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -211,18 +477,17 @@ def _check_codes(path: Path, exported: Any, made: dict[int, tuple[Tensor, Tensor
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     config = exported.config
-    of_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture_of(config).name], config.num_hidden_layers)
+    of_file = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_architecture_of(config).name], config.num_hidden_layers)
     worst = 0.0
     for name, value in _tensors(exported).items():
         if id(value) not in made:
             continue
         expected = _values(made[id(value)])
-        for other, rows in file_tensors(name, expected, config, of_file).items():
+        for other, rows in _file_tensors(name, expected, config, of_file).items():
             weight = torch.from_numpy(gguf.dequantize(found[other].data, found[other].tensor_type).copy())
             if not torch.equal(weight.view_as(rows), rows):
-                raise CompatibilityError(
-                    _WHERE, f"{name} must have the codes of the model in the file, got others", "nothing was written"
-                )
+                rule = f"{name} must have the codes of the model in the file, got others"
+                raise CompatibilityError(_WHERE, rule, "nothing was written")
         peak = float(value.detach().abs().max())
         worst = max(worst, float((expected - value.detach()).abs().max()) / peak if peak else 0.0)
     return worst
@@ -235,11 +500,5 @@ def _check_outputs(path: Path, exported: Any, expected: Any, inputs: Any, tolera
             path.parent, gguf_file=path.name, config=copy.deepcopy(exported.config), dtype=torch.float32
         )
     change = difference(expected, outputs(loaded, inputs))
-    if not change <= tolerance:
-        raise CompatibilityError(
-            _WHERE,
-            f"outputs of the file, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
-            f"of {change:.3g}",
-            "nothing was written",
-        )
+    check_difference(_WHERE, "file", change, tolerance)
     return change

@@ -1,7 +1,6 @@
 """Write a model as an ONNX file; quantised layers have explicit QuantizeLinear and DequantizeLinear nodes.
 
-Which axes of the inputs stay open; quantisers for activations between convolutions that no layer quantises; weights as
-unsigned codes for processors on which products with signed codes saturate.
+Which axes of the inputs stay open, and what torch.onnx is kept from doing twice.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import dataclasses
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
@@ -29,225 +26,43 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-from shared_core.config.options import coerce
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
+from shared_core.config.options import checked
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
-from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
-from shared_core.tools.export.onnx_layers import EXPORTED, check_exportable, to_export, translations
-from shared_core.tools.export.onnx_recurrent import RECURRENT, recurrent_translations, to_export_recurrent
+from shared_core.tools.export.onnx_files import (
+    Codes,
+    WeightCodes,
+    checking,
+    integer_nodes,
+    make_unsigned,
+    opened,
+    quantize_activations,
+    relative_change,
+    wants_unsigned,
+)
+from shared_core.tools.export.onnx_layers import (
+    EXPORTED,
+    RECURRENT,
+    recurrent_translations,
+    to_export,
+    to_export_recurrent,
+    translations,
+)
 from shared_core.tools.export.source import (
     arguments,
     baked_copy,
+    check_exportable,
     check_inputs,
+    check_installed,
     float_layers,
     plain,
     quantized_reference,
     quiet,
 )
-from shared_core.tools.export.verify import checking, feeds, integer_nodes, opened, probing, relative_change, session_of
-
-# A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
-_FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
-_JOINS = frozenset({"Add", "Concat"})
-
-
-Codes = dict[str, tuple[float, int]]
-"""Name of a tensor in an ONNX file → scale and zero point of its uint8 codes."""
-
-
-def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
-    """Write an exported file anew so that convolutions hand codes on; return the codes of the tensors that got some.
-
-    Without `calibration`, or where it lacks a tensor, nothing is written; returned are the tensors that stay in float.
-
-    onnxruntime sums a convolution in integers only where its output is quantised. Where a residual sum, a
-    concatenation or an average pool reads the output, training has put no quantiser: one is added, in uint8, with the
-    range of least squared error over the calibration batches. Readers of a tensor that is quantised for some layer
-    read those codes too, and so sums and concatenations of codes are computed on codes. Biases of convolutions take
-    the scale of the sums, s_x·s_w, whatever that rounds away. Outputs of the model stay in float.
-
-    Args:
-        exact: As `export_onnx` writes it.
-        file: Where it is written.
-        calibration: Batches of inputs, each as `call_model` takes them, or the codes that these gave.
-
-    Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
-    """
-    import onnx_ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    model = onnx_ir.load(exact)
-    graph = model.graph
-    new: list[Any] = []
-    # A copy of the nodes: some are added while the graph is walked.
-    for node in tuple(graph):
-        integer = _is_integer_convolution(node)
-        if integer:
-            _round_bias(graph, node)
-        if integer or _joins_codes(node):
-            _hand_on_codes(graph, _end_of(node.outputs[0]), new)
-    # Placed first, measured then: which tensors need a range is known only from the graph. The ranges are of the
-    # exact file, so quantisers before one do not shift it.
-    names = tuple(quantizer.inputs[0].name for quantizer in new)
-    if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
-        return names
-    codes = calibration if isinstance(calibration, dict) else _observed(exact, names, calibration)
-    for quantizer, (scale, zero_point) in zip(new, map(codes.__getitem__, names), strict=True):
-        # A scale and a zero point of each tensor, unsigned: onnxruntime's fast kernels take uint8 inputs.
-        for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
-            value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
-            graph.register_initializer(value)
-    # Layers whose input is handed on as codes have a quantiser of their own that nothing reads now.
-    RemoveUnusedNodesPass()(model)
-    graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
-    onnx_ir.save(model, file)
-    return {name: codes[name] for name in names}
-
-
-def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
-    """Return the codes of the tensors, over all batches."""
-    # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
-    bank = EstimatorBank("mse", [(0, 255)] * len(names))
-    batches = 0
-    session = probing(opened(file), names, "FLOAT")
-    for batch in calibration:
-        batches += 1
-        try:
-            found = session.run(names, feeds(session, batch)) if names else ()
-        except Exception as error:  # onnxruntime's errors share no public base
-            raise ConfigError(
-                "export_onnx",
-                f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})",
-                "pass batches like example_inputs, without labels",
-            ) from error
-        for row, value in enumerate(found):
-            bank.observe(row, torch.from_numpy(value))
-    if not batches:
-        raise ConfigError("export_onnx", "calibration must hold batches, got none")
-    bank.commit(bank.window)  # one process exports, whatever others there are
-    missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
-    if missing:
-        raise TrainingError(
-            "export_onnx", f"calibration must give finite values, but {', '.join(missing[:5])} had none", "look for NaN"
-        )
-    return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
-
-
-def _is_code(value: Any) -> bool:
-    """Return whether a tensor (an `onnx_ir.Value`) is dequantised codes."""
-    return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
-
-
-def _is_activation(value: Any) -> bool:
-    # an embedding's codes come out of a Gather
-    maker = value.producer().inputs[0].producer() if _is_code(value) else None
-    return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
-
-
-def _is_integer_convolution(node: Any) -> bool:
-    """Return whether codes go in, of input and weight and of the bias if there is one."""
-    return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
-
-
-def _joins_codes(node: Any) -> bool:
-    """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
-    if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
-        return False
-    # All inputs must be codes, or onnxruntime leaves the sum in float and dequantises each.
-    others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
-    if None in others.values():
-        return False
-    for value, quantizer in others.items():
-        _let_read(value, quantizer)
-    return True
-
-
-def _constant(graph: Any, name: str, array: Any) -> Any:
-    """Return the graph's constant of this name, made of the array if there is none."""
-    import onnx_ir
-
-    if name not in graph.initializers:
-        graph.register_initializer(onnx_ir.val(name, const_value=onnx_ir.tensor(np.asarray(array), name=name)))
-    return graph.initializers[name]
-
-
-def _round_bias(graph: Any, convolution: Any) -> None:
-    """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
-    import onnx_ir
-
-    if len(convolution.inputs) < 3:
-        return
-    makers = [value.producer() for value in convolution.inputs]
-    # inputs[1] of a DequantizeLinear is its scale. float64, so that the quotient below rounds once.
-    x_scale, w_scale, b_scale = (maker.inputs[1].const_value.numpy().astype(np.float64) for maker in makers)
-    step = x_scale * w_scale
-    # QLinearConv adds an int32 bias to the sums of s_x s_w: it must lie on that very grid, b = s_x s_w q.
-    codes = np.rint(makers[2].inputs[0].const_value.numpy() * b_scale / step)
-    # 2^30: a bias may not fill the 32 bits that the sums are added into.
-    name, largest = f"{convolution.outputs[0].name}_bias", 2**30
-    arrays = {
-        "codes": np.clip(codes, -largest, largest).astype(np.int32),
-        "scale": step.astype(np.float32),
-        "zero_point": np.zeros(len(step), np.int32),
-    }
-    inputs = [_constant(graph, f"{name}_{kind}", array) for kind, array in arrays.items()]
-    rounded = onnx_ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[onnx_ir.val(name)])
-    graph.insert_before(convolution, rounded)
-    convolution.replace_input_with(2, rounded.outputs[0])
-
-
-def _end_of(value: Any) -> Any:
-    """Return the tensor behind the operations that a runtime computes on codes."""
-    readers = value.consumers()
-    # With one reader only: another one needs the tensor as it is before the operation.
-    while len(readers) == 1 and readers[0].op_type in _FOLLOWS and not value.is_graph_output():
-        value = readers[0].outputs[0]
-        readers = value.consumers()
-    return value
-
-
-def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
-    """Make all readers of a tensor read its codes; a quantiser that it gets for that is added to `new`."""
-    import onnx_ir
-
-    readers = value.consumers()
-    # A graph's output stays in float, and codes that only a quantiser reads are codes already.
-    if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
-        return
-    quantizer = _quantizer_of(value)
-    if quantizer is None:
-        parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
-        codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
-        # The constants have no values yet: `quantize_activations` measures them and fills them in.
-        quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
-        graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
-        new.append(quantizer)
-    _let_read(value, quantizer)
-
-
-def _quantizer_of(value: Any) -> Any | None:
-    """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
-    found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
-    # Layers that read one tensor each have a range for it. The widest holds all values; its steps are the coarser
-    # ones.
-    return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)
-
-
-def _dequantized(quantizer: Any) -> Any | None:
-    readers = quantizer.outputs[0].consumers()
-    return next((node.outputs[0] for node in readers if node.op_type == "DequantizeLinear"), None)
-
-
-def _let_read(value: Any, quantizer: Any) -> None:
-    # tuple: the uses change while they are walked.
-    for reader, place in tuple(value.uses()):
-        if reader is not quantizer:
-            reader.replace_input_with(place, _dequantized(quantizer))
-
 
 _SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file is run with one less, too
 
@@ -256,12 +71,8 @@ def check_length(inputs: Any) -> None:
     """Refuse inputs without a length to leave open."""
     shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
     if len(shape) < 2 or shape[1] < _SHORTEST:
-        raise ConfigError(
-            "export_onnx",
-            f"dynamic_length must come with example_inputs of shape (batch, length, ...) and a length of {_SHORTEST} "
-            f"at least, got {shape}",
-            "give longer ones or leave it out",
-        )
+        rule = f"dynamic_length must come with example_inputs of (batch, length, ...), {_SHORTEST} long at least"
+        raise ConfigError("export_onnx", f"{rule}, got {shape}", "give longer ones or leave it out")
 
 
 def two_examples(inputs: Any) -> Any:
@@ -275,11 +86,7 @@ def two_examples(inputs: Any) -> Any:
 def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
     """Return for `torch.export` which axes of the inputs stay open, None for none.
 
-    Args:
-        inputs: A tensor, a tuple of arguments or a dictionary of keyword arguments.
-        batch: Leave the first axis of all open that are as many as the first.
-        length: Leave the second axis of all open that are as long as the first. Inputs whose names begin with
-            ``decoder_`` have a length of their own.
+    Inputs whose names begin with ``decoder_`` have a length of their own.
     """
     if not (batch or length):
         return None
@@ -324,97 +131,7 @@ def _has_length(path: KeyPath, value: Any, lengths: Mapping[str, int]) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == lengths.get(_axis(path))
 
 
-WeightCodes = Literal["auto", "signed", "unsigned"]
-_EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
-
-
-def wants_unsigned(weight_codes: str) -> bool:
-    """Return whether weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
-
-    Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
-    Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
-
-    Example:
-        >>> wants_unsigned("unsigned"), wants_unsigned("signed")
-        (True, False)
-    """
-    coerce(weight_codes, WeightCodes, "export_onnx", "weight_codes")
-    return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
-
-
-@cache
-def onnxruntime_sums_exactly() -> bool:
-    """Return whether onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
-
-    One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
-    """
-    if find_spec("onnxruntime") is None:
-        return False
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    # 64 products of 255 * 127 in int16 pairs saturate (VPMADDUBSW) on processors without VNNI: two of them exceed
-    # 32767.
-    inputs, outputs = 64, 32
-    weight = numpy_helper.from_array(np.full((inputs, outputs), 127, np.int8), "weight")
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["codes", "weight"], ["sums"])],
-        "saturation",
-        [helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", inputs])],
-        [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", outputs])],
-        [weight],
-    )
-    # of an IR and an opset that every onnxruntime of the extra reads
-    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
-    with scratch_folder() as folder:
-        file = folder / "saturation.onnx"
-        onnx.save(model, file)
-        session = session_of(file, optimise=True)
-        # One row and 17: onnxruntime may choose another kernel for a single row, and one saturate where the other
-        # does not.
-        sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
-    return all((found == 255 * 127 * inputs).all() for found in sums)
-
-
-def make_unsigned(file: Path) -> bool:
-    """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values; return whether there are any.
-
-    Weights whose codes are too small to saturate stay, and so do embeddings, of which rows are taken.
-    """
-    import onnx_ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    model: Any = onnx_ir.load(file)
-    graph, changed = model.graph, False
-    for node in graph:
-        # Where the weight's codes stand in these operators' inputs.
-        place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
-        value = None if place is None else node.inputs[place]
-        maker: Any = None if value is None else value.producer()
-        turned = maker is not None and maker.op_type == "Transpose"  # a large weight of MatMulInteger, until it is run
-        value = maker.inputs[0] if turned else value
-        if place is None or value is None or value.const_value is None:
-            continue
-        codes = value.const_value.numpy()
-        # Codes up to 64 are exact as they are: a pair of products fits 16 bits.
-        if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
-            continue
-        name = f"{value.name}_unsigned"
-        codes = codes.T if turned else codes
-        # of a product the second zero point is that of the weights
-        zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
-        node.resize_inputs(3 + place)
-        # int16 in between: 127 + 128 does not fit int8.
-        node.replace_input_with(place, _constant(graph, name, (codes.astype(np.int16) + 128).astype(np.uint8)))
-        node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
-        changed = True
-    RemoveUnusedNodesPass()(model)
-    onnx_ir.save(model, file)
-    return changed
-
-
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
-_OPSETS = range(21, 24)
 _FIXED = {
     "dynamic_batch": "dynamic_batch=False (eff export: --static-batch)",
     "dynamic_length": "dynamic_length=False (eff export: --length for a folder, no --dynamic-length for a function)",
@@ -529,11 +246,8 @@ def export_onnx(
     unsigned = wants_unsigned(weight_codes)
     reference, names = quantized_reference(model, "export_onnx", partial(check_exportable, kinds=EXPORTED | RECURRENT))
     if calibration is not None and not names:
-        raise MatchError(
-            "export_onnx",
-            "with calibration model must have quantised layers, found none",
-            "train it with qat, or call apply_ranges on a model with baked weights",
-        )
+        remedy = "train it with qat, or call apply_ranges on a model with baked weights"
+        raise MatchError("export_onnx", "with calibration model must have quantised layers, found none", remedy)
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: Codes = {}
     waiting: tuple[str, ...] = ()
@@ -585,17 +299,7 @@ def export_onnx(
 
 
 def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
-    """Return the codes that `export_onnx` with `calibration` gives tensors between layers; none without convolutions.
-
-    Args:
-        model: As `export_onnx` takes it.
-        calibration: Batches of inputs.
-
-    Raises:
-        MissingExtraError: If onnx, onnxscript or onnxruntime is not installed.
-        CompatibilityError: If the model cannot be exported.
-        ConfigError: If batches differ in what the file leaves fixed.
-    """
+    """Return the codes that `export_onnx` with calibration gives tensors between layers; none without convolutions."""
     if not any(isinstance(layer, nn.modules.conv._ConvNd) and is_quantized(layer) for layer in model.modules()):
         return {}
     with scratch_folder() as folder:
@@ -605,10 +309,8 @@ def codes_between_layers(model: nn.Module, calibration: list[Any]) -> Codes:
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
     for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
-        if importlib.util.find_spec(library) is None:
-            raise MissingExtraError("export_onnx", library, "onnx")
-    if isinstance(opset, bool) or opset not in _OPSETS:
-        raise ConfigError("export_onnx", f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
+        check_installed("export_onnx", library, "onnx")
+    checked(opset, int, "export_onnx", "opset", low=21, high=23)
     check_inputs(example_inputs, "export_onnx")
 
 
@@ -661,11 +363,8 @@ def _export(
     for place, axis in enumerate(("batch", "length")):
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
-            raise CompatibilityError(
-                "export_onnx",
-                f"model must take any {axis} to leave it open, and its forward fixes it",
-                f"make it depend on the inputs' shapes{hint}",
-            )
+            rule = f"model must take any {axis} to leave it open, and its forward fixes it"
+            raise CompatibilityError("export_onnx", rule, f"make it depend on the inputs' shapes{hint}")
     program.save(file)
     return taken
 
@@ -720,11 +419,8 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             # The innermost cause tells what the model does; the outer ones repeat the exporter's advice.
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            raise CompatibilityError(
-                "export_onnx",
-                f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}",
-                f"simplify its forward{hint}",
-            ) from error
+            rule = f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}"
+            raise CompatibilityError("export_onnx", rule, f"simplify its forward{hint}") from error
 
 
 def _names(output: Any) -> list[str] | None:
@@ -801,9 +497,6 @@ def _check_shorter(check: Callable[[Any], tuple[float, float]], inputs: Any) -> 
     try:
         return check(one_shorter(plain(inputs)))[0]
     except Exception as error:  # the model's own, or onnxruntime's many
-        raise CompatibilityError(
-            "export_onnx",
-            "file must compute what the model does at every length, and with example_inputs that are shorter by one "
-            f"it did not: {str(error)[:500]}",
-            f"pass {_FIXED['dynamic_length']}",
-        ) from error
+        rule = "file must compute what the model does at every length, and with example_inputs that are shorter by one"
+        told = f"{rule} it did not: {str(error)[:500]}"
+        raise CompatibilityError("export_onnx", told, f"pass {_FIXED['dynamic_length']}") from error

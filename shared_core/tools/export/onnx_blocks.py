@@ -29,12 +29,7 @@ _PLACES = frozenset({"layer_idx", "layer_id"})
 
 @dataclasses.dataclass
 class _Call:
-    """The call of a block while the model is traced.
-
-    Attributes:
-        leaves: Its arguments, flattened; of a tensor its type and its axes, of which open ones have a symbol.
-        spec: Their structure.
-    """
+    """The call of a block while the model is traced."""
 
     leaves: list[Any]
     spec: Any

@@ -6,11 +6,10 @@ of weight and bias are found from their values.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from eff_kernels.quantization import affine as kernels
@@ -19,177 +18,10 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import change_class
-from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
-from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
+from shared_core.modules.weight_views import TRANSPOSED, compute, from_rows, weights_of
+from shared_core.quantization.layers.fake_quant_layers import restore
 from shared_core.quantization.schemes import LayerScheme
-
-_ON_GRID = 1e-3
-_IN_CACHE = 2**16  # values
-_SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float whose bias scale is 1 % off s_x·s_w
-
-
-def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, scales) of rows that hold whole multiples of a scale each; None if one does not.
-
-    The scale is ``max|w|/m`` for the first m of `qmax`, 1, 2, … `limit` that makes every value of the row whole. Two
-    different grids differ by at least 1/128 of a step somewhere, so none is taken for another.
-
-    Args:
-        rows: (rows, values), float32, finite.
-        qmax: Largest code, and the magnitude that the largest value most likely has.
-        limit: Largest magnitude of a code.
-
-    Returns:
-        int8 and float32; a row of zeros has the smallest scale of the others.
-
-    Example:
-        >>> codes, scale = grid_of(torch.tensor([[0.5, -1.0, 1.5]]), 7, 8)
-        >>> codes.tolist(), scale.tolist()
-        ([[1, -2, 3]], [0.5])
-    """
-    codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows))
-    # Some rows at a time: what is computed of them stays in the processor's cache.
-    size = max(1, _IN_CACHE // max(1, rows.shape[1]))
-    parts = zip(torch.split(rows, size), torch.split(codes, size), torch.split(scale, size), strict=True)
-    if not all(_fill_grid(some, its_codes, its_scale, qmax, limit) for some, its_codes, its_scale in parts):
-        return None
-    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
-    known = scale[scale > 0]
-    scale[scale == 0] = known.min() if len(known) else 1.0
-    return codes, scale
-
-
-def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int) -> bool:
-    """Write codes and scales as `grid_of`, 0 as the scale of a row of zeros; return whether every row has a grid."""
-    # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
-    # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
-    # (two reductions: torch's aminmax along an axis takes ten times as long as both)
-    lowest, highest = rows.amin(1), rows.amax(1)
-    largest = torch.maximum(highest, -lowest)
-    left = largest.nonzero().squeeze(1)
-    if len(left) < len(rows):
-        codes.zero_()
-        scale.zero_()
-    for steps in itertools.chain((qmax,), (m for m in range(1, limit + 1) if m != qmax)):
-        if not len(left):
-            break
-        some = len(left) < len(rows)
-        step = (largest[left] if some else largest) / steps
-        exact = (rows[left] if some else rows) / step.unsqueeze(1)
-        rounded = exact.round()
-        error = exact.sub_(rounded).abs_().amax(1)
-        # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
-        fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
-        if fits.all() and not some:
-            codes.copy_(rounded)
-            scale.copy_(step)
-            return True
-        codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]
-        left = left[~fits]
-    return not len(left)
-
-
-def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return (codes, scales) of a bias, for integer kernels that add it to their sums; None if it does not fit.
-
-    The scale is ``s_x·s_w``. Where rounding would move a bias by more than the tolerance, scales are moved to
-    ``b/code``, which stands for it exactly: by 1 % at most, if that does. Kernels that sum integers take the codes
-    alone.
-
-    Example:
-        >>> bias_codes(torch.tensor([0.5, 0.26]), torch.tensor([0.1, 0.1]), torch.zeros(2))
-        (tensor([5, 3], dtype=torch.int32), tensor([0.1000, 0.0867]))
-    """
-    bias, step = bias.double(), step.double()
-    codes = (bias / step).round()
-    # Room for the sums that the bias is added to, in int32.
-    if not bool((codes.abs() < 2**30).all()):
-        return None
-    # The scale for which this code is exactly the bias, kept within what onnxruntime takes as s_x s_w.
-    near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
-        step * (1 - _SAME_SCALE), step * (1 + _SAME_SCALE)
-    )
-    # First the exact step, then the nearby scale. The first one within tolerance runs on integers.
-    for scale in (step, near):
-        if bool(((codes * scale - bias).abs() <= tolerance).all()):
-            return codes.to(torch.int32), scale.float()
-    # Else: one code with a scale of its own stands for any bias exactly, and onnxruntime leaves the layer in float.
-    codes = torch.where((codes == 0) & (bias != 0), bias.sign(), codes)
-    return codes.to(torch.int32), torch.where(codes == 0, step, bias / codes).float()
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """The tensors and options that one layer is written from.
-
-    Attributes:
-        codes: int8, of the weight's shape, or as rows for a transposed convolution with groups.
-        scale: float32, (channels,) or (channels, blocks).
-        axis: Of the channels, or of the blocks.
-        block: Weights that share a scale along it; 0: all of a channel.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    axis: int
-    block: int
-
-
-def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
-    """Return the codes that a layer's quantised weight stands for."""
-    rows = as_rows(module, values).contiguous()
-    # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
-    bits = max(scheme.weight_bits, 2)
-    # limit allows one more step than qmax: -2^(b-1) is a code too.
-    qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
-    block = 0
-    if scheme.weight == "group":
-        block = scheme.group_of(rows.shape[1])
-        if scheme.affine:  # q − z is stored
-            qmax = min(127, 2**bits - 1)
-        limit = qmax
-    found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
-    if found is None:  # no grid holds NaN or infinity
-        if not values.isfinite().all():
-            raise CompatibilityError(
-                "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-            )
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "
-            f"{'with zero points ' if scheme.affine else ''}that are not",
-            "bake them, or take fewer bits",
-        )
-    codes, scale = found
-    if not block and bits < 7:
-        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
-        # products saturate on processors without VNNI
-        factor = 2 ** (7 - bits)
-        codes, scale = codes * factor, scale / factor
-    codes = codes.view(rows.shape)
-    if block:
-        if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
-            return Quantized(codes, scale.view(len(rows), -1), 1, block)
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must have a scale for each channel to be exported as a convolution, got groups",
-            "skip it in qat, or override its scheme with int8_weight",
-        )
-    if not isinstance(module, TRANSPOSED):
-        return Quantized(codes.view(values.shape), scale, 0, 0)
-    # (in, out / groups, ...): a channel is a pair (group, out), and DequantizeLinear scales along one axis. Rows are
-    # kept, and put into the weight's shape in the graph.
-    if module.groups > 1:  # its channels lie on two axes
-        return Quantized(codes, scale, 0, 0)
-    return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
-
-
-def shared_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
-    """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
-    key = id(weight)
-    if key not in shared:
-        shared[key] = weight_grid(name, module, weight.detach(), scheme)
-    return shared[key]
+from shared_core.tools.export.source import Quantized, bias_codes, shared_grid
 
 
 @torch.library.custom_op("efftrain::quantize", mutates_args=())
@@ -374,7 +206,6 @@ def _to_layer_norm(opset: Any) -> Callable[..., Any]:
 
 
 _BIAS_TOLERANCE = 1e-6
-INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
 
 
 class Exported(nn.Module):
@@ -464,18 +295,6 @@ class _ExportConv(Exported):
         return self._conv_forward(x, self.quantized_weight(), self.quantized_bias())  # type: ignore[no-any-return]
 
 
-class ExportConv1d(_ExportConv, nn.Conv1d):
-    """A 1-d convolution."""
-
-
-class ExportConv2d(_ExportConv, nn.Conv2d):
-    """A 2-d convolution."""
-
-
-class ExportConv3d(_ExportConv, nn.Conv3d):
-    """A 3-d convolution."""
-
-
 class _ExportTransposed(Exported):
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         x = self.quantized_input(input)
@@ -483,18 +302,6 @@ class _ExportTransposed(Exported):
         if self.groups > 1:
             weight = from_rows(self, weight, self.weight)
         return compute(self, x, weight, self.quantized_bias(), output_size)
-
-
-class ExportConvTranspose1d(_ExportTransposed, nn.ConvTranspose1d):
-    """A transposed 1-d convolution."""
-
-
-class ExportConvTranspose2d(_ExportTransposed, nn.ConvTranspose2d):
-    """A transposed 2-d convolution."""
-
-
-class ExportConvTranspose3d(_ExportTransposed, nn.ConvTranspose3d):
-    """A transposed 3-d convolution."""
 
 
 class ExportEmbedding(Exported, nn.Embedding):
@@ -510,50 +317,13 @@ class ExportEmbedding(Exported, nn.Embedding):
         return found.reshape(*input.shape, self.embedding_dim)
 
 
-EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: ExportLinear,
-    nn.Conv1d: ExportConv1d,
-    nn.Conv2d: ExportConv2d,
-    nn.Conv3d: ExportConv3d,
-    nn.ConvTranspose1d: ExportConvTranspose1d,
-    nn.ConvTranspose2d: ExportConvTranspose2d,
-    nn.ConvTranspose3d: ExportConvTranspose3d,
-    nn.Embedding: ExportEmbedding,
+_CONVOLUTIONS = {
+    _ExportConv: (nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    _ExportTransposed: (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 }
-
-
-def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
-    """Refuse a layer that does not quantise yet."""
-    if not module.quantizer.bank.quantizing:
-        raise CompatibilityError(
-            where, f"{name} must be quantised, got a layer before qat's begin", "train past it, or let qat finish"
-        )
-
-
-def check_exportable(
-    name: str, module: Any, where: str = "export_onnx", kinds: Mapping[type[nn.Module], Any] = EXPORTED
-) -> None:
-    """Refuse a fake-quantising layer that no exported file can hold as it is."""
-    scheme: LayerScheme = module.quantizer.scheme
-    if STOCK[type(module)] not in kinds:
-        raise CompatibilityError(
-            where,
-            f"{name} must be one of {', '.join(kind.__name__ for kind in kinds)}, got {STOCK[type(module)].__name__}",
-            "skip it in qat",
-        )
-    if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
-        raise CompatibilityError(
-            where,
-            f"{name} must have integer codes, got weight {scheme.weight} and input {scheme.input}",
-            "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary",
-        )
-    if getattr(module, "max_norm", None) is not None:
-        raise CompatibilityError(where, f"{name} must have no max_norm, which rescales rows", "skip it in qat")
-    if getattr(module, "proj_size", 0):
-        raise CompatibilityError(where, f"{name} must have no proj_size, which ONNX lacks", "skip it in qat")
-    for weight in weights_of(module).values():
-        if weight.dtype != torch.float32:
-            raise CompatibilityError(where, f"{name} must be float32, got {weight.dtype}", "call model.float() first")
+EXPORTED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ExportLinear, nn.Embedding: ExportEmbedding} | {
+    kind: type(f"Export{kind.__name__}", (base, kind), {}) for base, kinds in _CONVOLUTIONS.items() for kind in kinds
+}
 
 
 def input_grid(scheme: LayerScheme, qparams: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -588,11 +358,8 @@ def to_export(
     # The largest sum of products of codes, 255 * 128 for each input, must fit int32. (Transposed ones have no integer
     # kernel.)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
-        raise CompatibilityError(
-            "export_onnx",
-            f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output",
-            "skip it in qat",
-        )
+        rule = f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output"
+        raise CompatibilityError("export_onnx", rule, "skip it in qat")
     # onnxruntime has integer kernels for weights with a zero point alone
     weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
     tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
@@ -618,3 +385,146 @@ def to_export(
                 tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
     hold_codes_(module, tensors, EXPORTED)
+
+
+# The gates of a row of weights, as torch stacks them, in ONNX's order: input, output, forget, cell; update, reset, new.
+_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
+
+
+class _ExportRecurrent(Exported):
+    """A recurrent layer that holds the codes of all its weights."""
+
+    def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
+        """Return what the stock layer returns, of the values that the codes stand for."""
+        alone, axis = input.dim() == 2, 0 if self.batch_first else 1
+        x = self.quantized_input(input.unsqueeze(axis) if alone else input)
+        directions, is_lstm = 2 if self.bidirectional else 1, isinstance(self, nn.LSTM)
+        if hx is None:
+            zeros = x.new_zeros(self.num_layers * directions, x.shape[axis], self.hidden_size)
+            states = (zeros, zeros) if is_lstm else (zeros,)
+        else:
+            given = hx if is_lstm else (hx,)
+            states = tuple(state.unsqueeze(1) for state in given) if alone else given
+        values = [self.value_of(name) for name in self._flat_weights_names]
+        run: Any = torch._VF.lstm if is_lstm else torch._VF.gru  # type: ignore[attr-defined]
+        options = (self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first)
+        y, *left = run(x, states if is_lstm else states[0], values, *options)
+        if alone:
+            y, left = y.squeeze(axis), [state.squeeze(1) for state in left]
+        return y, tuple(left) if is_lstm else left[0]
+
+    def value_of(self: Any, name: str) -> Tensor:
+        """Return a weight from its codes, or a bias."""
+        if not hasattr(self, f"{name}_codes"):
+            return getattr(self, name)  # type: ignore[no-any-return]
+        tensors = (getattr(self, f"{name}_{part}") for part in ("codes", "scale", "zero_point"))
+        found: Tensor = dequantize(*tensors, *self.grids[name])
+        return found
+
+
+class ExportLSTM(_ExportRecurrent, nn.LSTM):  # type: ignore[misc]
+    """`torch.nn.LSTM` of codes."""
+
+
+class ExportGRU(_ExportRecurrent, nn.GRU):  # type: ignore[misc]
+    """`torch.nn.GRU` of codes."""
+
+
+RECURRENT: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: ExportLSTM, nn.GRU: ExportGRU}
+
+
+@torch.no_grad()
+def to_export_recurrent(
+    name: str, module: Any, scheme: LayerScheme, qparams: tuple[Tensor, Tensor] | None, shared: dict[int, Quantized]
+) -> None:
+    """Turn a stock recurrent layer whose weights hold the values of their codes into one that holds the codes."""
+    tensors: dict[str, Tensor] = {}
+    grids: dict[str, tuple[int, int]] = {}
+    for key, weight in weights_of(module).items():
+        grid = shared_grid(f"{name}.{key}", module, weight, scheme, shared)
+        zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
+        tensors |= {f"{key}_codes": grid.codes, f"{key}_scale": grid.scale, f"{key}_zero_point": zeros}
+        grids[key] = grid.axis, grid.block
+    if qparams is not None:
+        tensors |= input_grid(scheme, qparams)
+    module.scheme, module.grids = scheme, grids
+    hold_codes_(module, tensors, RECURRENT)
+
+
+def recurrent_translations(opset: Any) -> dict[Any, Callable[..., Any]]:
+    """Return what torch.onnx makes of torch's recurrent operators: its own, but for layers of codes.
+
+    It takes weights apart into their gates, and would take apart values that an engine has to dequantise in each run.
+    Here the codes change places, and are dequantised as the operator wants them.
+    """
+    from onnxscript.function_libs.torch_lib.ops import core as torchlib
+
+    aten = torch.ops.aten
+    return {
+        aten.lstm.input: _to_recurrent(opset, "LSTM", torchlib.aten_lstm),
+        aten.gru.input: _to_recurrent(opset, "GRU", torchlib.aten_gru),
+    }
+
+
+def _to_recurrent(opset: Any, kind: str, of_floats: Callable[..., Any]) -> Callable[..., Any]:
+    def to_recurrent(
+        input: Any,
+        hx: Any,
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not any(map(_dequantised, params)):
+            options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+            return of_floats(input, hx, params, *options)
+        states = hx if kind == "LSTM" else (hx,)
+        size, directions = states[0].shape[2], 2 if bidirectional else 1
+        rows = opset.Constant(
+            value_ints=np.arange(size * len(_GATES[kind])).reshape(-1, size)[[*_GATES[kind]]].ravel().tolist()
+        )
+        first = opset.Constant(value_ints=[0])
+
+        def gates(value: Any) -> Any:
+            """Return weights or biases of one direction in ONNX's order, with an axis for directions."""
+            if (maker := _dequantised(value)) is not None:
+                constants = [opset.Gather(constant, rows, axis=0) for constant in maker.inputs]
+                attributes = {name: attribute.as_int() for name, attribute in maker.attributes.items()}
+                value = opset.DequantizeLinear(*constants, **attributes)
+            else:
+                value = opset.Gather(value, rows, axis=0)
+            return opset.Unsqueeze(value, first)
+
+        def joined(values: Sequence[Any], axis: int = 0) -> Any:
+            return values[0] if len(values) == 1 else opset.Concat(*values, axis=axis)
+
+        x = opset.Transpose(input, perm=[1, 0, 2]) if batch_first else input
+        ends: list[Any] = []
+        for layer in range(num_layers):
+            own = params[layer * (len(params) // num_layers) :][: len(params) // num_layers]
+            parts = [[gates(value) for value in own[place :: len(own) // directions]] for place in range(2)]
+            biases = [gates(value) for value in (*own[2:4], *own[6:8])] if has_biases else []
+            pairs = [joined(biases[place : place + 2], axis=1) for place in range(0, len(biases), 2)]
+            begin, end = (opset.Constant(value_ints=[n * directions]) for n in (layer, layer + 1))
+            y, *last = getattr(opset, kind)(
+                x, *map(joined, parts), joined(pairs) if pairs else None, None,
+                *(opset.Slice(state, begin, end, first) for state in states),
+                hidden_size=size, direction="bidirectional" if bidirectional else "forward",
+                **({"linear_before_reset": 1} if kind == "GRU" else {}),
+            )  # fmt: skip
+            ends.append(last)
+            # (steps, directions, batch, size) → (steps, batch, directions · size)
+            x = opset.Reshape(opset.Transpose(y, perm=[0, 2, 1, 3]), opset.Constant(value_ints=[0, 0, -1]))
+        y = opset.Transpose(x, perm=[1, 0, 2]) if batch_first else x
+        return (y, *(joined(state) for state in zip(*ends, strict=True)))
+
+    return to_recurrent
+
+
+def _dequantised(value: Any) -> Any:
+    """Return the node that makes a value of codes, None if another makes it."""
+    maker = value.producer()
+    return maker if maker is not None and maker.op_type == "DequantizeLinear" else None

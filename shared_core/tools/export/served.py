@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.quantization.functional.low_bit import to_blocks
 from shared_core.quantization.layers.fake_quant_layers import STOCK, layer_entry
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.source import baked_copy, float_layers, quantized_reference, quiet
+from shared_core.tools.export.source import (
+    baked_copy,
+    check_finite,
+    check_installed,
+    float_layers,
+    quantized_reference,
+    quiet,
+)
 from shared_core.tools.measuring import difference, outputs
 
 
@@ -65,17 +71,8 @@ class ServedReport:
 class ServedModel:
     """A quantised model on its way to an engine.
 
-    Attributes:
-        where: The exporting function, for errors.
-        reference: A copy whose quantised layers fake-quantise, see `quantized_reference`.
-        names: These layers.
-        exported: A copy with stock layers that hold the values of their codes, see `baked_copy`.
-        layers: Name → stock layer of `exported`.
-        schemes: Name → how it is quantised.
-        qparams: Name → scale and zero point of its input.
-        float_layers: Layers of the same types that stay in float.
-        dtype: The type that the model saves its weights in.
-        cache: Attention layer → scales of its cache of keys and values.
+    `reference` fake-quantises, see `quantized_reference`; `exported` has stock `layers` that hold the values of their
+    codes, see `baked_copy`. `qparams` are scales and zero points of inputs, `cache` scales of attention layers.
     """
 
     where: str
@@ -115,23 +112,20 @@ def served_model(
     conv1d: bool = False,
 ) -> ServedModel:
     """Return the copies of a quantised model that an exporting function for an engine works on."""
-    if importlib.util.find_spec(package.replace("-", "_")) is None:
-        raise MissingExtraError(where, package, package)
+    check_installed(where, package, package)
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(where, f"model must be one of transformers, got {type(model).__name__}", "load its folder")
     for name, module in () if conv1d else model.named_modules():
         if is_transformers_conv1d(module) and layer_entry(module) is not None:
-            raise CompatibilityError(
-                where, f"{name} must be a linear layer for {engine}, got transformers' Conv1D", "use onnx or gguf"
-            )
+            rule = f"{name} must be a linear layer for {engine}, got transformers' Conv1D"
+            raise CompatibilityError(where, rule, "use onnx or gguf")
 
     def check_layer(name: str, module: Any, where: str) -> None:
         kind = STOCK[type(module)]
         if kind not in (nn.Linear, nn.Embedding) and not (experts and isinstance(module, StackedExperts)):
             known = "Linear, Embedding or experts" if experts else "Linear or Embedding"
-            raise CompatibilityError(
-                where, f"{name} must be {known} for {engine}, got {kind.__name__}", "skip it in qat"
-            )
+            rule = f"{name} must be {known} for {engine}, got {kind.__name__}"
+            raise CompatibilityError(where, rule, "skip it in qat")
         check(name, module, where)
 
     reference, names = quantized_reference(model, where, check_layer)
@@ -156,17 +150,8 @@ def exact_grid(
     """Return (codes, scales) whose products, rounded to a type, are exactly the values of each row; None if none are.
 
     A row's scale is ``max|w|/m`` for the first m of `largest` for which such codes exist, moved to the middle of the
-    numbers that give every value of the row.
-
-    Args:
-        rows: (rows, values), float32, finite, with values of `dtype`.
-        largest: Magnitudes that the largest code may have.
-        levels: int8 or an FP8 type: what codes are rounded to.
-        dtype: The type that the values were saved in.
-        span: Largest difference between the codes of a row, 0 among them.
-
-    Returns:
-        Both float32; a row of zeros has scale 1.
+    numbers that give every value of the row. Rows are float32 with values of `dtype`; codes are rounded to `levels`,
+    and differ by at most `span`, 0 among them.
 
     Example:
         >>> codes, scale = exact_grid(torch.tensor([[0.5, -1.0, 1.5]]), [7, 3], torch.int8, torch.float32)
@@ -211,24 +196,8 @@ def _neighbour(values: Tensor, way: float) -> Tensor:
 def codes_of(
     where: str, name: str, rows: Tensor, scheme: LayerScheme, entry: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a weight that holds the values of its codes.
-
-    Args:
-        where: The function, for errors.
-        name: The layer.
-        rows: Its weight, (outputs, inputs), float32.
-        scheme: How it is quantised.
-        entry: What deployment knows of it.
-        dtype: The type that its values were saved in.
-
-    Returns:
-        Codes of rows, or of groups (groups, values), and a scale for each; codes of affine groups lie around 0, see
-        `zero_points`.
-    """
-    if not bool(torch.isfinite(rows).all()):
-        raise CompatibilityError(
-            where, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
-        )
+    """Return (codes, scales) of a weight that holds the values of its codes."""
+    check_finite(where, name, rows)
     groups = rows.reshape(-1, scheme.group_size) if scheme.weight == "group" else rows
     if scheme.weight == "fp8_block":
         groups = to_blocks(rows, scheme.group_size)
@@ -251,12 +220,9 @@ def codes_of(
 
 def off_grid(where: str, name: str, scheme: LayerScheme) -> CompatibilityError:
     """Return the error of a layer whose weight is not on the grid of its codes."""
-    return CompatibilityError(
-        where,
-        f"{name} must have weights on the grid of its codes, got {scheme.weight} of {scheme.weight_bits} bits that "
-        "are not",
-        "export what qat or eff quantize saved, unchanged",
-    )
+    got = f"{scheme.weight} of {scheme.weight_bits} bits that are not"
+    remedy = "export what qat or eff quantize saved, unchanged"
+    return CompatibilityError(where, f"{name} must have weights on the grid of its codes, got {got}", remedy)
 
 
 def zero_points(codes: Tensor, bits: int) -> Tensor:
@@ -280,11 +246,12 @@ def compare_outputs(
         with quiet():
             found.append(outputs(loaded, inputs))
     plain, rounded = (difference(*pair) for pair in zip(expected, found, strict=True))
-    if not plain <= tolerance:
-        raise CompatibilityError(
-            where,
-            f"outputs of the folder, loaded by transformers, must equal the model's to {tolerance:g}, got a difference "
-            f"of {plain:.3g}",
-            "nothing was written",
-        )
+    check_difference(where, "folder", plain, tolerance)
     return plain, rounded
+
+
+def check_difference(where: str, what: str, found: float, tolerance: float) -> None:
+    """Refuse a file or folder whose outputs are not the model's; a NaN is no small difference."""
+    if not found <= tolerance:
+        rule = f"outputs of the {what}, loaded by transformers, must equal the model's to {tolerance:g}"
+        raise CompatibilityError(where, f"{rule}, got a difference of {found:.3g}", "nothing was written")

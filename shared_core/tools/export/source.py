@@ -1,10 +1,15 @@
-"""The model that is exported: a copy whose layers quantise as they did in training, and its baked twin."""
+"""The model that is exported: a copy whose layers quantise as they did in training, and its baked twin.
+
+The integers of weights and biases are found from their values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+import importlib.util
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.modules.weight_views import weights_of
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.modules.weight_views import TRANSPOSED, as_rows, from_rows, weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
 from shared_core.quantization.layers.cells_as_linear import cells_as_linear
 from shared_core.quantization.layers.fake_quant_layers import (
@@ -29,7 +34,6 @@ from shared_core.quantization.layers.fake_quant_layers import (
 )
 from shared_core.quantization.ranges.saved_ranges import apply_ranges, merge_folds_
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.onnx_layers import check_begun, check_exportable
 
 
 def plain(inputs: Any) -> Any:
@@ -49,25 +53,30 @@ def plain(inputs: Any) -> Any:
     return tree_map_only(Tensor, apart, dict(inputs) if isinstance(inputs, Mapping) else inputs)
 
 
+def check_installed(where: str, library: str, extra: str) -> None:
+    """Refuse to go on without a library that an export needs."""
+    if importlib.util.find_spec(library.replace("-", "_")) is None:
+        raise MissingExtraError(where, library, extra)
+
+
 def check_inputs(inputs: Any, where: str) -> None:
     """Refuse inputs to export with that hold no tensor."""
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
-        raise ConfigError(
-            where,
-            f"example_inputs must hold a tensor, got {type(inputs).__name__}",
-            "pass what the model is called with",
-        )
+        rule = f"example_inputs must hold a tensor, got {type(inputs).__name__}"
+        raise ConfigError(where, rule, "pass what the model is called with")
 
 
 def quantized_reference(
-    model: nn.Module, where: str, check: Callable[[str, Any, str], None] = check_exportable
+    model: nn.Module, where: str, check: Callable[[str, Any, str], None]
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any."""
     # A copy: folding and baking change it. On the CPU, where the runtimes compute.
     reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
-        if is_quantized(module):
-            check_begun(name, module, where)
+        if is_quantized(module) and not module.quantizer.bank.quantizing:  # type: ignore[union-attr]
+            raise CompatibilityError(
+                where, f"{name} must be quantised, got a layer before qat's begin", "train past it, or let qat finish"
+            )
     # Before the ranges are read: a merged batch norm scales the weight, and so changes its codes.
     merge_folds_(reference)
     entries = {
@@ -97,13 +106,7 @@ def quantized_reference(
 def baked_copy(
     reference: nn.Module, names: tuple[str, ...], inputs: Any = None
 ) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
-    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges.
-
-    Args:
-        reference: From `quantized_reference`.
-        names: Its quantised layers.
-        inputs: To trace it with; None: batch norms stay.
-    """
+    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges."""
     # Values that nothing writes into, which baking and folding do, are not copied.
     folds = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reference.modules())
     unbaked = [layer for name in names if not (layer := reference.get_submodule(name)).quantizer.baked]  # type: ignore[union-attr]
@@ -163,3 +166,179 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+_INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
+
+
+def check_exportable(name: str, module: Any, where: str, kinds: Mapping[type[nn.Module], Any]) -> None:
+    """Refuse a fake-quantising layer that no exported file can hold as it is."""
+    scheme: LayerScheme = module.quantizer.scheme
+    kind, known = STOCK[type(module)], ", ".join(each.__name__ for each in kinds)
+    odd = next((weight.dtype for weight in weights_of(module).values() if weight.dtype != torch.float32), None)
+    integers = scheme.weight in _INTEGER_WEIGHTS and scheme.input in ("none", "static", "token")
+    schemes = "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
+    for breaks, rule, remedy in (
+        (kind not in kinds, f"be one of {known}, got {kind.__name__}", "skip it in qat"),
+        (not integers, f"have integer codes, got weight {scheme.weight} and input {scheme.input}", schemes),
+        (getattr(module, "max_norm", None) is not None, "have no max_norm, which rescales rows", "skip it in qat"),
+        (getattr(module, "proj_size", 0), "have no proj_size, which ONNX lacks", "skip it in qat"),
+        (odd is not None, f"be float32, got {odd}", "call model.float() first"),
+    ):
+        if breaks:
+            raise CompatibilityError(where, f"{name} must {rule}", remedy)
+
+
+_ON_GRID = 1e-3
+_IN_CACHE = 2**16  # values
+_SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float whose bias scale is 1 % off s_x·s_w
+
+
+def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) of rows that hold whole multiples of a scale each; None if one does not.
+
+    The scale is ``max|w|/m`` for the first m of `qmax`, 1, 2, … `limit` that makes every value of the row whole. Two
+    different grids differ by at least 1/128 of a step somewhere, so none is taken for another.
+
+    Returns:
+        int8 and float32; a row of zeros has the smallest scale of the others.
+
+    Example:
+        >>> codes, scale = grid_of(torch.tensor([[0.5, -1.0, 1.5]]), 7, 8)
+        >>> codes.tolist(), scale.tolist()
+        ([[1, -2, 3]], [0.5])
+    """
+    codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows))
+    # Some rows at a time: what is computed of them stays in the processor's cache.
+    size = max(1, _IN_CACHE // max(1, rows.shape[1]))
+    parts = zip(torch.split(rows, size), torch.split(codes, size), torch.split(scale, size), strict=True)
+    if not all(_fill_grid(some, its_codes, its_scale, qmax, limit) for some, its_codes, its_scale in parts):
+        return None
+    # A row of zeros has any scale. One of its neighbours' keeps a bias in range of s_x s_w.
+    known = scale[scale > 0]
+    scale[scale == 0] = known.min() if len(known) else 1.0
+    return codes, scale
+
+
+def _fill_grid(rows: Tensor, codes: Tensor, scale: Tensor, qmax: int, limit: int) -> bool:
+    """Write codes and scales as `grid_of`, 0 as the scale of a row of zeros; return whether every row has a grid."""
+    # A row's largest value is some whole multiple m of its scale, with m unknown: most often it is qmax (the range
+    # was fitted to the largest weight), so that is tried first, then every other m. Rows that fit leave the search.
+    # (two reductions: torch's aminmax along an axis takes ten times as long as both)
+    lowest, highest = rows.amin(1), rows.amax(1)
+    largest = torch.maximum(highest, -lowest)
+    left = largest.nonzero().squeeze(1)
+    if len(left) < len(rows):
+        codes.zero_()
+        scale.zero_()
+    for steps in itertools.chain((qmax,), (m for m in range(1, limit + 1) if m != qmax)):
+        if not len(left):
+            break
+        some = len(left) < len(rows)
+        step = (largest[left] if some else largest) / steps
+        exact = (rows[left] if some else rows) / step.unsqueeze(1)
+        rounded = exact.round()
+        error = exact.sub_(rounded).abs_().amax(1)
+        # +qmax is the top of the grid; -(qmax + 1) may occur, so only the upper side is checked.
+        fits = (error <= _ON_GRID) & ((highest[left] / step).round() <= qmax)
+        if fits.all() and not some:
+            codes.copy_(rounded)
+            scale.copy_(step)
+            return True
+        codes[left[fits]], scale[left[fits]] = rounded[fits].to(torch.int8), step[fits]
+        left = left[~fits]
+    return not len(left)
+
+
+def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) of a bias, for integer kernels that add it to their sums; None if it does not fit.
+
+    The scale is ``s_x·s_w``. Where rounding would move a bias by more than the tolerance, scales are moved to
+    ``b/code``, which stands for it exactly: by 1 % at most, if that does. Kernels that sum integers take the codes
+    alone.
+
+    Example:
+        >>> bias_codes(torch.tensor([0.5, 0.26]), torch.tensor([0.1, 0.1]), torch.zeros(2))
+        (tensor([5, 3], dtype=torch.int32), tensor([0.1000, 0.0867]))
+    """
+    bias, step = bias.double(), step.double()
+    codes = (bias / step).round()
+    # Room for the sums that the bias is added to, in int32.
+    if not bool((codes.abs() < 2**30).all()):
+        return None
+    # The scale for which this code is exactly the bias, kept within what onnxruntime takes as s_x s_w.
+    near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
+        step * (1 - _SAME_SCALE), step * (1 + _SAME_SCALE)
+    )
+    # First the exact step, then the nearby scale. The first one within tolerance runs on integers.
+    for scale in (step, near):
+        if bool(((codes * scale - bias).abs() <= tolerance).all()):
+            return codes.to(torch.int32), scale.float()
+    # Else: one code with a scale of its own stands for any bias exactly, and onnxruntime leaves the layer in float.
+    codes = torch.where((codes == 0) & (bias != 0), bias.sign(), codes)
+    return codes.to(torch.int32), torch.where(codes == 0, step, bias / codes).float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A layer's int8 codes and their scales along an axis, (channels,), or (channels, blocks) with a size of blocks."""
+
+    codes: Tensor
+    scale: Tensor
+    axis: int
+    block: int
+
+
+def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
+    """Return the codes that a layer's quantised weight stands for."""
+    rows = as_rows(module, values).contiguous()
+    # Binary weights are -1 and 1: two bits hold them, as one bit in two's complement has no 1.
+    bits = max(scheme.weight_bits, 2)
+    # limit allows one more step than qmax: -2^(b-1) is a code too.
+    qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
+    block = 0
+    if scheme.weight == "group":
+        block = scheme.group_of(rows.shape[1])
+        if scheme.affine:  # q − z is stored
+            qmax = min(127, 2**bits - 1)
+        limit = qmax
+    found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
+    if found is None:  # no grid holds NaN or infinity
+        check_finite("export_onnx", name, values)
+        got = f"{scheme.weight} of {bits} bits {'with zero points ' if scheme.affine else ''}that are not"
+        rule = f"{name} must have weights on a grid of int8 codes, got {got}"
+        raise CompatibilityError("export_onnx", rule, "bake them, or take fewer bits")
+    codes, scale = found
+    if not block and bits < 7:
+        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
+        # products saturate on processors without VNNI
+        factor = 2 ** (7 - bits)
+        codes, scale = codes * factor, scale / factor
+    codes = codes.view(rows.shape)
+    if block:
+        if module.__class__ is nn.Embedding or isinstance(module, (nn.Linear, nn.RNNBase)):
+            return Quantized(codes, scale.view(len(rows), -1), 1, block)
+        rule = f"{name} must have a scale for each channel to be exported as a convolution, got groups"
+        raise CompatibilityError("export_onnx", rule, "skip it in qat, or override its scheme with int8_weight")
+    if not isinstance(module, TRANSPOSED):
+        return Quantized(codes.view(values.shape), scale, 0, 0)
+    # (in, out / groups, ...): a channel is a pair (group, out), and DequantizeLinear scales along one axis. Rows are
+    # kept, and put into the weight's shape in the graph.
+    if module.groups > 1:  # its channels lie on two axes
+        return Quantized(codes, scale, 0, 0)
+    return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
+
+
+def check_finite(where: str, name: str, weight: Tensor) -> None:
+    """Refuse a weight of a run that diverged."""
+    if not bool(torch.isfinite(weight).all()):
+        rule = f"weights of {name} must be finite, got NaN or infinity"
+        raise CompatibilityError(where, rule, "look for the diverged step")
+
+
+def shared_grid(name: str, module: Any, weight: Tensor, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
+    """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
+    key = id(weight)
+    if key not in shared:
+        shared[key] = weight_grid(name, module, weight.detach(), scheme)
+    return shared[key]

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import atomic_folder
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.served import (
-    ServedReport,
-    compare_outputs,
-    served_model,
-    zero_points,
-)
+from shared_core.tools.export.served import ServedReport, compare_outputs, served_model, zero_points
 from shared_core.tools.export.source import quiet
 from shared_core.tools.measuring import outputs
 
@@ -83,20 +78,13 @@ def _check_layer(name: str, module: Any, where: str) -> None:
     """Refuse a layer that torchao's tensors cannot hold."""
     scheme: LayerScheme = module.quantizer.scheme
     fits = scheme.input in ("none", "fp8") or (scheme.weight == "channel" and scheme.activation_bits == 8)
-    if scheme.input == "static":
-        raise CompatibilityError(
-            where,
-            f"{name} must have no fixed range of its input, for which transformers' loader of torchao has no place, "
-            "got one",
-            "choose scheme int8_dynamic, or --format compressed-tensors",
+    if scheme.input == "static" or scheme.weight not in ("channel", "group", "fp8") or not fits:
+        rule = (
+            f"{name} must have codes that transformers' loader of torchao has a place for, got weight {scheme.weight}"
         )
-    if scheme.weight not in ("channel", "group", "fp8") or not fits:
-        raise CompatibilityError(
-            where,
-            f"{name} must have codes that torchao's safetensors hold, got weight {scheme.weight} of "
-            f"{scheme.weight_bits} bits and input {scheme.input} of {scheme.activation_bits} bits",
-            "choose scheme int8_dynamic, int8_weight, int4_weight or fp8",
-        )
+        got = f"of {scheme.weight_bits} bits and input {scheme.input} of {scheme.activation_bits} bits"
+        remedy = "choose scheme int8_dynamic, int8_weight, int4_weight or fp8, or --format compressed-tensors"
+        raise CompatibilityError(where, f"{rule} {got}", remedy)
 
 
 def _tensor(scheme: LayerScheme, codes: Tensor, scale: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
@@ -158,9 +146,8 @@ def _check_folder(
     for name, weight in weights.items():
         found = made[name].dequantize().float() if hasattr(made[name], "qdata") else None
         if found is None or not torch.equal(found, weight.to(dtype).float()):
-            raise CompatibilityError(
-                _WHERE, f"{name} must have the weights of the model in the folder, got others", "nothing was written"
-            )
+            rule = f"{name} must have the weights of the model in the folder, got others"
+            raise CompatibilityError(_WHERE, rule, "nothing was written")
     if expected is None:
         return None, None
     rounding = [(value, value.act_quant_kwargs) for value in made.values() if hasattr(value, "act_quant_kwargs")]

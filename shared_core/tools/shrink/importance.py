@@ -22,13 +22,7 @@ Run = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a group's units pass.
-
-    Args:
-        module: A norm, whose outputs are looked at, or a linear layer, whose inputs are.
-        is_output: Of a norm.
-        positions: (units, k) along the last axis.
-    """
+    """Where the values of a group's units pass: outputs of a norm or inputs of a layer, (units, k) of the last axis."""
 
     module: str
     is_output: bool
@@ -36,11 +30,7 @@ class Place:
 
 
 def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Place]:
-    """Return where the values of a group's units pass: all norms over a residual width, else the layer that reads them.
-
-    Raises:
-        CompatibilityError: If no such module reads them.
-    """
+    """Return where the values of a group's units pass: all norms over a residual width, or the layer that reads."""
     if norms := [Place(name, True, places) for name, places in norms_over(traced, group)]:
         return norms
     for part in group.slices:
@@ -49,11 +39,8 @@ def places_of(model: nn.Module, traced: Traced, group: ChannelGroup) -> list[Pla
         # every reader of a unit gets the same values, so one of them is enough
         if part.role == "in" and has_rows(module) and part.axis == (1 if isinstance(module, nn.Linear) else 0):
             return [Place(name, False, part.positions)]
-    raise CompatibilityError(
-        "shrink",
-        f"units of {group.name} must be read by a linear layer, whose inputs are their activations, got none",
-        "leave that size out, or score by criterion magnitude",
-    )
+    rule = f"units of {group.name} must be read by a linear layer, whose inputs are their activations, got none"
+    raise CompatibilityError("shrink", rule, "leave that size out, or score by criterion magnitude")
 
 
 def norms_over(traced: Traced, group: ChannelGroup) -> list[tuple[str, Ids]]:
@@ -75,10 +62,6 @@ class UnitActivations:
     ``a`` are the k values of a unit for token s of example b: one of a neuron or of a channel that a norm gives, a
     head's output. Of several places the s are added. Tokens that ``attention_mask`` of a batch excludes do not count.
 
-    Args:
-        model: Whose modules are hooked.
-        places: By group.
-
     Source: Muralidharan et al. 2024, *Minitron*, arXiv:2407.14679, section 2.2: mean over the sequence, L2 over the
     batch.
     """
@@ -89,44 +72,27 @@ class UnitActivations:
         self._mask: Tensor | None = None
 
     def run(self, batches: Sequence[Any], run: Run) -> None:
-        """Look at all batches, in evaluation mode and without gradients.
-
-        Raises:
-            TrainingError: If an activation is NaN or infinite, or a module is not reached.
-        """
-        handles = []
-        for group, places in self._places.items():
-            for place in places:
-                module = self._model.get_submodule(place.module)
-                if place.is_output:
-                    handles.append(module.register_forward_hook(self._after(group, place)))
-                else:
-                    handles.append(module.register_forward_pre_hook(self._before(group, place)))
-        try:
-            with evaluated(self._model), torch.compiler.set_stance("force_eager"):
-                for batch in batches:
-                    self._mask = mask_of(batch)
-                    run(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        """Look at all batches."""
+        with contextlib.ExitStack() as hooks:
+            for group, places in self._places.items():
+                for place in places:
+                    hooks.callback(self._hooked(group, place).remove)
+            for batch in _run_on(self._model, batches, run):
+                self._mask = mask_of(batch)
 
     def scores(self, group: str) -> Tensor:
         """Return (units,) in float64; the lowest go first."""
         total = torch.zeros((), dtype=torch.float64)
         for place in self._places[group]:
-            if (group, place.module) not in self._squares:
-                raise TrainingError(
-                    "shrink", f"calibration must reach {place.module}, got no call", "use other batches"
-                )
+            _check_reached(place.module, (group, place.module) in self._squares)
             total = total + self._squares[group, place.module].sqrt().cpu()
         return total
 
-    def _before(self, group: str, place: Place) -> Callable[..., None]:
-        return lambda module, args: self._see(group, place, args[0])
-
-    def _after(self, group: str, place: Place) -> Callable[..., None]:
-        return lambda module, args, output: self._see(group, place, output)
+    def _hooked(self, group: str, place: Place) -> Any:
+        module = self._model.get_submodule(place.module)
+        if place.is_output:
+            return module.register_forward_hook(lambda module, args, output: self._see(group, place, output))
+        return module.register_forward_pre_hook(lambda module, args: self._see(group, place, args[0]))
 
     def _see(self, group: str, place: Place, values: Tensor) -> None:
         units, size = place.positions.shape
@@ -141,6 +107,19 @@ class UnitActivations:
         _check(squares, place.module)
         key = (group, place.module)
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
+
+
+def _run_on(model: nn.Module, batches: Sequence[Any], run: Run) -> Iterator[Any]:
+    """Yield each batch, then run it, in evaluation mode and without gradients."""
+    with evaluated(model), torch.compiler.set_stance("force_eager"):
+        for batch in batches:
+            yield batch
+            run(batch)
+
+
+def _check_reached(module: str, reached: bool) -> None:
+    if not reached:
+        raise TrainingError("shrink", f"calibration must reach {module}, got no call", "use other batches")
 
 
 def mask_of(batch: Any) -> Tensor | None:
@@ -163,21 +142,12 @@ def token_weights(mask: Tensor | None, shape: Sequence[int], device: torch.devic
 
 def _check(found: Tensor, module: str) -> None:
     if not bool(torch.isfinite(found).all()):
-        raise TrainingError(
-            "shrink",
-            f"activations of {module} must be finite, got NaN or infinity",
-            "look for the batch, or for the step at which training diverged",
-        )
+        remedy = "look for the batch, or for the step at which training diverged"
+        raise TrainingError("shrink", f"activations of {module} must be finite, got NaN or infinity", remedy)
 
 
 def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequence[Any], run: Run) -> list[float]:
     r"""Return the Block Influence of each block, :math:`1 - E[\cos(x, f(x))]` over tokens: its lowest change least.
-
-    Args:
-        model: Whose they are.
-        blocks: Each called with hidden states, and returning them, alone or first.
-        batches: What `run` takes.
-        run: Runs a batch.
 
     Raises:
         TrainingError: If a hidden state is NaN or infinite, or a block is not reached.
@@ -204,17 +174,13 @@ def block_influence(model: nn.Module, blocks: Sequence[nn.Module], batches: Sequ
 
         return see
 
-    handles = [block.register_forward_hook(hook(i), with_kwargs=True) for i, block in enumerate(blocks)]
-    try:
-        with evaluated(model), torch.compiler.set_stance("force_eager"):
-            for batch in batches:
-                mask[0] = mask_of(batch)
-                run(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if missed := [number for number, (_, count) in enumerate(sums) if not count]:
-        raise TrainingError("shrink", f"calibration must reach layer {missed[0]}, got no call", "use other batches")
+    with contextlib.ExitStack() as hooks:
+        for number, block in enumerate(blocks):
+            hooks.callback(block.register_forward_hook(hook(number), with_kwargs=True).remove)
+        for batch in _run_on(model, batches, run):
+            mask[0] = mask_of(batch)
+    for number, (_, count) in enumerate(sums):
+        _check_reached(f"layer {number}", bool(count))
     return [1 - total / count for total, count in sums]
 
 
@@ -236,9 +202,7 @@ def bypassed(blocks: Iterable[nn.Module]) -> Iterator[None]:
         hidden = entering(args, kwargs)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    handles = [block.register_forward_hook(pass_on, with_kwargs=True) for block in blocks]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_hook(pass_on, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup
 from shared_core.errors import CompatibilityError
-from shared_core.tools.shrink.widths import Change, Rescale, Work, check_eps, joined
+from shared_core.tools.shrink.cutting import Change, Rescale, Work, check_eps, joined
 
 Path = tuple[str | int, ...]
 """Attributes and indices that lead to a number of a configuration."""
@@ -52,48 +52,55 @@ def changed_config(config: Any, values: Mapping[Path, Any]) -> Any:
     return config
 
 
-def numbers(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of every whole number above 1, of lists' too, and of widths that are left to default."""
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "__dict__")
+
+
+def _fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and value of every public field, of the configurations within it too."""
     for name, value in vars(config).items():
-        # Token ids and indices are whole numbers too, and no widths.
-        if name.startswith("_") or name.endswith(("_id", "_ids", "_index")):
-            continue
-        path = (*prefix, name)
-        if isinstance(value, bool):
-            # bool is an int.
+        if not name.startswith("_"):
+            yield from _fields(value, (*prefix, name)) if _is_config(value) else [((*prefix, name), value)]
+
+
+def numbers(config: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and value of every whole number above 1, of lists' too, and of widths that are left to default."""
+    for path, value in _fields(config):
+        name = str(path[-1])
+        # Token ids and indices are whole numbers too, and no widths; a bool is an int.
+        if name.endswith(("_id", "_ids", "_index")) or isinstance(value, bool):
             continue
         if (isinstance(value, int) and value > 1) or (value is None and name in _WIDTHS_BY_DEFAULT):
             yield path, value
-        elif isinstance(value, list | tuple) and all(type(item) is int for item in value):
-            if isinstance(value, list):
-                yield from (((*path, index), item) for index, item in enumerate(value) if item > 1)
-        elif hasattr(value, "to_dict") and hasattr(value, "__dict__"):
-            yield from numbers(value, path)
+        elif isinstance(value, list) and all(type(item) is int for item in value):
+            yield from (((*path, index), item) for index, item in enumerate(value) if item > 1)
 
 
-def ratios(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+def ratios(config: Any) -> Iterator[tuple[Path, float]]:
     """Yield the path and value of every ratio of widths."""
-    for name, value in vars(config).items():
-        path = (*prefix, name)
+    for path, value in _fields(config):
+        name = str(path[-1])
         if name.endswith("ratio") and isinstance(value, int | float) and value > 0 and not isinstance(value, bool):
             yield path, value
         elif name.endswith("ratios") and isinstance(value, list):
             yield from (((*path, index), item) for index, item in enumerate(value) if item > 0)
-        elif hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
-            yield from ratios(value, path)
 
 
 def explicit_head_sizes(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield a head size for every configuration that would otherwise divide the width by the number of heads."""
     # A config without head_dim divides the width by the number of heads: fewer heads would make each wider. Told
     # explicitly, heads can go one by one.
-    if hasattr(config, "head_dim") and config.head_dim is None:
-        width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-        if isinstance(width, int) and isinstance(heads, int) and heads:
-            yield (*prefix, "head_dim"), width // heads
+    if hasattr(config, "head_dim") and config.head_dim is None and (size := head_size(config)):
+        yield (*prefix, "head_dim"), size
     for name, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
+        if _is_config(value) and not name.startswith("_"):
             yield from explicit_head_sizes(value, (*prefix, name))
+
+
+def head_size(config: Any) -> int | None:
+    """Return the width of a head that follows from a configuration's width and number of heads, None if it has none."""
+    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -158,13 +165,7 @@ def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup
 
 
 class KnobSearch:
-    """Finds the numbers of a model's configuration that narrow a group.
-
-    Args:
-        model: Built from its ``config``.
-        groups: By name; of tied tensors under every name.
-        ties: By every name in the state dict the first one of the same tensor.
-    """
+    """Finds the numbers of a model's configuration that narrow a group."""
 
     def __init__(self, model: nn.Module, groups: Mapping[str, ChannelGroup], ties: Mapping[str, str]) -> None:
         self._model, self._groups = model, groups
@@ -267,10 +268,8 @@ class KnobSearch:
         """Return the head size for a configuration that has none, but whose model may read it."""
         owner = paths[0][0][:-1]
         config = read(self._model.config, owner)
-        width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-        if hasattr(config, "head_dim") or not isinstance(width, int) or not isinstance(heads, int) or not heads:
-            return {}
-        return {(*owner, "head_dim"): width // heads}
+        size = None if hasattr(config, "head_dim") else head_size(config)
+        return {} if size is None else {(*owner, "head_dim"): size}
 
     def _sizes(self, group: ChannelGroup) -> set[int]:
         return {self.shapes[part.tensor][part.axis] for part in group.slices if part.tensor in self.shapes}
@@ -301,20 +300,13 @@ NOT_DESCRIBED = "the configuration has no number that describes it alone"
 
 
 def changes(work: Work) -> list[Change]:
-    """Return one change for every number, or numbers together, of the configuration.
-
-    Raises:
-        CompatibilityError: If the configuration does not describe the model as it is.
-    """
+    """Return one change for every number, or numbers together, of the configuration."""
     groups = work.selection.groups
     search = KnobSearch(work.model, groups, work.ties)
     # A config that does not even describe the model as it is cannot describe a smaller one.
     if not search.describes_itself():
-        raise CompatibilityError(
-            "shrink",
-            f"{type(work.model).__name__} must have the shapes that its config describes, but has others",
-            "from_config=False cuts it as it is",
-        )
+        rule = f"{type(work.model).__name__} must have the shapes that its config describes, but has others"
+        raise CompatibilityError("shrink", rule, "from_config=False cuts it as it is")
     found: list[Change] = []
     handled: set[str] = set()
     for name, group in groups.items():
@@ -343,14 +335,10 @@ def _change(work: Work, search: KnobSearch, group: ChannelGroup) -> Change | Non
         limits.append(_limit(work, search, knob))
     if (change := _by_ratio(work, search, group.name)) is not None:
         return change
-    work.selection.reasons.setdefault(group.name, _why(search, group, limits))
+    refusal = search.refusals.get(group.name)
+    why = f"the configuration refuses it: {refusal}" if refusal is not None else next(iter(limits), NOT_DESCRIBED)
+    work.selection.reasons.setdefault(group.name, why)
     return None
-
-
-def _why(search: KnobSearch, group: ChannelGroup, limits: list[str]) -> str:
-    if group.name in search.refusals:
-        return f"the configuration refuses it: {search.refusals[group.name]}"
-    return limits[0] if limits else NOT_DESCRIBED
 
 
 def _limit(work: Work, search: KnobSearch, knob: Knob) -> str:
@@ -442,18 +430,16 @@ def _like(new: nn.Module, old: nn.Module) -> None:
         target.generation_config = copy.deepcopy(old.generation_config)
 
 
-def epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+def epsilons(config: Any, norms: list[Rescale]) -> Iterator[tuple[Path, float]]:
     """Yield the configuration's epsilons that are those of narrowed norms."""
     # By value: configs call epsilons by many names.
     wanted = {norm.eps: norm.new_eps for norm in norms}
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "eps" in name and value in wanted:
-            yield (*prefix, name), wanted[value]
-        elif hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
-            yield from epsilons(value, norms, (*prefix, name))
+    for path, value in _fields(config):
+        if isinstance(value, float) and "eps" in str(path[-1]) and value in wanted:
+            yield path, wanted[value]
 
 
-def changed_numbers(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def changed_numbers(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Return by dotted name the numbers in which two configurations differ: (before, after).
 
     Example:
@@ -462,18 +448,14 @@ def changed_numbers(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any
         {'width': (4, 3), 'sizes.1': (8, 6)}
     """
     found: dict[str, tuple[Any, Any]] = {}
-    for name, value in getattr(new, "__dict__", {}).items():
-        before, path = getattr(old, name, None), f"{prefix}{name}"
-        if name.startswith("_") or isinstance(value, bool):
-            continue
-        if isinstance(value, int | float) and value != before:
-            found[path] = (before, value)
+    was = dict(_fields(old)) if hasattr(old, "__dict__") else {}
+    for path, value in _fields(new) if hasattr(new, "__dict__") else ():
+        before = was.get(path)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value != before:
+            found[_dotted(path)] = (before, value)
         elif isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
-            for index, pair in enumerate(zip(before, value, strict=True)):
-                if pair[0] != pair[1]:
-                    found[f"{path}.{index}"] = pair
-        elif hasattr(value, "to_dict"):
-            found |= changed_numbers(before, value, f"{path}.")
+            pairs = zip(before, value, strict=True)
+            found |= {f"{_dotted(path)}.{index}": (a, b) for index, (a, b) in enumerate(pairs) if a != b}
     return found
 
 

@@ -15,9 +15,18 @@ from shared_core.errors import CompatibilityError, ConfigError, EffError
 from shared_core.modules.matching import check_model
 from shared_core.tools import measuring
 from shared_core.tools.shrink import model_config as configured
-from shared_core.tools.shrink.cutting import bias_names, masked_state, replaced, select, why_uncalled_layers_need
+from shared_core.tools.shrink.cutting import (
+    Change,
+    Work,
+    bias_names,
+    joined,
+    masked_state,
+    replaced,
+    select,
+    why_not_narrow,
+    why_uncalled_layers_need,
+)
 from shared_core.tools.shrink.model_config import is_configured
-from shared_core.tools.shrink.widths import Change, Work, joined, why_not_narrow
 
 
 @dataclass
@@ -119,17 +128,13 @@ def shrink(
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            "shrink",
-            f"example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told})",
-            "give a tensor, a tuple of arguments or a mapping of keyword arguments",
-        ) from error
+        told = f"{type(example_inputs).__name__} ({_first_line(error)})"
+        rule = f"example_inputs must be what the model takes, got {told}"
+        raise ConfigError("shrink", rule, "give a tensor, a tuple or a mapping of keyword arguments") from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
-        raise CompatibilityError(
-            "shrink", f"from_config needs a model built from its config, got {type(model).__name__}", "leave it out"
-        )
+        rule = f"from_config needs a model built from its config, got {type(model).__name__}"
+        raise CompatibilityError("shrink", rule, "leave it out")
     # A mask that is given is put into the weights as zeros first: from there on both ways are one.
     if keep is not None:
         groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}
@@ -150,6 +155,10 @@ def shrink(
     return _result(work, accepted, smaller, gap, latency_repeats)
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _accepted(
     work: Work, changes: list[Change], build: Callable[[list[Change]], nn.Module]
 ) -> tuple[list[Change], nn.Module, float]:
@@ -164,7 +173,7 @@ def _accepted(
             smaller = build(tried)
             gap = measuring.difference(expected, measuring.outputs(smaller, work.example_inputs))
         except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
-            told = (str(error).splitlines() or [type(error).__name__])[0]
+            told = _first_line(error)
             return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
         # `not <=` catches NaN. Inexact changes were asked for, and are told in the notes.
         if not gap <= work.tolerance and work.is_exact(tried):
@@ -196,27 +205,24 @@ def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, 
         notes.append("none of the units that are zero can be removed, see kept" if found else "no unit is zero")
     if not work.is_exact(accepted):
         notes.append("layer norms were narrowed: the outputs are not those of the masked model")
-    timed = measuring.latency(work.model, smaller, work.example_inputs, repeats) if repeats else None
     return ShrinkResult(
-        model=smaller,
-        removed={name: int(units.sum()) for name, units in plan.items()},
-        kept=dict(work.selection.reasons),
-        units={group.name: group.units for group in work.traced.groups},
-        tensors=changed_shapes(work.model, smaller),
-        config=configured.changed_numbers(getattr(work.model, "config", None), getattr(smaller, "config", None)),
-        bytes=(measuring.state_bytes(work.model), measuring.state_bytes(smaller)),
-        flops=tuple(measuring.forward_flops(m, work.example_inputs) for m in (work.model, smaller)),  # type: ignore[arg-type]
-        milliseconds=timed,
-        largest_difference=gap,
-        notes=notes,
-    )
+        model=smaller, removed={name: int(units.sum()) for name, units in plan.items()},
+        kept=dict(work.selection.reasons), units={group.name: group.units for group in work.traced.groups},
+        largest_difference=gap, notes=notes, **compared(work.model, smaller, work.example_inputs, repeats),
+    )  # fmt: skip
 
 
-def changed_shapes(old: nn.Module, new: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return by name the shapes before and after of tensors that both models have and that differ."""
-    before, after = old.state_dict(), new.state_dict()
+def compared(old: nn.Module, new: nn.Module, example: Any, repeats: int) -> dict[str, Any]:
+    """Return what a result tells of two models: shapes, numbers of the configuration, bytes, operations, time."""
+    before, after, models = old.state_dict(), new.state_dict(), (old, new)
     return {
-        name: (tuple(tensor.shape), tuple(after[name].shape))
-        for name, tensor in before.items()
-        if isinstance(tensor, Tensor) and name in after and tensor.shape != after[name].shape
+        "tensors": {
+            name: (tuple(tensor.shape), tuple(after[name].shape))
+            for name, tensor in before.items()
+            if isinstance(tensor, Tensor) and name in after and tensor.shape != after[name].shape
+        },
+        "config": configured.changed_numbers(*(getattr(model, "config", None) for model in models)),
+        "bytes": tuple(map(measuring.state_bytes, models)),
+        "flops": tuple(measuring.forward_flops(model, example) for model in models),
+        "milliseconds": measuring.latency(old, new, example, repeats) if repeats else None,
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.channel_graph.groups import ChannelGroup, Traced, trace
-from shared_core.config.options import coerce
+from shared_core.config.options import checked, coerce
 from shared_core.errors import CompatibilityError, ConfigError, nearest
 from shared_core.modules.calls import call_on_batch, evaluated
 from shared_core.modules.matching import check_model
@@ -21,10 +21,18 @@ from shared_core.pruning.scorers import gather_units, group_scores
 from shared_core.tools import measuring
 from shared_core.tools.shrink import importance
 from shared_core.tools.shrink import model_config as configured
-from shared_core.tools.shrink.cutting import Plan, Selection, tied_names
+from shared_core.tools.shrink.cutting import (
+    Plan,
+    Rescale,
+    Selection,
+    Work,
+    check_eps,
+    tied_names,
+    tolerance_of,
+    why_not_narrow,
+)
 from shared_core.tools.shrink.model_config import Path
-from shared_core.tools.shrink.shrink import ShrinkResult, changed_shapes
-from shared_core.tools.shrink.widths import Rescale, Work, check_eps, tolerance_of, why_not_narrow
+from shared_core.tools.shrink.shrink import ShrinkResult, compared
 
 Criterion = Literal["activations", "magnitude", "random"]
 LayerCriterion = Literal["block_influence", "loss", "random"]
@@ -107,7 +115,6 @@ def shrink_to(
 
     Sources: Muralidharan et al. 2024, arXiv:2407.14679; Sreenivas et al. 2024, arXiv:2408.11796 (Minitron).
     """
-    _check_sizes(sizes)
     coerce(criterion, Criterion, "shrink", "criterion")
     coerce(layer_criterion, LayerCriterion, "shrink", "layer_criterion")
     check_model(model, "shrink")
@@ -118,25 +125,16 @@ def shrink_to(
     if not configured.is_configured(model):
         raise CompatibilityError("shrink", f"sizes must be those of a model's config, got {type(model).__name__}")
     cut = _Cut(model, batches, example_inputs, criterion, layer_criterion, loss, torch.Generator().manual_seed(seed))
-    wanted = values_of(model.config, sizes)
+    widths = values_of(model.config, sizes)
+    if not widths:
+        rule = f"sizes must be some of {', '.join(_NAMES)}, smaller than the model's, got {dict(sizes) or 'none'}"
+        raise ConfigError("shrink", rule)
     before = cut.mean_loss(model)
-    if layers := {path: value for path, value in wanted.items() if path == path_of(model.config, "layers")}:
-        cut.drop_layers(*next(iter(layers.items())))
-    if not wanted:
-        raise ConfigError("shrink", "sizes must be smaller than the model's, got those that it has")
-    if widths := {path: value for path, value in wanted.items() if path not in layers}:
+    if (path := path_of(model.config, "layers")) in widths:
+        cut.drop_layers(path, widths.pop(path))
+    if widths:
         cut.narrow(widths)
     return cut.result(before, latency_repeats)
-
-
-def _check_sizes(sizes: Mapping[str, int]) -> None:
-    if not sizes:
-        raise ConfigError("shrink", f"sizes must be given, one of {', '.join(_NAMES)}, got none")
-    for name, value in sizes.items():
-        if name not in _NAMES:
-            raise ConfigError("shrink", f"sizes must be known ones, got {name!r}{nearest(name, _NAMES)}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError("shrink", f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def path_of(config: Any, name: str) -> Path | None:
@@ -147,19 +145,15 @@ def path_of(config: Any, name: str) -> Path | None:
 
 
 def values_of(config: Any, sizes: Mapping[str, int]) -> dict[Path, int]:
-    """Return what the configuration's numbers become; those that stay are left out.
-
-    Raises:
-        ConfigError: If it has no such number, or that is smaller.
-    """
+    """Return what the configuration's numbers become; those that stay are left out."""
     values: dict[Path, int] = {}
     for name, value in sizes.items():
-        path = path_of(config, name)
+        path = path_of(config, name) if name in _NAMES else None
         if path is None:
-            raise ConfigError("shrink", f"{name} must be a number of the config, {type(config).__name__} has none")
+            rule = f"sizes must be numbers of {type(config).__name__}, got {name!r}{nearest(name, _NAMES)}"
+            raise ConfigError("shrink", rule)
         now = configured.read(config, path)
-        if now is not None and value > now:
-            raise ConfigError("shrink", f"{name} must be at most {now}, which the model has, got {value}")
+        value = checked(value, int, "shrink", name, low=1, **({} if now is None else {"high": now}))
         if value != now:
             values[path] = value
     heads, of_keys = path_of(config, "attention_heads"), path_of(config, "key_value_heads")
@@ -224,11 +218,8 @@ class _Cut:
                 state[places.get(prefix, "") + key.removeprefix(prefix)] = tensor
         shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
         if _shapes(model, config) != shapes:
-            raise CompatibilityError(
-                "shrink",
-                f"layers must be alike, or of kinds that the configuration lists layer by layer, got others in {name}",
-                "leave layers out",
-            )
+            rule = f"layers must be alike, or of kinds that the configuration lists by layer, got others in {name}"
+            raise CompatibilityError("shrink", rule, "leave layers out")
         smaller = configured.built(model, config, state)
         gone = [block for number, block in enumerate(blocks) if number not in chosen]
         with importance.bypassed(gone):
@@ -245,9 +236,8 @@ class _Cut:
             with importance.bypassed([block]):
                 loss = self.mean_loss(self.model)
             if loss is None:
-                raise ConfigError(
-                    "shrink", "layer_criterion loss must have batches with a loss, got none", "give labels, or loss"
-                )
+                rule = "layer_criterion loss must have batches with a loss, got none"
+                raise ConfigError("shrink", rule, "give labels, or loss")
             found.append(loss)
         return found
 
@@ -329,35 +319,24 @@ class _Cut:
     def _accept(self, smaller: nn.Module, expected: Any) -> None:
         gap = measuring.difference(expected, measuring.outputs(smaller, self.example))
         if not gap <= tolerance_of(self.model):  # NaN as well
-            raise CompatibilityError(
-                "shrink",
-                f"the smaller {type(smaller).__name__} must compute what the masked one does, got outputs that differ "
-                f"by {gap:.1e}: its code depends on a size in another way",
-                "leave that size out",
+            rule = (
+                f"the smaller {type(smaller).__name__} must compute what the masked one does, got outputs that differ"
             )
+            why = f"by {gap:.1e}: its code depends on a size in another way"
+            raise CompatibilityError("shrink", f"{rule} {why}", "leave that size out")
         self.gap, self.model = max(self.gap, gap), smaller
 
     def result(self, loss: float | None, repeats: int) -> CutResult:
         """Return the smaller model with what was done and measured."""
         old, new = self.original, self.model
         after = None if loss is None else self.mean_loss(new)
-        timed = measuring.latency(old, new, self.example, repeats) if repeats else None
         return CutResult(
-            model=new,
-            removed={name: self.units[name] - len(left) for name, left in self.chosen.items()},
-            kept={},
-            units=self.units,
-            tensors=changed_shapes(old, new),
-            config=configured.changed_numbers(getattr(old, "config", None), getattr(new, "config", None)),
-            bytes=(measuring.state_bytes(old), measuring.state_bytes(new)),
-            flops=(measuring.forward_flops(old, self.example), measuring.forward_flops(new, self.example)),
-            milliseconds=timed,
-            largest_difference=self.gap,
-            notes=self.notes,
-            chosen=self.chosen,
+            model=new, removed={name: self.units[name] - len(left) for name, left in self.chosen.items()}, kept={},
+            units=self.units, largest_difference=self.gap, notes=self.notes, chosen=self.chosen,
             parameters=(_num_parameters(old), _num_parameters(new)),
             loss=None if loss is None or after is None else (loss, after),
-        )
+            **compared(old, new, self.example, repeats),
+        )  # fmt: skip
 
 
 def _num_parameters(model: nn.Module) -> int:
@@ -384,10 +363,8 @@ def _stack(model: nn.Module, path: Path, left: int) -> tuple[str, nn.ModuleList]
         and any(key.startswith(f"{name}.{left - 1}.") for key in shapes)
     ]
     if len(found) != 1:
-        told = ", ".join(name for name, _ in found) or "none"
-        raise CompatibilityError(
-            "shrink", f"layers must be those of one list of blocks, got {told} of {type(model).__name__}"
-        )
+        told = f"{', '.join(name for name, _ in found) or 'none'} of {type(model).__name__}"
+        raise CompatibilityError("shrink", f"layers must be those of one list of blocks, got {told}")
     return found[0]
 
 
@@ -416,13 +393,12 @@ def _described(
     alone = _query_heads_alone(config, values)
     base = dict(configured.explicit_head_sizes(config))
     extras: list[dict[Path, Any]] = [{}]
-    width, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-    if not hasattr(config, "head_dim") and isinstance(width, int) and num_heads:
-        extras.append({("head_dim",): width // num_heads})  # of models that read one where there is one
+    if not hasattr(config, "head_dim") and (size := configured.head_size(config)):
+        extras.append({("head_dim",): size})  # of models that read one where there is one
     hidden = path_of(config, "hidden_size")
     if hidden is not None and hidden in values:
         # another number may have to equal the hidden size, as OPT's word_embed_proj_dim
-        extras += [{path: values[hidden]} for path, value in configured.numbers(config) if value == width]
+        extras += [{path: values[hidden]} for path, value in configured.numbers(config) if value == config.hidden_size]
     groups = {group.name: group for group in traced.groups}
     ties = tied_names(model)
     first = {name for name in model.state_dict() if ties.get(name, name) == name}
@@ -437,12 +413,9 @@ def _described(
             _check_free(model, traced, found, counts, query_heads=alone is not None)
             return numbers, counts, found
     names = ", ".join(".".join(map(str, path)) for path in values)
-    raise CompatibilityError(
-        "shrink",
-        f"{names} must be numbers that only take channels, neurons or heads from {type(model).__name__}, its shapes "
-        "change in another way",
-        "where a head's size is hidden_size / attention_heads, change both; or leave a size out",
-    )
+    rule = f"{names} must be numbers that only take channels, neurons or heads from {type(model).__name__}, got others"
+    remedy = "where a head's size is hidden_size / attention_heads, change both; or leave a size out"
+    raise CompatibilityError("shrink", rule, remedy)
 
 
 def _query_heads_alone(config: Any, values: Mapping[Path, int]) -> tuple[int, int, int] | None:
@@ -452,18 +425,12 @@ def _query_heads_alone(config: Any, values: Mapping[Path, int]) -> tuple[int, in
         return None
     heads, keys = int(configured.read(config, of_heads)), int(configured.read(config, of_keys))
     heads_left, keys_left = values.get(of_heads, heads), values.get(of_keys, keys)
-    if heads_left % keys_left:
-        told = f"attention_heads must be a multiple of key_value_heads, got {heads_left} and {keys_left}"
-        raise ConfigError("shrink", told, "give both")
-    if keys_left == keys != heads != heads_left:
-        return heads, keys, heads_left
-    if heads_left * keys != heads * keys_left:
-        raise ConfigError(
-            "shrink",
-            f"attention_heads must be {heads // keys} x key_value_heads, as they are, got {heads_left} and {keys_left}",
-            "cut key-value heads with all of their query heads first, then query heads alone",
-        )
-    return None
+    rest, alone = heads_left % keys_left, keys_left == keys != heads != heads_left
+    if rest or not (alone or heads_left * keys == heads * keys_left):
+        many = "a multiple of key_value_heads" if rest else f"{heads // keys} x key_value_heads, as they are"
+        remedy = "cut key-value heads with all of their query heads first, then query heads alone"
+        raise ConfigError("shrink", f"attention_heads must be {many}, got {heads_left} and {keys_left}", remedy)
+    return (heads, keys, heads_left) if alone else None
 
 
 def _query_heads(

@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -19,8 +19,14 @@ from torch import Tensor, nn
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import match_modules
-from shared_core.tools.sparse_inference.layers import Layout, SemiStructuredLinear, SparseLinear
-from shared_core.tools.sparse_inference.semi_structured import compressor, has_two_four_kernels, two_four_obstacle
+from shared_core.tools.sparse_inference.layers import (
+    Layout,
+    SemiStructuredLinear,
+    SparseLinear,
+    compressor,
+    has_two_four_kernels,
+    two_four_obstacle,
+)
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 _FEWEST, _MOST, _SECONDS = 3, 25, 0.1
@@ -236,14 +242,7 @@ def sparse_layers(
     checked(batch, int, "sparse_layers", "batch", low=1)
     checked(max_density, float | None, "sparse_layers", "max_density", above=0, high=1)
     checked(block, int | None, "sparse_layers", "block", low=1)
-    found = list(_linears(model, "sparse_layers", include, skip))
-    for name, module, _ in found:
-        if module.weight.device.type != "cpu":
-            raise CompatibilityError(
-                "sparse_layers",
-                f"model must be on the CPU, got {name} on {module.weight.device}",
-                "move it with model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU",
-            )
+    found = _linears(model, "sparse_layers", include, skip, lambda device: device.type == "cpu")
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
     for name, module, why in found:
@@ -334,15 +333,7 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
         ConfigError: If `model` is itself a linear layer.
         MatchError: If there is no linear layer.
     """
-    found = list(_linears(model, "to_semi_structured", include, skip))
-    for name, module, _ in found:
-        if not has_two_four_kernels(module.weight.device):
-            raise CompatibilityError(
-                "to_semi_structured",
-                f"model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on "
-                f"{module.weight.device}",
-                "torch has no 2:4 product there",
-            )
+    found = _linears(model, "to_semi_structured", include, skip, has_two_four_kernels)
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
     for name, module, left in found:
@@ -378,10 +369,16 @@ def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStr
     return layer
 
 
+_DEVICES = {
+    "sparse_layers": ("the CPU", "move it with model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU"),
+    "to_semi_structured": ("an NVIDIA GPU of compute capability 8.0 or newer", "torch has no 2:4 product elsewhere"),
+}
+
+
 def _linears(
-    model: nn.Module, where: str, include: Iterable[str], skip: Iterable[str]
-) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Yield name, layer, and why it must stay as it is."""
+    model: nn.Module, where: str, include: Iterable[str], skip: Iterable[str], able: Callable[[torch.device], bool]
+) -> list[tuple[str, nn.Linear, str]]:
+    """Return name, layer, and why it must stay as it is."""
     if isinstance(model, nn.Linear):
         raise ConfigError(where, "model must hold its layers, got a linear layer itself", "wrap it in nn.Sequential")
     holders: dict[Tensor, int] = {}
@@ -396,8 +393,13 @@ def _linears(
         if isinstance(module, nn.TransformerEncoderLayer)
         for part in (module.linear1, module.linear2)
     }
+    linears = []
     for found in match_modules(model, (nn.Linear,), where=where, include=include, skip=skip):
         module = cast("nn.Linear", found.module)
+        if not able(module.weight.device):
+            place, remedy = _DEVICES[where]
+            rule = f"model must be on {place}, got {found.name} on {module.weight.device}"
+            raise CompatibilityError(where, rule, remedy)
         why = ""
         if type(module) is not nn.Linear:
             why = f"{type(module).__name__} computes its weight itself, or is used in another way"
@@ -409,7 +411,8 @@ def _linears(
             why = "it has hooks, which would be lost"
         elif not module.weight.is_floating_point():
             why = f"not floating point ({module.weight.dtype})"
-        yield found.name, module, why
+        linears.append((found.name, module, why))
+    return linears
 
 
 def _replace(model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:

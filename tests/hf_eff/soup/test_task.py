@@ -21,8 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_eff.evaluation.evaluator import FolderEvaluator
-from hf_eff.evaluation.metrics import class_score
+from hf_eff.evaluation import FolderEvaluator, class_score
 from shared_core.errors import CheckpointError, ConfigError
 
 WORDS = [

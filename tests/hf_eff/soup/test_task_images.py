@@ -17,8 +17,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from hf_eff.evaluation.evaluator import FolderEvaluator
-from hf_eff.evaluation.metrics import regression_score
+from hf_eff.evaluation import FolderEvaluator, regression_score
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.errors import CheckpointError, ConfigError
 

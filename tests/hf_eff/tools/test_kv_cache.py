@@ -20,13 +20,7 @@ from transformers import (
 
 from shared_core.checkpoint_formats.plain import read_deployment, write_deployment
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.quantization import (
-    apply_ranges,
-    calibrate_kv_cache,
-    convert,
-    quantize_with_report,
-    rounding_kv_cache,
-)
+from shared_core.quantization import apply_ranges, calibrate_kv_cache, convert, quantize_with_report, rounding_kv_cache
 from shared_core.tools.export import export_compressed_tensors, export_gguf, export_onnx, export_torchao
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3, "vocab_size": 32}

@@ -230,33 +230,20 @@ def test_the_command_refuses_what_is_no_model(run, tmp_path):
 
 
 def test_example_inputs_are_made_up_from_the_configuration():
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
-    )
-    made = made_up_inputs(ViTForImageClassification(config))
-    assert made["pixel_values"].shape == (2, 3, 8, 8)
-    tokens = made_up_inputs(llama())["input_ids"]
-    assert tokens.shape == (2, 8)
-    assert int(tokens.max()) < 24
-
-
-def test_a_model_of_pairs_gets_both_inputs():
     tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    text = {**tower, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}))
-    assert model(**made_up_inputs(model)).logits_per_image.shape == (2, 2)
-
-
-def test_models_of_speech_get_a_spectrogram_or_a_wave():
-    size = {"vocab_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sight, size = {**tower, "image_size": 8, "patch_size": 4}, {"vocab_size": 24, "pad_token_id": 0, "bos_token_id": 1}
+    size["eos_token_id"] = 2
     layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     widths = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_model": 8, "num_mel_bins": 4, "max_source_positions": 6}
-    whisper = WhisperForConditionalGeneration(WhisperConfig(**size, **layers, **widths, decoder_start_token_id=1))
-    assert whisper(**made_up_inputs(whisper)).logits.shape == (2, 8, 24)
-    sound = Wav2Vec2ForCTC(
-        Wav2Vec2Config(
-            **size, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, conv_dim=(4, 4),
-            conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
-        )
-    )  # fmt: skip
-    assert sound(**made_up_inputs(sound)).logits.shape == (2, 1599, 24)
+    waves = {"conv_dim": (4, 4), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 4}
+    text = {**tower, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2}
+    for model, output, shape in (
+        (llama(), "logits", (2, 8, 24)),
+        (ViTForImageClassification(ViTConfig(**sight)), "logits", (2, 2)),
+        (CLIPModel(CLIPConfig(text_config=text, vision_config=sight)), "logits_per_image", (2, 2)),  # of pairs
+        (WhisperForConditionalGeneration(WhisperConfig(**size, **layers, **widths, decoder_start_token_id=1)), "logits",
+         (2, 8, 24)),
+        (Wav2Vec2ForCTC(Wav2Vec2Config(**size, **tower, **waves, num_conv_pos_embedding_groups=2)), "logits",
+         (2, 1599, 24)),
+    ):  # fmt: skip
+        assert model(**made_up_inputs(model))[output].shape == shape

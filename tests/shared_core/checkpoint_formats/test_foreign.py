@@ -220,12 +220,7 @@ def test_large_numbers_and_shared_tuples_take_neither_memory_nor_time(tmp_path):
     bomb = FIRST + b")" + b"2\x86" * 60  # a tuple of the one before, twice
     itself = b"cx\ny\n0]q\xf0h\xf0a"
     began = time.monotonic()
-    for operations in (
-        FIRST + memo,
-        b"}" + bomb + b"K\x01s",
-        b"}" + bomb + b"K\x01s0(" + bomb + b"K\x01d",
-        itself,
-    ):
+    for operations in (FIRST + memo, b"}" + bomb + b"K\x01s", b"}" + bomb + b"K\x01s0(" + bomb + b"K\x01d", itself):
         content = load_checkpoint(spliced(tmp_path / "x.ckpt", operations))
         without_foreign(content["hyper_parameters"])
     assert time.monotonic() - began < 5

@@ -16,8 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shared_core.checkpoint_formats.model_card import add_section
-from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
+from shared_core.checkpoint_formats.plain import (
+    DEPLOYMENT_FILE,
+    DEPLOYMENT_KEY,
+    add_section,
+    read_deployment,
+    write_deployment,
+)
 from shared_core.engine.state_file import save_state
 from shared_core.errors import CheckpointError, ConfigError, EffError
 

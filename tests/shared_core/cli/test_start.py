@@ -21,7 +21,7 @@ from shared_core.engine.services import BareServices
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries
-from shared_core.tools.planning.explain import explain
+from shared_core.tools.explain import explain
 
 STEPS = 8
 

@@ -14,7 +14,7 @@ from shared_core.distillation import Distillation, DistillConfig, kd_loss
 from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
-from shared_core.tools.planning.explain import explain
+from shared_core.tools.explain import explain
 
 
 def mlp(width=8, classes=3, seed=0):

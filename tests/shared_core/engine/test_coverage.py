@@ -14,7 +14,7 @@ from shared_core import Recipe, Session
 from shared_core.engine.coverage import count
 from shared_core.errors import ConfigError, MatchError
 from shared_core.quantization.post_training.quantize import quantize_with_report
-from shared_core.tools.planning.explain import explain
+from shared_core.tools.explain import explain
 
 
 class Experts(nn.Module):

@@ -61,44 +61,21 @@ def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
 
 
 def test_a_journal_is_for_its_owner_and_holds_no_secrets(tmp_path):
-    command = [
-        "python",
-        "train.py",
-        "--hub_token",
-        "hf_abc",
-        "--password=x",
-        "API_KEY=y",
-        "--tokenizer",
-        "t",
-        "--pass_key_password",
-        "1234",
-        "--max_tokens",
-        "9",
-    ]
+    secrets = ["hf_abc", "x", "y", "1234"]
+
+    def words(token, password, key, number):
+        options = ["--hub_token", token, f"--password={password}", f"API_KEY={key}", "--tokenizer", "t"]
+        return ["python", "train.py", *options, "--pass_key_password", number, "--max_tokens", "9"]
 
     def journal(command):
         return Journal(file, "lottery", "search", {"command": without_secrets(command)}, own="round-*")
 
     file = tmp_path / "search" / "lottery.json"
     file.parent.mkdir()
-    journal(command).write()
+    journal(words(*secrets)).write()
     assert mode(file) == "0o600"
-    kept = json.loads(file.read_text())["command"]
-    assert kept == [
-        "python",
-        "train.py",
-        "--hub_token",
-        "***",
-        "--password=***",
-        "API_KEY=***",
-        "--tokenizer",
-        "t",
-        "--pass_key_password",
-        "***",
-        "--max_tokens",
-        "9",
-    ]
-    journal([*command[:3], "hf_other", *command[4:]]).read()
+    assert json.loads(file.read_text())["command"] == words(*["***"] * 4)
+    journal(words("hf_other", *secrets[1:])).read()
     file.chmod(0o644)
     write_object(file, {}, private=True)
     assert mode(file) == "0o600"

@@ -10,7 +10,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
 from shared_core.pruning import PruneConfig, cubic_sparsity, prune
-from shared_core.tools.planning.explain import explain
+from shared_core.tools.explain import explain
 
 
 def build():

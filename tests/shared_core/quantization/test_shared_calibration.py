@@ -7,7 +7,7 @@ from torch import nn
 
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.quantization import QatConfig, quantize_with_report
-from shared_core.tools.quantize.study import QuantizationStudy
+from shared_core.tools.quantize import QuantizationStudy
 
 
 def network(seed=0):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.checkpoint_formats.opening import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.errors import CheckpointError
 from shared_core.runs.trained_model import count_parameters, find_model, model_metrics
 

@@ -11,7 +11,7 @@ from shared_core.quantization import quantize
 from shared_core.tools.export import export_onnx
 from shared_core.tools.export import onnx_blocks as blocks_module
 from shared_core.tools.export.onnx_blocks import repeated_blocks
-from shared_core.tools.export.verify import feeds, session_of
+from shared_core.tools.export.onnx_files import feeds, session_of
 
 
 class Layer(nn.Module):

@@ -28,8 +28,8 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.quantization import apply_ranges
 from shared_core.tools.export import export_onnx
-from shared_core.tools.export.onnx_layers import bias_codes, grid_of
-from shared_core.tools.export.verify import session_of
+from shared_core.tools.export.onnx_files import session_of
+from shared_core.tools.export.source import bias_codes, grid_of
 
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.tools.export.onnx")
@@ -71,9 +71,10 @@ def test_optimised_it_runs_integer_kernels_within_a_step(build, bits, kernel, co
     assert_close_in_steps(y, reference)
 
 
-def test_relu_folds_because_codes_of_what_is_not_negative_start_at_zero(tmp_path):
+def test_the_file_has_the_codes_that_were_trained_and_a_relu_folds_where_they_start_at_zero(tmp_path):
     model, ranges = trained(mlp)
-    export_onnx(model, examples(mlp), tmp_path / "model.onnx")
+    export_onnx(model, examples(mlp), tmp_path / "model.onnx", weight_codes="signed")
+    assert b".py" not in (tmp_path / "model.onnx").read_bytes()  # nothing of this machine
     assert ranges["2"]["min"] == 0
     found = constants(tmp_path / "model.onnx")
     assert found["2.input_zero_point"].dtype == np.uint8
@@ -82,12 +83,6 @@ def test_relu_folds_because_codes_of_what_is_not_negative_start_at_zero(tmp_path
     run(tmp_path / "model.onnx", examples(mlp), optimise=True, save=tmp_path / "optimised.onnx")
     assert "Relu" in kinds(tmp_path / "model.onnx")
     assert "Relu" not in kinds(tmp_path / "optimised.onnx")
-
-
-def test_weights_are_stored_as_the_codes_that_were_trained(tmp_path):
-    model, _ = trained(mlp)
-    export_onnx(model, examples(mlp), tmp_path / "model.onnx", weight_codes="signed")
-    found = constants(tmp_path / "model.onnx")
     for name in ("0", "2", "4"):
         weight = model.get_submodule(name).weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127
@@ -208,8 +203,7 @@ def test_one_example_and_a_fixed_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("finish", "options"),
-    [(False, {"fold_batch_norm": False}), (True, {}), (False, {"range": "lsq"})],
+    ("finish", "options"), [(False, {"fold_batch_norm": False}), (True, {}), (False, {"range": "lsq"})]
 )
 def test_batch_norms_are_folded_into_the_scales(finish, options, tmp_path):
     model, ranges = trained(with_batch_norm, finish=finish, **options)
@@ -231,12 +225,6 @@ def test_the_model_is_not_changed(tmp_path):
     assert model.training
     assert [type(module) for module in model.modules()] == types
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_nothing_of_this_machine_is_in_the_file(tmp_path):
-    model, _ = trained(mlp)
-    export_onnx(model, examples(mlp), tmp_path / "model.onnx")
-    assert b".py" not in (tmp_path / "model.onnx").read_bytes()
 
 
 def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
@@ -279,12 +267,14 @@ def test_refusals(tmp_path, monkeypatch):
     model, _ = trained(mlp)
     with pytest.raises(MatchError, match="with calibration model must have quantised layers, found none"):
         export_onnx(mlp(), examples(mlp), path, calibration=[examples(mlp)])
-    with pytest.raises(ConfigError, match="export_onnx: opset must be 21 to 23, got 20"):
+    with pytest.raises(ConfigError, match=r"export_onnx: opset must be in \[21, 23\], got 20"):
         export_onnx(model, examples(mlp), path, opset=20)
     with pytest.raises(ConfigError, match="example_inputs must hold a tensor, got str"):
         export_onnx(model, "x", path)
+    with pytest.raises(ConfigError, match="weight_codes must be one of auto, signed, unsigned, got 'unsigend'"):
+        export_onnx(model, examples(mlp), path, weight_codes="unsigend")
     for few in (torch.ones(3), torch.ones(3, 2)):
-        with pytest.raises(ConfigError, match=r"\(batch, length, ...\) and a length of 3 at least, got \(3"):
+        with pytest.raises(ConfigError, match=r"\(batch, length, ...\), 3 long at least, got \(3"):
             export_onnx(model, few, path, dynamic_length=True)
     with pytest.raises(CompatibilityError, match=r"every length, .* shorter by one it did not: .*pass dynamic_length"):
         export_onnx(model, examples(mlp), path, dynamic_length=True)

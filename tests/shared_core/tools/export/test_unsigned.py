@@ -7,11 +7,11 @@ import torch
 from quantization_export_runs import assert_close_in_steps, constants, expected, run
 from torch import nn
 
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError
 from shared_core.quantization import quantize
 from shared_core.tools.export import export_onnx
-from shared_core.tools.export import onnx as export_unsigned
-from shared_core.tools.export.onnx import onnxruntime_sums_exactly, wants_unsigned
+from shared_core.tools.export import onnx_files as export_unsigned
+from shared_core.tools.export.onnx_files import onnxruntime_sums_exactly, wants_unsigned
 
 
 def linear():
@@ -124,9 +124,3 @@ def test_what_saturates_is_not_written(tmp_path):
     with pytest.raises(CompatibilityError, match="must equal the model's to 1e-05"):
         export_onnx(model, x, path, weight_codes="signed")
     assert not any(tmp_path.iterdir())
-
-
-def test_another_name_is_refused_at_start(tmp_path):
-    model, x = quantised(linear, "int8")
-    with pytest.raises(ConfigError, match="weight_codes must be one of auto, signed, unsigned, got 'unsigend'"):
-        export_onnx(model, x, tmp_path / "model.onnx", weight_codes="unsigend")

@@ -362,30 +362,23 @@ def test_other_types_shrink_too(dtype):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("inputs", "options", "message"),
     [
-        ({"multiple_of": 0}, "multiple_of must be"),
-        ({"multiple_of": True}, "multiple_of must be"),
-        ({"latency_repeats": -1}, "latency_repeats must be"),
-        ({"keep": {"nowhere": torch.ones(3, dtype=torch.bool)}}, "must name groups"),
-        ({"keep": {"0": torch.ones(3, dtype=torch.bool)}}, r"bool of shape \(6,\)"),
-        ({"keep": {"0": torch.zeros(6, dtype=torch.bool)}}, "at least one"),
+        (torch.ones(3, 4), {"multiple_of": 0}, "multiple_of must be"),
+        (torch.ones(3, 4), {"multiple_of": True}, "multiple_of must be"),
+        (torch.ones(3, 4), {"latency_repeats": -1}, "latency_repeats must be"),
+        (torch.ones(3, 4), {"keep": {"nowhere": torch.ones(3, dtype=torch.bool)}}, "must name groups"),
+        (torch.ones(3, 4), {"keep": {"0": torch.ones(3, dtype=torch.bool)}}, r"bool of shape \(6,\)"),
+        (torch.ones(3, 4), {"keep": {"0": torch.zeros(6, dtype=torch.bool)}}, "at least one"),
+        *(
+            (inputs, {}, "example_inputs must be what the model takes, got")
+            for inputs in (None, "text", {"nowhere": torch.ones(3, 4)}, torch.ones(3, 7), torch.ones(3, 4).int())
+        ),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_and_inputs_are_refused(inputs, options, message):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(ConfigError, match=message):
-        shrink(model, torch.randn(3, 4), **options)
-
-
-@pytest.mark.parametrize(
-    "inputs", [None, "text", {"nowhere": torch.ones(3, 4)}, torch.ones(3, 7), torch.ones(3, 4).int()]
-)
-def test_inputs_that_the_model_does_not_take_are_refused(inputs):
-    with pytest.raises(ConfigError, match="example_inputs must be what the model takes, got"):
-        shrink(nn.Linear(4, 2), inputs)
-
-
-def test_a_model_without_config_cannot_be_built_from_it():
+        shrink(model, inputs, **options)
     with pytest.raises(CompatibilityError, match="built from its config"):
-        shrink(nn.Linear(2, 2), torch.randn(3, 2), from_config=True)
+        shrink(model, torch.ones(3, 4), from_config=True)

@@ -9,10 +9,8 @@ from torch.sparse import _semi_structured_conversions as torch_conversions
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.pruning import nm_mask
 from shared_core.tools.sparse_inference import convert as sparse_inference
-from shared_core.tools.sparse_inference import semi_structured
 from shared_core.tools.sparse_inference.convert import to_semi_structured
-from shared_core.tools.sparse_inference.layers import SemiStructuredLinear
-from shared_core.tools.sparse_inference.semi_structured import two_four_obstacle
+from shared_core.tools.sparse_inference.layers import SemiStructuredLinear, has_two_four_kernels, two_four_obstacle
 
 
 def two_four(rows, columns, dtype=torch.float16, seed=0, share=1.0):
@@ -70,10 +68,10 @@ def test_models_without_layers_are_refused():
 def test_capabilities(monkeypatch, capability, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert semi_structured.has_two_four_kernels(torch.device("cuda")) is able
-    assert not semi_structured.has_two_four_kernels(torch.device("cpu"))
+    assert has_two_four_kernels(torch.device("cuda")) is able
+    assert not has_two_four_kernels(torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert not semi_structured.has_two_four_kernels(torch.device("cuda"))
+    assert not has_two_four_kernels(torch.device("cuda"))
 
 
 def round_trip(weight):

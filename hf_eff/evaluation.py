@@ -1,4 +1,7 @@
-"""Metrics of transformers models on a local file, for soups: of classes, of numbers, of the next token."""
+"""Metrics of transformers models on a local file, for soups: of classes, of numbers, of the next token.
+
+In float64: torchmetrics computes F1 in float32 and adds an epsilon to rank correlations.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,66 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from hf_eff._adapters.teacher import load_teacher
-from hf_eff.evaluation.images import ImageExamples
-from hf_eff.evaluation.metrics import class_score, regression_score
-from hf_eff.evaluation.tables import first_line
-from hf_eff.evaluation.texts import IGNORED, TextExamples
+from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples, first_line
 from shared_core.checkpoint_formats import storage_key
 from shared_core.errors import CheckpointError, ConfigError, EffError
+
+
+def class_score(task: str, logits: Tensor, truth: Tensor) -> float:
+    """Return ``accuracy``, ``f1`` or ``loss`` (mean cross-entropy) of logits (examples, classes); NaN if one is NaN.
+
+    F1 = 2 TP / (2 TP + FP + FN) is that of class 1 of two, or the mean over more classes. A class that is neither there
+    nor guessed does not count; without any the score is 0.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+        >>> [class_score(task, logits, torch.tensor([1, 0, 1, 0])) for task in ("f1", "accuracy")]
+        [0.5, 0.5]
+    """
+    if not logits.isfinite().all():
+        return math.nan  # argmax of NaN is a class too
+    if task == "loss":
+        return float(F.cross_entropy(logits, truth.long(), reduction="none").double().mean())
+    guesses, classes = logits.argmax(-1), logits.shape[1]
+    if task == "accuracy":
+        return float((guesses == truth).double().mean())
+    either = guesses.bincount(minlength=classes) + truth.long().bincount(minlength=classes)
+    scores = 2 * guesses[guesses == truth].bincount(minlength=classes).double() / either
+    kept = scores[1:] if classes == 2 else scores
+    return float(kept[~kept.isnan()].mean().nan_to_num())
+
+
+def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
+    """Return ``mse`` or ``loss`` (mean squared error), ``mae``, ``pearson`` or ``spearman``.
+
+    Correlations of predictions or truths that are all alike are NaN: there is nothing to order.
+
+    Example:
+        >>> one, two = torch.tensor([[1.0], [2.0]]), torch.tensor([2.0, 5.0])
+        >>> regression_score("mae", one, two), regression_score("mse", one, two)
+        (2.0, 5.0)
+    """
+    if not predicted.isfinite().all():
+        return math.nan
+    predicted, truth = predicted[:, 0].double(), truth.double()
+    if task in ("mse", "loss"):
+        return float((predicted - truth).square().mean())
+    if task == "mae":
+        return float((predicted - truth).abs().mean())
+    if task == "spearman":
+        predicted, truth = _ranks(predicted), _ranks(truth)
+    one, two = predicted - predicted.mean(), truth - truth.mean()
+    size = float(one.norm() * two.norm())
+    return float(one @ two) / size if size else math.nan
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return the ranks of values; equal ones share the mean of theirs."""
+    _, where, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    found: Tensor = (ends - (counts - 1).double() / 2)[where]
+    return found
+
 
 _LANGUAGE_MODEL, _CLASSIFIER, _REGRESSOR = (
     "language model", "classifier of texts or images (single labels)",
@@ -68,9 +125,8 @@ class FolderEvaluator:
         try:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                "eff soup", f"--task: {folder} must hold a config of transformers, got {error}"
-            ) from error
+            rule = f"--task: {folder} must hold a config of transformers, got {error}"
+            raise CheckpointError("eff soup", rule) from error
         if not data.exists():
             raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
         self._kind, is_image = self._kind_of_model()
@@ -106,11 +162,9 @@ class FolderEvaluator:
         except EffError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
-            raise ConfigError(
-                "eff soup",
-                f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}",
-                "check lengths (--max-length), sizes, and memory (--batch-size)",
-            ) from error
+            rule = f"--data must be what {type(self._model).__name__} takes, got {first_line(error):.200}"
+            remedy = "check lengths (--max-length), sizes, and memory (--batch-size)"
+            raise ConfigError("eff soup", rule, remedy) from error
 
     def _kind_of_model(self) -> tuple[str, bool]:
         name = next(iter(self._config.architectures or ()), "no class")
@@ -123,12 +177,9 @@ class FolderEvaluator:
             if self._config.problem_type not in (None, _PROBLEMS[kind]):
                 kind = ""
         if kind not in _TASKS[self.task]:
-            raise CheckpointError(
-                "eff soup",
-                f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder} "
-                f"(num_labels {outputs}, problem_type {self._config.problem_type})",
-                "choose another task, or give --eval",
-            )
+            rule = f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder}"
+            told = f"{rule} (num_labels {outputs}, problem_type {self._config.problem_type})"
+            raise CheckpointError("eff soup", told, "choose another task, or give --eval")
         return kind, is_image
 
     def _load(self, model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
@@ -146,12 +197,9 @@ class FolderEvaluator:
                 None, config=self._config, state_dict=dict(state_dict), output_loading_info=True
             )
         if any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-            raise CheckpointError(
-                "eff soup",
-                f"--task: ingredients must have the tensor names of {type(model).__name__}, got missing {lacking[:3]} "
-                f"and unexpected {unexpected[:3]}",
-                "save them by this transformers, or give --eval",
-            )
+            rule = f"--task: ingredients must have the tensor names of {type(model).__name__}"
+            got = f"missing {lacking[:3]} and unexpected {unexpected[:3]}"
+            raise CheckpointError("eff soup", f"{rule}, got {got}", "save them by this transformers, or give --eval")
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
     def _of_labels(self, model: nn.Module) -> float:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_core.errors import CheckpointError
+from shared_core.tools.compressed_file import HEADER, MAGIC, VERSION
 from shared_core.tools.compression import CompressedFile, compress, decompress
-from shared_core.tools.compression.file_format import HEADER, MAGIC, VERSION
 
 
 @pytest.fixture(scope="module")

@@ -1,51 +1,57 @@
-"""Quantise a trained model and measure the result: quality, sensitivity of layers, attacks, latency, bytes."""
+"""Quantise a trained model and measure it: quality, layer sensitivity, a plan by quality, attacks, latency, bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from shared_core.distributed.job import Job, check_alone
-from shared_core.errors import ConfigError
-from shared_core.quantization import QatConfig, SelectivePlan, quantize_with_report
+from shared_core.errors import ConfigError, TrainingError
+from shared_core.hardware import cpu_capabilities
+from shared_core.modules.weight_views import RECURRENT
+from shared_core.quantization import (
+    QatConfig,
+    QuantizationReport,
+    SelectivePlan,
+    keep_high,
+    layer_sensitivity,
+    plan_by_quality,
+    quantize_with_report,
+)
 from shared_core.quantization.batch_norm import run
+from shared_core.quantization.functional.quantizers import quantize_weight
+from shared_core.quantization.post_training.adversarial import adversarial_accuracy
 from shared_core.quantization.post_training.gptq import GptqConfig
 from shared_core.quantization.post_training.latency import latencies
 from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
 from shared_core.quantization.post_training.quantize import quantized_bytes
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
+from shared_core.quantization.ranges.saved_ranges import saved_scheme
 from shared_core.quantization.schemes import layer_schemes
 from shared_core.quantization.selection import select_layers
-from shared_core.tools.quantize import measures
-from shared_core.tools.quantize.options import StudyOptions
+from shared_core.tools.measuring import state_bytes
+from shared_core.tools.quantize_options import StudyOptions
+
+SENSITIVITY_BATCHES = 8
+Judge = Callable[[nn.Module], float]
+
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
 """Called with what is about to run; surrounds it and returns a function of (done, total)."""
 
 
-@contextlib.contextmanager
-def no_progress(_: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show nothing."""
-    yield lambda done, total: None
-
-
 @dataclass(frozen=True)
 class StudyResult:
-    """A quantised model and what was measured of it.
-
-    Args:
-        model: Quantised; its layers quantise their inputs too.
-        values: The report, as plain values that JSON can hold.
-        config: What the model was quantised with; a plan may have left out layers.
-        plan: Which layers were left in float for the quality asked for; None without `largest_loss`.
-    """
+    """A quantised model and what was measured of it."""
 
     model: nn.Module
     values: dict[str, Any]
@@ -83,12 +89,12 @@ class QuantizationStudy:
     gptq: GptqConfig | None = None
     data: list[Any] | None = None
     options: StudyOptions = field(default_factory=StudyOptions)
-    judge: measures.Judge | None = None
+    judge: Judge | None = None
     qat_model: nn.Module | None = None
     images: list[tuple[Tensor, Tensor]] | None = None
     latency_inputs: Any = None
     allow_partial: bool = False
-    progress: Progress = no_progress
+    progress: Progress = lambda what: contextlib.nullcontext(lambda done, total: None)
     job: Job = field(default_factory=Job)
 
     def check(self) -> None:
@@ -98,8 +104,11 @@ class QuantizationStudy:
             check_alone("quantize", " where no ranges are observed, with --method and with clip_gelu", self.job.size)
         if self.options.kv_cache is not None:
             check_kv_cache(self.network, self.options.kv_cache, "quantize")
-        if self.options.largest_loss is not None:
-            measures.check_plannable(self.config)
+        config = self.config
+        if self.options.largest_loss is not None and (not config.scheme.startswith("int") or config.overrides):
+            got = f"scheme={config.scheme} and overrides={list(config.overrides)}"
+            rule = "largest_loss must come with an int scheme without overrides, whose layers share one width, got"
+            raise ConfigError("quantize", f"{rule} {got}")
 
     def share(self) -> None:
         """Calibrate this process's share for the main one, which does all the rest."""
@@ -130,9 +139,12 @@ class QuantizationStudy:
             **self._latency(model),
             **self._bytes(model),
             "sensitivity": None if costs is None else {"metric": self.options.sensitivity or "rmse", "layers": costs},
-            "plan": None if plan is None else measures.plan_values(plan, keep, self.options.mode),
-            "attacks": self._attacks([row for _, rows in measured.values() for row in rows]),
+            "plan": None if plan is None else self._plan_values(plan, keep),
+            "attacks": None,
         }
+        if self.images is not None:
+            rows = [row for _, rows in measured.values() for row in rows]
+            values["attacks"] = {**self.options.attack_settings(), "rows": rows}
         return StudyResult(model, values, config, plan)
 
     def _quantized(
@@ -167,59 +179,118 @@ class QuantizationStudy:
         rows: list[dict[str, Any]] = []
         if self.images is not None:
             with self.progress(f"attacks on the {name} model") as advance:
-                for row in measures.attacked(name, model, self.network, self.images, self.options.attack_settings()):
+                for row in self._attacked(name, model, self.images):
                     rows.append(row)
                     advance(len(rows), None)
         return quality, rows
 
-    def _attacks(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        return None if self.images is None else {**self.options.attack_settings(), "rows": rows}
+    def _attacked(self, name: str, model: nn.Module, images: list[tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
+        """Yield a row an attack, strength and origin: the model's own gradient, or the float one's."""
+        settings = self.options.attack_settings()
+        strengths = settings.pop("eps")
+        # A float model is its own source: no transferred attack beside.
+        origins = {"itself": None} if model is self.network else {"itself": None, "float": self.network}
+        attacks: tuple[Literal["fgsm", "pgd"], ...] = ("fgsm", "pgd")
+        for attack, eps, (origin, source) in itertools.product(attacks, strengths, origins.items()):
+            found = adversarial_accuracy(model, images, eps, attack=attack, source=source, **settings)
+            yield {"attack": attack, "eps": eps, "model": name, "made_on": origin, **dataclasses.asdict(found)}
 
-    def _costs(self, report: Any) -> dict[str, dict[int, float]] | None:
+    def _costs(self, report: QuantizationReport) -> dict[str, dict[int, float]] | None:
+        """Return layer → bits → cost of quantising its weight alone, in its scheme and width.
+
+        Of the first `SENSITIVITY_BATCHES` batches; recurrent layers, whose several weights one cost would not tell
+        apart, are left out.
+        """
         if self.data is None or (self.options.sensitivity is None and self.options.largest_loss is None):
             return None
+        network, number = self.network, itertools.count(1)
+        widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
+        names = [name for name in widths if not isinstance(network.get_submodule(name), RECURRENT)]
+        schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], "quantize") for name in names}
         with self.progress("sensitivity of layers") as advance:
-            return measures.sensitivities(self.network, report, self.data, self.options.sensitivity or "rmse", advance)
+
+            def in_its_scheme(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
+                advance(next(number), len(names))
+                return quantize_weight(module, weight, schemes[module])
+
+            # the width asked for is not used: a layer's scheme has its own
+            costs = layer_sensitivity(
+                network, self.data[:SENSITIVITY_BATCHES], metric=self.options.sensitivity or "rmse", bits=[8],
+                layers=names, quantize=in_its_scheme,
+            )  # fmt: skip
+        return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
 
     def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
-        if self.data is None or self.judge is None or self.options.largest_loss is None:
+        judge, largest_loss, config = self.judge, self.options.largest_loss, self.config
+        if self.data is None or judge is None or largest_loss is None:
             raise ConfigError("quantize", "largest_loss must come with judge and data, got it without", "add them")
-        keep = {} if self.options.all_layers else measures.kept_in_float(self.network, costs, self.data[0])
+        kept = {} if self.options.all_layers else keep_high(self.network, self.data[0])
+        keep = {name: why for name, why in kept.items() if name in costs}
+        if costs.keys() <= keep.keys():
+            told = f"all {len(costs)} are of those kept in float (first, last, after GELU, …)"
+            rule = f"largest_loss must have layers to choose from, but {told}"
+            raise ConfigError("quantize", rule, "set all_layers")
+
+        def with_only(layers: Collection[str]) -> QatConfig:
+            return dataclasses.replace(config, skip=(*config.skip, *(name for name in costs if name not in layers)))
+
         with self.progress("plan"):
-            config, plan = measures.selective_plan(
+            found = plan_by_quality(
                 self.network,
-                self.config,
+                lambda model: self._sign * judge(model),  # it takes larger for better
                 costs,
-                lambda chosen: self._quantized(chosen, candidate=True)[0],
-                self.judge,
-                largest_loss=self.options.largest_loss,
-                mode=self.options.mode,
+                largest_loss=largest_loss,
+                bits=next(iter(next(iter(costs.values())))),
                 keep=keep,
+                apply=lambda _, bits: self._quantized(with_only(bits), candidate=True)[0],
             )
-        return config, plan, keep
+        if not found.plan.quantized:
+            rule = f"largest_loss {largest_loss} must leave a layer to quantise, but each one loses more"
+            raise TrainingError("quantize", rule, "raise it")
+        return with_only(found.plan.quantized), found, keep
+
+    @property
+    def _sign(self) -> float:
+        return 1.0 if self.options.mode == "max" else -1.0
+
+    def _plan_values(self, found: SelectivePlan, keep: Mapping[str, str]) -> dict[str, Any]:
+        """Return a plan and its curves as plain values, quality in the user's own sign."""
+        curves = {
+            start: [{**dataclasses.asdict(point), "quality": self._sign * point.quality} for point in points]
+            for start, points in found.curves.items()
+        }
+        plan = found.plan
+        return {
+            "bits": plan.bits, "average_bits": plan.average_bits, "conversions": found.conversions, "kept": dict(keep),
+            "curves": curves,
+        }  # fmt: skip
 
     def _quality(self, quality: dict[str, float | None]) -> dict[str, Any]:
         before = quality["float"]
-        verdicts = {
-            name: _without_nan(dataclasses.asdict(judge_loss(before, value, self.options.accept, self.options.mode)))
-            for name, value in quality.items()
-            if name != "float" and value is not None and before is not None
-        }
+        verdicts = {}
+        for name, value in quality.items():
+            if name != "float" and value is not None and before is not None:
+                found = dataclasses.asdict(judge_loss(before, value, self.options.accept, self.options.mode))
+                verdicts[name] = {key: None if each != each else each for key, each in found.items()}  # NaN
         return {"quality": quality, "verdicts": verdicts}
 
     def _latency(self, model: nn.Module) -> dict[str, Any]:
         if self.latency_inputs is None:
             return {"milliseconds": {}, "machine": {}}
-        return {
-            "milliseconds": latencies(self.network, model, self.latency_inputs),
-            "machine": measures.machine(),
+        able = cpu_capabilities()
+        names = ("avx2", "avx512_f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "i8mm", "bf16")
+        machine = {
+            "cpu": str(able.get("cpu_name", "unknown")),
+            "instructions": ", ".join(name for name in names if able.get(name)) or "none of them",
+            "torch": torch.__version__,
         }
+        return {"milliseconds": latencies(self.network, model, self.latency_inputs), "machine": machine}
 
     def _bytes(self, model: nn.Module) -> dict[str, Any]:
         """Return the bytes of the whole model and of each layer."""
         layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
-        whole = {"float": model_bytes(self.network), "quantized": quantized_bytes(model)}
+        whole = {"float": state_bytes(self.network), "quantized": quantized_bytes(model)}
         return {"bytes": whole, "layer_bytes": layers}
 
 
@@ -227,14 +298,3 @@ def static_input(network: nn.Module, config: QatConfig) -> str | None:
     """Return the first layer whose inputs have ranges, which only calibration batches show; None: no layer has."""
     schemes = layer_schemes(config, select_layers(network, config.include, config.skip, config.min_size)[0])
     return next((name for name, scheme in schemes.items() if scheme.has_range), None)
-
-
-def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state; a shared tensor counts once."""
-    # By address: a tied tensor stands in the state dict under two names.
-    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
-    return sum(tensors.values())
-
-
-def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}

@@ -57,7 +57,7 @@ class Explanation:
 
 def measured_costs() -> dict[str, list[str]]:
     """Return what `docs/cost.md` measured of each technique, on one CPU: a line a curve, by recipe key."""
-    file = resources.files("shared_core.tools.planning") / "measured.json"
+    file = resources.files("shared_core.tools") / "measured.json"
     return cast("dict[str, list[str]]", json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -1,12 +1,16 @@
-"""Write a state dict into one small file: shared values, entropy-coded; everything else exactly."""
+"""A state dict in one small file: shared values, entropy-coded, everything else exactly; read bit for bit.
+
+Nothing that a file declares is trusted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,21 +22,34 @@ from torch import Tensor
 from shared_core.config.options import checked
 from shared_core.errors import CheckpointError, ConfigError, nearest
 from shared_core.files.atomic import atomic_write
-from shared_core.tools.compression import coding as entropy
-from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, smallest_width
-from shared_core.tools.compression.file_format import (
+from shared_core.tools.compressed_file import (
     DTYPES,
     HEADER,
     LARGEST_INDEX,
     MAGIC,
+    PIECE,
     VERSION,
     Coding,
+    Decoder,
     FileEntry,
     Index,
     TensorEntry,
+    check_crc,
+    coded_bits,
+    damaged,
+    encode,
+    gap_symbols,
+    inflate,
     is_plain_name,
+    make_table,
+    read_index,
+    runs_of_zeros,
+    smallest_width,
+    weight_places,
 )
 from shared_core.weight_clustering.clustering import SHARED_DTYPES, SharedValues, check_bits, share_values, wide
+
+__all__ = ["CompressedFile", "Compression", "compress", "decompress"]
 
 MIN_SIZE = 256
 
@@ -125,18 +142,14 @@ def compress(
     check_bits(bits, "compress")
     min_size = checked(min_size, int, "compress", "min_size", low=0)
     if not isinstance(state_dict, Mapping):
-        raise ConfigError(
-            "compress",
-            f"state_dict must be tensors by name, got {type(state_dict).__name__}",
-            "pass model.state_dict()",
-        )
+        rule = f"state_dict must be tensors by name, got {type(state_dict).__name__}"
+        raise ConfigError("compress", rule, "pass model.state_dict()")
     tensors, ties = _checked(state_dict)
     widths = _widths(tensors, ties, bits, dict(bits_of or {}), min_size)
     for name, content in (files or {}).items():
         if not is_plain_name(name) or not isinstance(content, bytes):
-            raise ConfigError(
-                "compress", f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
-            )
+            rule = f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
+            raise ConfigError("compress", rule)
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         # The header needs the index's place: room for it now, written at the end.
@@ -154,22 +167,15 @@ def compress(
         offset = file.tell()
         packed, size = Index(tuple(entries), ties, tuple(other)).pack()
         if size > LARGEST_INDEX:
-            raise CheckpointError(
-                "compress", f"index must be at most {LARGEST_INDEX} bytes, got {size}", "shorten names"
-            )
+            rule = f"index must be at most {LARGEST_INDEX} bytes, got {size}"
+            raise CheckpointError("compress", rule, "shorten names")
         file.write(packed)
         file_bytes = file.tell()
         file.seek(0)
         file.write(HEADER.pack(MAGIC, VERSION, size, offset, len(packed), zlib.crc32(packed)))
-    return Compression(
-        Path(path),
-        sum(entry.num_bytes for entry in entries),
-        file_bytes,
-        sum(entry.bytes for entry in other),
-        time.perf_counter() - started,
-        tuple(told),
-        ties,
-    )
+    original, others = sum(entry.num_bytes for entry in entries), sum(entry.bytes for entry in other)
+    seconds = time.perf_counter() - started
+    return Compression(Path(path), original, file_bytes, others, seconds, tuple(told), ties)
 
 
 def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -181,16 +187,16 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     owners: dict[Any, str] = {}
     tensors, ties = {}, {}
     for name, tensor in given.items():
+        dtype, kind = str(getattr(tensor, "dtype", "")).removeprefix("torch."), ""
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                "compress", f"{name!r} must be a tensor, got {type(tensor).__name__}", "leave out what is none"
-            )
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if hasattr(tensor, "to_local") or tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
-            kind = "sharded" if hasattr(tensor, "to_local") else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
-            raise CheckpointError(
-                "compress", f"{name} must be a plain dense tensor, got {kind}", "gather or convert it"
-            )
+            kind = type(tensor).__name__
+        elif hasattr(tensor, "to_local"):
+            kind = "sharded"
+        elif tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
+            kind = f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
+        if kind:
+            rule = f"{name} must be a plain dense tensor, got {kind}"
+            raise CheckpointError("compress", rule, "gather or convert it, or leave it out")
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype) if tensor.numel() else name
         owner = owners.setdefault(key, name)
         if owner == name:
@@ -201,11 +207,7 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def _widths(
-    tensors: Mapping[str, Tensor],
-    ties: Mapping[str, str],
-    bits: int,
-    bits_of: Mapping[str, int | None],
-    min_size: int,
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], bits: int, bits_of: Mapping[str, int | None], min_size: int
 ) -> dict[str, int | None]:
     """Return the bits of each tensor, None where it is stored exactly."""
     for pattern, width in bits_of.items():
@@ -229,7 +231,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -> tuple[TensorEntry, CompressedTensor]:
-    raw = tensor_bytes(tensor)
+    raw = _tensor_bytes(tensor)
     payload, restored = raw, raw
     coding: Coding = "raw"
     fields: dict[str, int] = {}
@@ -244,21 +246,15 @@ def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -
         payload, coding, fields = coded
         # The CRC is of what a reader restores: the shared values, not the originals.
         weight = shared.weight()
-        restored, clusters, error = tensor_bytes(weight), len(shared.values), _rms(tensor, weight)
+        restored, clusters = _tensor_bytes(weight), len(shared.values)
+        error = float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))
         weights = int(shared.codes.count_nonzero())
     file.write(payload)
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     entry = TensorEntry(
-        name=name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        coding=coding,
-        bytes=len(payload),
-        crc=zlib.crc32(restored),
-        **fields,
+        name=name, dtype=dtype, shape=shape, coding=coding, bytes=len(payload), crc=zlib.crc32(restored), **fields
     )
-    return entry, CompressedTensor(
-        name, entry.dtype, entry.shape, coding, len(raw), len(payload), weights, clusters, error
-    )
+    return entry, CompressedTensor(name, dtype, shape, coding, len(raw), len(payload), weights, clusters, error)
 
 
 def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
@@ -269,32 +265,182 @@ def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
     has_zeros = bool(counts[0])
     alphabet = counts if has_zeros else counts[1:]
     # Dense: one symbol an element, and zero is one more of the shared values.
-    dense_bits = entropy.coded_bits(alphabet) + 8 * shared.values.element_size()
+    dense_bits = coded_bits(alphabet) + 8 * shared.values.element_size()
     if has_zeros:
         live = codes != 0
         runs = runs_of_zeros(live)
         width, gap_bits = smallest_width(runs)
         # Sparse: gaps and values apart. Chosen by coded size, table included.
-        if gap_bits + entropy.coded_bits(counts[1:]) < dense_bits:
+        if gap_bits + coded_bits(counts[1:]) < dense_bits:
             gaps, numbers = gap_symbols(runs, width), codes[live] - 1
-            tables = entropy.make_table(numbers, len(shared.values)), entropy.make_table(gaps, 2**width)
+            tables = make_table(numbers, len(shared.values)), make_table(gaps, 2**width)
             # Gaps are decoded first: places are needed before values.
-            coded = entropy.encode([(gaps, tables[1]), (numbers, tables[0])])
+            coded = encode([(gaps, tables[1]), (numbers, tables[0])])
             sizes = {"values": len(shared.values), "weights": len(numbers), "gaps": len(gaps), "gap_bits": width}
-            return b"".join([tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
+            return b"".join([_tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
     # In the dense form 0.0 is one of the values.
     values = torch.cat([shared.values.new_zeros(int(has_zeros)), shared.values])
     symbols = codes if has_zeros else codes - 1
-    table = entropy.make_table(symbols, len(alphabet))
+    table = make_table(symbols, len(alphabet))
     return (
-        b"".join([tensor_bytes(values), table, entropy.encode([(symbols, table)])]), "dense", {"values": len(values)}
+        b"".join([_tensor_bytes(values), table, encode([(symbols, table)])]), "dense", {"values": len(values)}
     )  # fmt: skip
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's elements in order, as little-endian bytes."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _rms(tensor: Tensor, weight: Tensor) -> float:
-    return float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))
+class CompressedFile:
+    """A compressed model on disk, read one tensor at a time. The index is read and checked when it is made.
+
+    Args:
+        path: A file that `compress` wrote.
+        max_bytes: Most bytes that may come out of it; by default 64 MiB and a thousand times the file.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of a newer format, or declares more than `max_bytes`.
+    """
+
+    def __init__(self, path: str | Path, *, max_bytes: int | None = None) -> None:
+        self.path = Path(path)
+        with self._open() as file:
+            self.index = read_index(file, self.path, max_bytes)
+        offset = HEADER.size
+        self._offsets: list[int] = []
+        # Payloads lie one after another: offsets follow from their lengths, and are not told in the file.
+        for entry in self.index.payloads():
+            self._offsets.append(offset)
+            offset += entry.bytes
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors, each tensor once, in the order of the state dict that was compressed."""
+        with self._open() as file:
+            for number, entry in enumerate(self.index.tensors):
+                yield entry.name, self._tensor(file, self._offsets[number], entry)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the contents of the other files, by name."""
+        found = {}
+        with self._open() as file:
+            for number, entry in enumerate(self.index.files, start=len(self.index.tensors)):
+                file.seek(self._offsets[number])
+                with self._whole(entry):
+                    content = inflate(file.read(entry.bytes), entry.size)
+                    check_crc(content, entry.crc)
+                found[entry.name] = content
+        return found
+
+    @contextlib.contextmanager
+    def _whole(self, entry: TensorEntry | FileEntry) -> Iterator[None]:
+        try:
+            yield
+        except (zlib.error, ValueError, RuntimeError) as error:
+            raise damaged(self.path, f"must hold {entry.name} whole", str(error)) from error
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise CheckpointError("decompress", f"{self.path} must be a readable file, got {error}") from error
+
+    def _tensor(self, file: BinaryIO, offset: int, entry: TensorEntry) -> Tensor:
+        file.seek(offset)
+        with self._whole(entry):
+            tensor = _restored(file.read(entry.bytes), entry)
+            # Of the restored bytes: it guards the decoder as well as the file.
+            check_crc(_tensor_bytes(tensor), entry.crc)
+        return tensor
+
+
+def decompress(path: str | Path, *, max_bytes: int | None = None) -> dict[str, Tensor]:
+    """Return the state dict in a compressed file: names, shapes, dtypes and every bit as they were stored.
+
+    Tensors lie on CPU; tied ones are one tensor under several names. The names come in the order of the file, ties
+    after what they are tied to.
+
+    Args:
+        path: A file that `compress` wrote.
+        max_bytes: Most bytes that may come out of it, so that a small hostile file cannot fill the memory; by default
+            64 MiB and a thousand times the file.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of a newer format, or declares more than `max_bytes`.
+        MissingExtraError: If constriction is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from shared_core.tools.compression.writer import compress
+        >>> path = Path(tempfile.mkdtemp()) / "model.eff"
+        >>> done = compress({"bias": torch.tensor([0.1, 0.2])}, path)
+        >>> decompress(path)
+        {'bias': tensor([0.1000, 0.2000])}
+    """
+    file = CompressedFile(path, max_bytes=max_bytes)
+    tensors = dict(file.tensors())
+    return {**tensors, **{name: tensors[owner] for name, owner in file.index.ties.items()}}
+
+
+def _restored(payload: bytes, entry: TensorEntry) -> Tensor:
+    dtype = DTYPES[entry.dtype]
+    if entry.coding in ("raw", "deflate"):
+        content = payload if entry.coding == "raw" else inflate(payload, entry.num_bytes)
+        return _from_bytes(content, dtype).reshape(entry.shape)
+    # The payload: shared values, a byte of the table for each, and for sparse ones the table of gaps; then the ANS
+    # words.
+    size = entry.values * dtype.itemsize
+    values = _from_bytes(payload[:size], dtype)
+    table = payload[size : size + entry.values]
+    rest = payload[size + entry.values :]
+    # Zeros: of a sparse tensor only weights are written.
+    flat = torch.zeros(entry.numel, dtype=dtype)
+    if entry.coding == "dense":
+        decoder = Decoder(rest)
+        _fill(flat, values, table, decoder)
+    else:
+        decoder = Decoder(rest[2**entry.gap_bits :])
+        # Gaps were encoded last, so they come first.
+        places = _places(entry, rest[: 2**entry.gap_bits], decoder)
+        found = torch.empty(len(places), dtype=dtype)
+        _fill(found, values, table, decoder)
+        flat[torch.from_numpy(places)] = found
+    if not decoder.is_empty():
+        raise ValueError("symbols are left over")
+    return flat.view(entry.shape)
+
+
+def _places(entry: TensorEntry, table: bytes, decoder: Decoder) -> NDArray[np.int64]:
+    model = decoder.model(table) if entry.gaps else None
+    # Where the next run begins, across pieces.
+    following = 0
+    pieces = [np.empty(0, dtype=np.int64)]
+    for first in range(0, entry.gaps, PIECE):
+        symbols = decoder.take(min(PIECE, entry.gaps - first), model)
+        places, following = weight_places(symbols, entry.gap_bits, following)
+        pieces.append(places)
+        # Checked in each piece: a damaged stream must not make indices beyond the tensor.
+        if following > entry.numel or sum(map(len, pieces)) > entry.weights:
+            break
+    found = np.concatenate(pieces)
+    if following > entry.numel or len(found) != entry.weights:
+        raise ValueError(f"gaps must tell {entry.weights} weights within {entry.numel} elements, got others")
+    return found
+
+
+def _fill(target: Tensor, values: Tensor, table: bytes, decoder: Decoder) -> None:
+    model = decoder.model(table) if len(target) else None
+    for first in range(0, len(target), PIECE):
+        piece = target[first : first + PIECE]
+        piece.copy_(values[torch.from_numpy(decoder.take(len(piece), model))])
+
+
+def _from_bytes(content: bytes, dtype: torch.dtype) -> Tensor:
+    if not content:
+        return torch.empty(0, dtype=dtype)
+    # bytearray: frombuffer of bytes would be a tensor that must not be written.
+    raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    # A byte of 2 as a bool is undefined in torch.
+    if dtype == torch.bool and int(raw.max()) > 1:
+        raise ValueError("booleans must be 0 or 1")
+    return raw.view(dtype)

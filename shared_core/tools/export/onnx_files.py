@@ -1,0 +1,558 @@
+"""What is done with an ONNX file that was written: run it, compare it with the model, rewrite its integers.
+
+Quantisers for activations between convolutions that no layer quantises; weights as unsigned codes for processors on
+which products with signed codes saturate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.config.options import coerce
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.files.atomic import scratch_folder
+from shared_core.modules.calls import call_model
+from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.ranges.observers import EstimatorBank
+from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
+
+TOLERANCE = 1e-5
+_TOKEN_TOLERANCE = 1e-2  # codes that are not in the file are not compared, so that one may have moved
+_FEW = 2**12  # codes
+_LARGE = 2**10  # bytes
+_SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An ONNX file that was read once: its graph, and its large constants, which all sessions of it share."""
+
+    graph: Any
+    constants: dict[str, Any]
+
+
+def opened(file: Path) -> Opened:
+    """Return the file's content."""
+    import onnx
+    import onnxruntime
+
+    model, constants = onnx.load(file), {}
+    kinds = {onnx.TensorProto.FLOAT, onnx.TensorProto.INT8, onnx.TensorProto.UINT8}  # which numpy has as well
+    for tensor in model.graph.initializer:
+        if tensor.data_type in kinds and len(tensor.raw_data) >= _LARGE:
+            kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            values = np.frombuffer(tensor.raw_data, kind).reshape(tuple(tensor.dims))
+            constants[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(values)
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="constants")  # a session is handed them, and reads no file
+    return Opened(model, constants)
+
+
+@contextlib.contextmanager
+def checking(file: Opened, reference: nn.Module) -> Iterator[Callable[[Any], tuple[float, float]]]:
+    """Yield a function of inputs that returns (largest difference of the outputs, share of codes that moved by one).
+
+    Rounding cannot be compared by outputs alone: where two float sums differ in the last bit around a tie, a code moves
+    by one and with it, for a good reason, everything behind it. So the reference takes the file's codes wherever its
+    own differ by one, and then everything must agree.
+
+    The function raises a CompatibilityError if an output differs by more than 1e-5 of the largest output (of 1, if that
+    is less); where inputs have a range for each token and the file lacks their codes, 1e-2 of it (of 1e-3).
+    """
+    # Codes that are in the file are compared one by one; of other tokens only outputs can be.
+    layers: list[Any] = [module for module in reference.modules() if type(module) in STOCK]
+    unseen = any(
+        layer.quantizer.scheme.input == "token" and not multiplies_token_codes(layer, layer.quantizer.scheme)
+        for layer in layers
+    )
+    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if unseen else (TOLERANCE, 1.0)
+    model = file.graph
+    # Codes come from QuantizeLinear, or from the Clip that narrows them.
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    wanted = dict.fromkeys(
+        node.input[0]
+        for node in model.graph.node
+        if node.op_type in ("DequantizeLinear", "MatMulInteger")
+        and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
+    )
+    num_outputs = len(model.graph.output)
+    # Without optimisation: onnxruntime's fusions may move codes by one. What is checked is the file, not a kernel.
+    session = probing(file, wanted, "UINT8")
+
+    def check(inputs: Any) -> tuple[float, float]:
+        found = session.run(None, feeds(session, inputs))
+        outputs = found[:num_outputs]
+        forced.begin(found[num_outputs:])
+        with torch.no_grad():
+            expected = [x for x in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(x, Tensor)]
+        if len(expected) != len(outputs):
+            raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
+        largest = 0.0
+        for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
+            # double: a float32 difference of near-equal outputs is rounding itself.
+            exact = mine.double().numpy()
+            difference = float(np.abs(exact - theirs).max(initial=0.0))
+            # Relative to the largest output, but not below `least`; `not <=` refuses NaN.
+            if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
+                rule = f"output {number} of the file must equal the model's to {tolerance:g}"
+                remedy = "nothing was written; find the layer by exporting parts of the model"
+                raise CompatibilityError("export_onnx", f"{rule}, got a difference of {difference:.3g}", remedy)
+            largest = max(largest, difference)
+        return largest, forced.moved / max(forced.total, 1)
+
+    forced = _Forced()
+    # A value on the border of two codes may fall to either side, by the last bit of a float sum, and layers behind it
+    # would see another input. With the file's codes put in, everything else must agree to float precision.
+    quantizers = _force(reference, forced)
+    try:
+        yield check
+    finally:
+        for quantizer in quantizers:
+            vars(quantizer).pop("input", None)
+
+
+def _mapping(output: Any) -> Any:
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def session_of(file: Path | str | Opened, optimise: bool, save: Path | None = None, further: bytes = b"") -> Any:
+    """Return an onnxruntime session on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
+    options.log_severity_level = 4  # what goes wrong is raised
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # what runs once need not be waited for so
+    if save is not None:
+        options.optimized_model_filepath = str(save)
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "constants")
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    if isinstance(file, Opened):
+        options.add_external_initializers(list(file.constants), list(file.constants.values()))
+        # the bytes of two messages of protobuf are one of both, their lists joined
+        model: Any = file.graph.SerializeToString() + further
+    else:
+        model = str(file)
+    session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session.opened = file  # it reads the memory of those constants, and holds them no other way
+    return session
+
+
+def feeds(session: Any, inputs: Any) -> dict[str, Any]:
+    """Return the inputs of a session by name; by position where the model names them otherwise."""
+    names = [entry.name for entry in session.get_inputs()]
+    if isinstance(inputs, Mapping) and set(names) <= set(inputs):
+        return {name: inputs[name].detach().cpu().numpy() for name in names}
+    # By position too: the exporter may rename inputs (args_0) where they are nested.
+    tensors = [leaf for leaf in tree_leaves(_mapping(inputs)) if isinstance(leaf, Tensor)]
+    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
+
+
+def probing(file: Opened, names: Iterable[str], kind: str) -> Any:
+    """Return an onnxruntime session, without optimisation, with tensors of the graph as further outputs."""
+    import onnx
+
+    element = onnx.TensorProto.DataType.Value(kind)
+    # Further outputs do not change what unoptimised nodes compute.
+    further = onnx.ModelProto()
+    further.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
+    return session_of(file, optimise=False, further=further.SerializeToString())
+
+
+class _Forced:
+    """Gives quantisers of a model the codes that a file found, where they are those of the same layer."""
+
+    def __init__(self) -> None:
+        self.begin([])
+
+    def begin(self, codes: list[Any]) -> None:
+        """Take these from now on: uint8, of every quantised activation."""
+        self.codes = codes
+        self.total = self.moved = self.next = 0
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the file's codes if some are nowhere more than one away from the model's, else the model's."""
+        mine = values.to(torch.uint8).contiguous().numpy()
+        # More than half of the codes equal, and none further than one away: those are the same layer's. Names would
+        # not do, as the exporter makes up its own.
+        best, fewest = mine, int((1 - _SAME_LAYER) * mine.size)
+        few = mine.ravel()[:_FEW]
+        # Layers mostly come in the file's order: the next one's codes are tried first.
+        for place in (*range(self.next, len(self.codes)), *range(self.next)):
+            codes = self.codes[place]
+            # Another layer's differ in more than is allowed long before their end.
+            if codes.size != mine.size or np.count_nonzero(codes.ravel()[:_FEW] != few) > fewest:
+                continue
+            codes = codes.reshape(mine.shape)
+            apart = codes != mine
+            moved = int(np.count_nonzero(apart))
+            # int16: uint8 minus uint8 wraps around
+            if moved > fewest or (np.abs(np.subtract(codes[apart], mine[apart], dtype=np.int16)) > 1).any():
+                continue
+            best, fewest, self.next = codes, moved, place
+            if not moved:
+                break
+        self.total += mine.size
+        self.moved += 0 if best is mine else fewest
+        return torch.from_numpy(best).to(values.dtype)
+
+
+def _force(reference: nn.Module, forced: _Forced) -> list[Any]:
+    """Let quantisers take the file's codes; return them."""
+    changed: list[Any] = []
+    for module in reference.modules():
+        quantizer: Any = module.quantizer if type(module) in STOCK else None
+        qparams = None if quantizer is None else quantizer.qparams(module)
+        if quantizer is not None and multiplies_token_codes(module, quantizer.scheme):
+            changed.append(quantizer)
+            quantizer.input = _forced_tokens(quantizer.scheme.activation_bits, forced)
+        elif qparams is not None:
+            # The file's codes are unsigned; `lowest` moves the model's to them.
+            (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
+            changed.append(quantizer)
+            quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
+    return changed
+
+
+def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int, forced: _Forced) -> Any:
+    shift = int(zero_point) - lowest
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        mine = (quantize(module, x) / scale).round_().add_(shift)
+        return forced.take(mine).sub_(shift).mul_(scale)
+
+    return forward
+
+
+def _forced_tokens(bits: int, forced: _Forced) -> Any:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        scale = token_scale(x, bits)
+        return forced.take((x / scale).round_().add_(128)).sub_(128).mul_(scale)
+
+    return forward
+
+
+def relative_change(file: Path, other: Path, inputs: Any) -> float:
+    """Return the largest difference of two files' outputs, without optimisation, relative to the largest output."""
+    pairs: list[tuple[Any, Any]] = []
+    for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
+        pairs.append(session.run(None, feeds(session, inputs)))
+    changes = [
+        float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
+        for mine, theirs in zip(*pairs, strict=True)
+    ]
+    if not np.isfinite(changes).all():
+        rule = f"outputs on example_inputs must be finite, got a change of {max(changes)}"
+        raise CompatibilityError("export_onnx", rule, "look for NaN")
+    return max(changes, default=0.0)
+
+
+def integer_nodes(file: Path | Opened) -> dict[str, int]:
+    """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
+    import onnx
+
+    with scratch_folder() as folder:
+        target = folder / "optimised.onnx"
+        session_of(file, optimise=True, save=target)
+        nodes = onnx.load(target, load_external_data=False).graph.node
+    kinds = Counter(node.op_type for node in nodes)
+    # Counted after optimisation: the file itself has QuantizeLinear and DequantizeLinear around float operators only.
+    return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}
+
+
+def _sums_integers(kind: str) -> bool:
+    # DynamicQuantizeMatMul is not among them: its input has one range where ours has one for each token
+    return kind in ("QGemm", "QAttention") or kind.startswith(("QLinear", "MatMulInteger", "ConvInteger"))
+
+
+# A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
+_FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
+_JOINS = frozenset({"Add", "Concat"})
+
+
+Codes = dict[str, tuple[float, int]]
+"""Name of a tensor in an ONNX file → scale and zero point of its uint8 codes."""
+
+
+def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any] | Codes | None) -> Codes | tuple[str, ...]:
+    """Write an exported file anew so that convolutions hand codes on; return the codes of the tensors that got some.
+
+    Without `calibration`, or where it lacks a tensor, nothing is written; returned are the tensors that stay in float.
+
+    onnxruntime sums a convolution in integers only where its output is quantised. Where a residual sum, a
+    concatenation or an average pool reads the output, training has put no quantiser: one is added, in uint8, with the
+    range of least squared error over the calibration batches. Readers of a tensor that is quantised for some layer
+    read those codes too, and so sums and concatenations of codes are computed on codes. Biases of convolutions take
+    the scale of the sums, s_x·s_w, whatever that rounds away. Outputs of the model stay in float.
+
+    Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
+    """
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    model = onnx_ir.load(exact)
+    graph = model.graph
+    new: list[Any] = []
+    # A copy of the nodes: some are added while the graph is walked.
+    for node in tuple(graph):
+        integer = _is_integer_convolution(node)
+        if integer:
+            _round_bias(graph, node)
+        if integer or _joins_codes(node):
+            _hand_on_codes(graph, _end_of(node.outputs[0]), new)
+    # Placed first, measured then: which tensors need a range is known only from the graph. The ranges are of the
+    # exact file, so quantisers before one do not shift it.
+    names = tuple(quantizer.inputs[0].name for quantizer in new)
+    if calibration is None or (isinstance(calibration, dict) and not {*names} <= {*calibration}):
+        return names
+    codes = calibration if isinstance(calibration, dict) else _observed(exact, names, calibration)
+    for quantizer, (scale, zero_point) in zip(new, map(codes.__getitem__, names), strict=True):
+        # A scale and a zero point of each tensor, unsigned: onnxruntime's fast kernels take uint8 inputs.
+        for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
+            value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
+            graph.register_initializer(value)
+    # Layers whose input is handed on as codes have a quantiser of their own that nothing reads now.
+    RemoveUnusedNodesPass()(model)
+    graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
+    onnx_ir.save(model, file)
+    return {name: codes[name] for name in names}
+
+
+def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> Codes:
+    """Return the codes of the tensors, over all batches."""
+    # The range with the least squared error, which drops rare outliers: 8 bits for all activations need it.
+    bank = EstimatorBank("mse", [(0, 255)] * len(names))
+    batches = 0
+    session = probing(opened(file), names, "FLOAT")
+    for batch in calibration:
+        batches += 1
+        try:
+            found = session.run(names, feeds(session, batch)) if names else ()
+        except Exception as error:  # onnxruntime's errors share no public base
+            rule = f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})"
+            raise ConfigError("export_onnx", rule, "pass batches like example_inputs, without labels") from error
+        for row, value in enumerate(found):
+            bank.observe(row, torch.from_numpy(value))
+    if not batches:
+        raise ConfigError("export_onnx", "calibration must hold batches, got none")
+    bank.commit(bank.window)  # one process exports, whatever others there are
+    missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
+    if missing:
+        rule = f"calibration must give finite values, but {', '.join(missing[:5])} had none"
+        raise TrainingError("export_onnx", rule, "look for NaN")
+    return dict(zip(names, zip(bank.scale.tolist(), bank.zero_point.tolist(), strict=True), strict=True))
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether a tensor (an `onnx_ir.Value`) is dequantised codes."""
+    return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
+
+
+def _is_activation(value: Any) -> bool:
+    # an embedding's codes come out of a Gather
+    maker = value.producer().inputs[0].producer() if _is_code(value) else None
+    return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
+
+
+def _is_integer_convolution(node: Any) -> bool:
+    """Return whether codes go in, of input and weight and of the bias if there is one."""
+    return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
+
+
+def _joins_codes(node: Any) -> bool:
+    """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
+    if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
+        return False
+    # All inputs must be codes, or onnxruntime leaves the sum in float and dequantises each.
+    others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
+    if None in others.values():
+        return False
+    for value, quantizer in others.items():
+        _let_read(value, quantizer)
+    return True
+
+
+def _constant(graph: Any, name: str, array: Any) -> Any:
+    """Return the graph's constant of this name, made of the array if there is none."""
+    import onnx_ir
+
+    if name not in graph.initializers:
+        graph.register_initializer(onnx_ir.val(name, const_value=onnx_ir.tensor(np.asarray(array), name=name)))
+    return graph.initializers[name]
+
+
+def _round_bias(graph: Any, convolution: Any) -> None:
+    """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
+    import onnx_ir
+
+    if len(convolution.inputs) < 3:
+        return
+    makers = [value.producer() for value in convolution.inputs]
+    # inputs[1] of a DequantizeLinear is its scale. float64, so that the quotient below rounds once.
+    x_scale, w_scale, b_scale = (maker.inputs[1].const_value.numpy().astype(np.float64) for maker in makers)
+    step = x_scale * w_scale
+    # QLinearConv adds an int32 bias to the sums of s_x s_w: it must lie on that very grid, b = s_x s_w q.
+    codes = np.rint(makers[2].inputs[0].const_value.numpy() * b_scale / step)
+    # 2^30: a bias may not fill the 32 bits that the sums are added into.
+    name, largest = f"{convolution.outputs[0].name}_bias", 2**30
+    arrays = {
+        "codes": np.clip(codes, -largest, largest).astype(np.int32),
+        "scale": step.astype(np.float32),
+        "zero_point": np.zeros(len(step), np.int32),
+    }
+    inputs = [_constant(graph, f"{name}_{kind}", array) for kind, array in arrays.items()]
+    rounded = onnx_ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[onnx_ir.val(name)])
+    graph.insert_before(convolution, rounded)
+    convolution.replace_input_with(2, rounded.outputs[0])
+
+
+def _end_of(value: Any) -> Any:
+    """Return the tensor behind the operations that a runtime computes on codes."""
+    readers = value.consumers()
+    # With one reader only: another one needs the tensor as it is before the operation.
+    while len(readers) == 1 and readers[0].op_type in _FOLLOWS and not value.is_graph_output():
+        value = readers[0].outputs[0]
+        readers = value.consumers()
+    return value
+
+
+def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
+    """Make all readers of a tensor read its codes; a quantiser that it gets for that is added to `new`."""
+    import onnx_ir
+
+    readers = value.consumers()
+    # A graph's output stays in float, and codes that only a quantiser reads are codes already.
+    if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
+        return
+    quantizer = _quantizer_of(value)
+    if quantizer is None:
+        parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
+        codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
+        # The constants have no values yet: `quantize_activations` measures them and fills them in.
+        quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
+        graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
+        new.append(quantizer)
+    _let_read(value, quantizer)
+
+
+def _quantizer_of(value: Any) -> Any | None:
+    """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
+    found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
+    # Layers that read one tensor each have a range for it. The widest holds all values; its steps are the coarser
+    # ones.
+    return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)
+
+
+def _dequantized(quantizer: Any) -> Any | None:
+    readers = quantizer.outputs[0].consumers()
+    return next((node.outputs[0] for node in readers if node.op_type == "DequantizeLinear"), None)
+
+
+def _let_read(value: Any, quantizer: Any) -> None:
+    # tuple: the uses change while they are walked.
+    for reader, place in tuple(value.uses()):
+        if reader is not quantizer:
+            reader.replace_input_with(place, _dequantized(quantizer))
+
+
+WeightCodes = Literal["auto", "signed", "unsigned"]
+_EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
+
+
+def wants_unsigned(weight_codes: str) -> bool:
+    """Return whether weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
+
+    Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
+    Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
+
+    Example:
+        >>> wants_unsigned("unsigned"), wants_unsigned("signed")
+        (True, False)
+    """
+    coerce(weight_codes, WeightCodes, "export_onnx", "weight_codes")
+    return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
+
+
+@cache
+def onnxruntime_sums_exactly() -> bool:
+    """Return whether onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
+
+    One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
+    """
+    if find_spec("onnxruntime") is None:
+        return False
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    # 64 products of 255 * 127 in int16 pairs saturate (VPMADDUBSW) on processors without VNNI: two of them exceed
+    # 32767.
+    inputs, outputs = 64, 32
+    weight = numpy_helper.from_array(np.full((inputs, outputs), 127, np.int8), "weight")
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["codes", "weight"], ["sums"])],
+        "saturation",
+        [helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", inputs])],
+        [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", outputs])],
+        [weight],
+    )
+    # of an IR and an opset that every onnxruntime of the extra reads
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
+    with scratch_folder() as folder:
+        file = folder / "saturation.onnx"
+        onnx.save(model, file)
+        session = session_of(file, optimise=True)
+        # One row and 17: onnxruntime may choose another kernel for a single row, and one saturate where the other
+        # does not.
+        sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
+    return all((found == 255 * 127 * inputs).all() for found in sums)
+
+
+def make_unsigned(file: Path) -> bool:
+    """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values; return whether there are any.
+
+    Weights whose codes are too small to saturate stay, and so do embeddings, of which rows are taken.
+    """
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    model: Any = onnx_ir.load(file)
+    graph, changed = model.graph, False
+    for node in graph:
+        # Where the weight's codes stand in these operators' inputs.
+        place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
+        value = None if place is None else node.inputs[place]
+        maker: Any = None if value is None else value.producer()
+        turned = maker is not None and maker.op_type == "Transpose"  # a large weight of MatMulInteger, until it is run
+        value = maker.inputs[0] if turned else value
+        if place is None or value is None or value.const_value is None:
+            continue
+        codes = value.const_value.numpy()
+        # Codes up to 64 are exact as they are: a pair of products fits 16 bits.
+        if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
+            continue
+        name = f"{value.name}_unsigned"
+        codes = codes.T if turned else codes
+        # of a product the second zero point is that of the weights
+        zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
+        node.resize_inputs(3 + place)
+        # int16 in between: 127 + 128 does not fit int8.
+        node.replace_input_with(place, _constant(graph, name, (codes.astype(np.int16) + 128).astype(np.uint8)))
+        node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
+        changed = True
+    RemoveUnusedNodesPass()(model)
+    onnx_ir.save(model, file)
+    return changed

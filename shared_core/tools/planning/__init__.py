@@ -1,1 +1,0 @@
-"""Explain a recipe before its run."""
