@@ -16,9 +16,8 @@ from torch import Tensor
 from shared_core.errors import ConfigError, nearest
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
-from shared_core.fp8.int16 import Int16Cast, SharedExponentBank
 from shared_core.fp8.native import BLOCKS, native_mm
-from shared_core.fp8.recipes import Hfp8Cast, Mxfp4Cast, Nvfp4Cast, S2fp8Cast
+from shared_core.fp8.recipes import Hfp8Cast, Int16Cast, Mxfp4Cast, Nvfp4Cast, S2fp8Cast, SharedExponentBank
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 
 Role = Literal["input", "weight", "gradient"]

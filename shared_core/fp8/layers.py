@@ -31,8 +31,7 @@ from shared_core.fp8 import native as probe
 from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, ScaledArithmetic, cast_for, tokens_last
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
-from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.recipes import Hfp8EndCast
+from shared_core.fp8.recipes import Hfp8EndCast, SharedExponentBank
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import (

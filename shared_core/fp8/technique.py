@@ -19,7 +19,6 @@ from shared_core.errors import CheckpointError, CompatibilityError, MatchError, 
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import ExpertMatrix
-from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.layers import (
     PRODUCTS,
     Bank,
@@ -31,7 +30,7 @@ from shared_core.fp8.layers import (
     select_layers,
     weight_of,
 )
-from shared_core.fp8.recipes import round_update_, round_weights_
+from shared_core.fp8.recipes import SharedExponentBank, round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD

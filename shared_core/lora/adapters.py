@@ -31,8 +31,8 @@ from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import chosen_modules, conv1d_of, own_class, plain_name, read_past_forward
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.numerics.noise import sqnr
-from shared_core.quantization.layers.plain_state import LEARNED
+from shared_core.numerics.rounding import sqnr
+from shared_core.quantization.batch_norm import LEARNED
 
 _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ from shared_core.lora.quantized_base import on_qat_grid
 from shared_core.modules.experts import expert_weights
 from shared_core.modules.matching import change_class, own_class
 from shared_core.modules.weight_views import output_axis
-from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
+from shared_core.quantization.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
 
 _PREFIX = "lora_"
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}

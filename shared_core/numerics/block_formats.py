@@ -13,9 +13,8 @@ from eff_kernels.quantization.affine import in_type
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
-from shared_core.numerics.encoding import encode
 from shared_core.numerics.formats import FORMATS
-from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, round_to
+from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, encode, round_to
 
 Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
 

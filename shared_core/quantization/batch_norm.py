@@ -1,13 +1,14 @@
 """Batch norm and quantisation: in training the folded weight is quantised, since inference has that weight.
 
 Which batch norms quantised layers compute themselves, how they do in training, and how batch norm is folded into the
-layer before it after training.
+layer before it after training. What such layers learn stays out of state dicts (`PlainState`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +22,42 @@ from shared_core.modules.calls import call_model, evaluated, evaluating
 from shared_core.modules.matching import change_class, plain_name
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
-from shared_core.quantization.layers.plain_state import PlainState
+
+LEARNED = ("weight_magnitude", "input_magnitude", "input_offset", "input_clip")
+"""Names of the parameters that a layer learns beside its own."""
+
+
+class PlainState(nn.Module):
+    """A layer whose learned scales are trained like any parameter, but that no state dict holds."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in LEARNED:
+            destination.pop(prefix + name, None)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        missing: list[str] = args[2]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        # In place: torch goes on with this very list.
+        missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
+
+
+@contextlib.contextmanager
+def own_parameters(model: nn.Module) -> Iterator[None]:
+    """Let a model's layers list no learned parameters inside, for plain weights to be loaded by parameters' names."""
+    layers = [module for module in model.modules() if isinstance(module, PlainState)]
+    learned = [  # in their order, by which torch finds the state that optimizers keep of them
+        {name: layer._parameters.pop(name) for name in [*layer._parameters] if name in LEARNED} for layer in layers
+    ]
+    for layer, beside in zip(layers, learned, strict=True):
+        vars(layer).update(beside)  # FSDP2 (torch 2.13) looks each up as an attribute after a load
+    try:
+        yield
+    finally:
+        for layer, beside in zip(layers, learned, strict=True):
+            for name, value in beside.items():
+                del vars(layer)[name]
+                layer._parameters[name] = value
 
 
 class FoldQuantizer(Protocol):

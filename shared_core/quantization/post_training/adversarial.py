@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import evaluating
-from shared_core.quantization.integer.backends import ON_INTEGERS
+from shared_core.quantization.integer.convert import ON_INTEGERS
 from shared_core.quantization.layer_graph import output_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]

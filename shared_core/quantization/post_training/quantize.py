@@ -1,7 +1,4 @@
-"""Quantisation of a trained model: ranges from a few batches, no training.
-
-How large a quantised model is once its weights are stored as codes.
-"""
+"""Quantisation of a trained model: ranges from a few batches, no training."""
 
 from __future__ import annotations
 
@@ -31,21 +28,17 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Trai
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.numerics.block_formats import NVFP4_GROUP
 from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.post_training import equalization
-from shared_core.quantization.post_training import equalization as bias_correction
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
-from shared_core.quantization.post_training.output_noise import output_noise
+from shared_core.quantization.post_training.quality import output_noise
 from shared_core.quantization.ranges.histogram import Histogram
 from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv_cache, check_kv_cache
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.quantization.ranges.policy import OWN_SCALES
-from shared_core.quantization.ranges.saved_ranges import apply_ranges, saved_scheme
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.ranges.saved_ranges import apply_ranges
 from shared_core.quantization.technique import QuantizationAwareTraining
 
 WHERE = "quantize"
@@ -248,7 +241,7 @@ def _equalized(model: nn.Module, example: Any) -> str:
 
 
 def _corrected(quantized: nn.Module, reference: nn.Module, batches: list[Any]) -> str:
-    report = bias_correction.correct_bias(quantized, reference, batches)
+    report = equalization.correct_bias(quantized, reference, batches)
     return f"biases of {len(report.corrected)} layers corrected, {len(report.without_bias)} have none"
 
 
@@ -401,51 +394,3 @@ def _finish(model: nn.Module, technique: QuantizationAwareTraining, context: Con
     technique.finish(context)
     apply_ranges(model, technique.ranges())  # `finish` leaves plain layers
     return technique.report()
-
-
-_MX_GROUP = 32
-
-
-def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
-    """Return the bytes of one weight's codes and scales, codes packed without gaps.
-
-    float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
-    and NVFP4 and four for the whole tensor of the latter.
-
-    Example:
-        >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
-        (680, 400)
-    """
-    # Codes are packed across rows, rounded up to a byte.
-    codes = -(-channels * width * scheme.weight_bits // 8)
-    if scheme.weight == "group":
-        # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
-        return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
-    if scheme.weight == "fp8_block":
-        return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
-    if scheme.weight == "mxfp4":
-        return codes + channels * -(-width // _MX_GROUP)
-    if scheme.weight == "nvfp4":
-        return codes + channels * -(-width // NVFP4_GROUP) + 4
-    return codes + 4 * channels
-
-
-def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state dict with the weights of its quantised layers as codes.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> quantized_bytes(quantize(nn.Linear(64, 10), "int8_weight"))  # 640 codes, 10 scales, 10 biases
-        720
-    """
-    # By address: tied weights count once.
-    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
-    for module in model.modules():
-        entry = layer_entry(module)
-        if entry is None:
-            continue
-        scheme = saved_scheme(entry, "quantized_bytes")
-        for weight in weights_of(module).values():
-            rows = as_rows(module, weight.detach())
-            tensors[weight.data_ptr()] = code_bytes(rows.shape[0], rows.shape[1], scheme)
-    return sum(tensors.values())

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import MatchError
-from shared_core.quantization.layers.layer_quantizer import ClippedQuantizer
+from shared_core.quantization.layer_quantizer import ClippedQuantizer
 from shared_core.quantization.ranges.observers import RangeBank
 
 # They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import plain_name
-from shared_core.numerics.noise import SignalToNoise
+from shared_core.numerics.rounding import SignalToNoise
 
 _WHERE = "calibrate_kv_cache"
 _CACHE = "past_key_values"  # what transformers' models call it

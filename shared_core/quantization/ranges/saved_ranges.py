@@ -14,7 +14,7 @@ from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.modules.fused_encoder import fast_paths_off
 from shared_core.modules.matching import plain_name
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
-from shared_core.quantization.layers.fake_quant_layers import (
+from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
     STOCK,
     fold_and_swap,
@@ -24,7 +24,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
     restore,
     swap,
 )
-from shared_core.quantization.layers.layer_quantizer import SavedQuantizer
+from shared_core.quantization.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight

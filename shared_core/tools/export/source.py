@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
-from shared_core.quantization.layers.cells_as_linear import cells_as_linear
-from shared_core.quantization.layers.fake_quant_layers import (
+from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
     STOCK,
     bake_,
+    cells_as_linear,
     conv1d_as_linear,
     is_quantized,
     layer_entry,

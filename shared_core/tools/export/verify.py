@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
-from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
 TOLERANCE = 1e-5

@@ -21,9 +21,9 @@ from shared_core.quantization import (
     layer_sensitivity,
     plan_by_quality,
 )
-from shared_core.quantization.functional.quantizers import quantize_weight
 from shared_core.quantization.post_training.adversarial import adversarial_accuracy
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
+from shared_core.quantization.schemes import quantize_weight
 
 WHERE = "quantize"
 SENSITIVITY_BATCHES = 8

@@ -17,12 +17,15 @@ from shared_core.errors import ConfigError
 from shared_core.quantization import QatConfig, SelectivePlan, quantize_with_report
 from shared_core.quantization.batch_norm import run
 from shared_core.quantization.post_training.gptq import GptqConfig
-from shared_core.quantization.post_training.latency import latencies
-from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
-from shared_core.quantization.post_training.quantize import quantized_bytes
+from shared_core.quantization.post_training.quality import (
+    judge_loss,
+    latencies,
+    layer_bytes,
+    quantized_bytes,
+    thresholds,
+)
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
-from shared_core.quantization.schemes import layer_schemes
-from shared_core.quantization.selection import select_layers
+from shared_core.quantization.selection import layer_schemes, select_layers
 from shared_core.tools.quantize import measures
 from shared_core.tools.quantize.options import StudyOptions
 

@@ -9,11 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared_core.errors import ConfigError
 from shared_core.fp8.arithmetic import CAST_RECIPES, cast_for
-from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.recipes import (
     Hfp8Cast,
     Hfp8EndCast,
     S2fp8Cast,
+    SharedExponentBank,
     cast_16bit,
     round_update_,
     round_weights_,

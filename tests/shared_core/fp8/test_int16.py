@@ -8,7 +8,7 @@ from fp8_values import skewed
 from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.errors import CheckpointError
-from shared_core.fp8.int16 import Int16Cast, SharedExponentBank, fixed_point_round_to, needed_exponent
+from shared_core.fp8.recipes import Int16Cast, SharedExponentBank, fixed_point_round_to, needed_exponent
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

@@ -8,7 +8,7 @@ from torch import nn
 
 from shared_core.lora.adapters import adapters
 from shared_core.quantization import apply_ranges, convert
-from shared_core.quantization.layers.plain_state import LEARNED
+from shared_core.quantization.batch_norm import LEARNED
 
 SCHEMES = [
     {"scheme": "int8"},

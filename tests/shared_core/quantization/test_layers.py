@@ -15,9 +15,8 @@ from shared_core.engine.services import BareServices
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
-from shared_core.quantization.functional.quantizers import quantize_weight
-from shared_core.quantization.layers.fake_quant_layers import FakeQuantConv2d
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.fake_quant_layers import FakeQuantConv2d
+from shared_core.quantization.schemes import LayerScheme, quantize_weight
 
 
 def test_detach_twice_gives_stock_classes_and_untouched_weights():

@@ -8,7 +8,7 @@ from torch import nn
 
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.quantization import apply_ranges
-from shared_core.quantization.layers.fake_quant_layers import FakeQuantLinear
+from shared_core.quantization.fake_quant_layers import FakeQuantLinear
 
 
 def test_ranges_are_the_moving_average_of_each_step():

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
-from shared_core.quantization.functional.low_bit import fp8_fake_quantize_in_range, fp8_scale
-from shared_core.quantization.functional.quantizers import on_grid, quantize_input, quantize_weight
+from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_scale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.schemes import LayerScheme, on_grid, quantize_input, quantize_weight
 
 if TYPE_CHECKING:
     from shared_core.quantization.ranges.gelu import GeluInputs

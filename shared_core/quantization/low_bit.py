@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
 from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
-from shared_core.quantization.functional.affine import check_axis, check_floats
+from shared_core.quantization.affine import check_axis, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
