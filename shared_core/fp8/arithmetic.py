@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from torch import Tensor
 
-from shared_core.errors import ConfigError, nearest
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.native import BLOCKS, native_mm
-from shared_core.fp8.recipes import Hfp8Cast, Int16Cast, Mxfp4Cast, Nvfp4Cast, S2fp8Cast, SharedExponentBank
+from shared_core.fp8.recipes import Hfp8Cast, Int16Cast, Mxfp4Cast, Nvfp4Cast, S2fp8Cast
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 
 Role = Literal["input", "weight", "gradient"]
@@ -62,17 +61,7 @@ def cast_for(recipe: str, index: int, bank: Any) -> Cast:
         >>> cast.cast(torch.tensor([[0.3]]), "input", record=True).item()
         0.3125
     """
-    if recipe in _STATELESS:
-        return _STATELESS[recipe]()
-    if recipe != "int16":
-        raise ConfigError("fp8", f"recipe must be a known one, got {recipe!r}{nearest(str(recipe), CAST_RECIPES)}")
-    if not isinstance(bank, SharedExponentBank):
-        raise ConfigError(
-            "fp8",
-            f"recipe int16 must have a SharedExponentBank, got {type(bank).__name__}",
-            "use a Session, which counts steps",
-        )
-    return Int16Cast(bank, index)
+    return Int16Cast(bank, index) if recipe == "int16" else _STATELESS[recipe]()
 
 
 _MULTIPLE = 16  # tensor cores contract this many FP8 values at a time

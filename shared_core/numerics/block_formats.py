@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
 from shared_core.numerics.formats import FORMATS
-from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, encode, round_to
+from shared_core.numerics.rounding import RoundingMode, binade, check_input, encode, round_to
 
 Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
 
@@ -244,8 +244,7 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
 
 
 def _check(where: str, x: Tensor, group_size: int, axis: int) -> None:
-    if x.dtype not in INPUTS:
-        raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
+    check_input(where, x)
     if not -x.dim() <= axis < x.dim():
         raise ConfigError(where, f"axis must be one of x's {x.dim()} axes, got {axis}")
     if not group_size >= 1:

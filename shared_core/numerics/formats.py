@@ -212,12 +212,10 @@ def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
         values = [0.0] + [_power_of_two(Fraction(code, steps) - bias)[0] for code in range(1, last + 1)]
         edges = [_power_of_two(Fraction(2 * code + 1, 2 * steps) - bias)[1] for code in range(last + 1)]
         return tuple(values), tuple(edges)
-    if row.kind == "scale":
-        values = [2.0 ** (code - (row.bias or 0)) for code in range(2**row.bits - 1)]
-        # The mean of v and 2v is 1.5 v; ties go to the even code.
-        edges = [1.5 * v if code % 2 == 0 else math.nextafter(1.5 * v, 0.0) for code, v in enumerate(values)]
-        return tuple(values), tuple(edges)
-    raise TypeError(f"formats: {row.name} has no table of values")
+    values = [2.0 ** (code - (row.bias or 0)) for code in range(2**row.bits - 1)]
+    # The mean of v and 2v is 1.5 v; ties go to the even code.
+    edges = [1.5 * v if code % 2 == 0 else math.nextafter(1.5 * v, 0.0) for code, v in enumerate(values)]
+    return tuple(values), tuple(edges)
 
 
 def _power_of_two(exponent: Fraction) -> tuple[float, float]:

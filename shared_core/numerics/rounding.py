@@ -142,12 +142,11 @@ def stochastic_round_(
         >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
         ([1.0, 1.0078125], 0.2)
     """
-    if target.dtype not in STORAGE:
-        raise ConfigError("stochastic_round_", f"target must have a float dtype, got {target.dtype}")
-    own = FORMATS[STORAGE[target.dtype]]
+    own = FORMATS.get(STORAGE.get(target.dtype, ""))
     row = own if format is None else lookup(format)
-    if not own.holds(row):
-        raise ConfigError("stochastic_round_", f"target must hold every value of {row.name}, got {target.dtype}")
+    if own is None or row is None or not own.holds(row):
+        wanted = f"hold every value of {format}" if format else "have a float dtype"
+        raise ConfigError("stochastic_round_", f"target must {wanted}, got {target.dtype}")
     if target.shape != source.shape:
         raise ConfigError(
             "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
@@ -174,18 +173,21 @@ def stochastic_round_(
 
 def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator | None) -> None:
     """Refuse a mode, a dtype or a generator that rounding to `row` cannot use."""
-    if mode not in get_args(RoundingMode):
+    # binary has no zero to round toward
+    known = [name for name in get_args(RoundingMode) if name != "toward_zero" or row.kind != "binary"]
+    if mode not in known:
         raise ConfigError(
-            "numerics", f"mode must be a known one, got {mode!r}{nearest(str(mode), get_args(RoundingMode))}"
+            "numerics", f"mode must be a known one for {row.name}, got {mode!r}{nearest(str(mode), known)}"
         )
-    if x.dtype not in INPUTS:
-        raise ConfigError(
-            "numerics", f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first"
-        )
+    check_input("numerics", x)
     if generator is not None and generator.device.type != x.device.type:
         raise ConfigError("numerics", f"generator must be on {x.device}, got {generator.device}")
-    if mode == "toward_zero" and row.kind == "binary":
-        raise ConfigError("numerics", "mode must not be 'toward_zero' for binary, which has no zero to round toward")
+
+
+def check_input(where: str, x: Tensor) -> None:
+    """Refuse what is of no dtype that can be rounded."""
+    if x.dtype not in INPUTS:
+        raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
 
 
 def binade(a: Tensor, row: Format) -> Tensor:

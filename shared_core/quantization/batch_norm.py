@@ -321,22 +321,20 @@ def unfold_pair_(layer: nn.Module) -> None:
 
 def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
     """Raise `CompatibilityError` unless the batch norm can be folded into the layer, if it follows it."""
-    if type(layer) not in FOLDED or isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        raise CompatibilityError(
-            where, f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
-        )
-    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, nn.modules.batchnorm._BatchNorm):
-        raise CompatibilityError(
-            where, f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
-        )
+    if why := _why_no_pair(layer, batch_norm):
+        raise CompatibilityError(where, why)
+
+
+def _why_no_pair(layer: nn.Module, batch_norm: nn.Module) -> str | None:
+    if type(layer) not in FOLDED or isinstance(layer, _BatchNorm):
+        return f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
+    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, _BatchNorm):
+        return f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
     if batch_norm.running_mean is None or batch_norm.running_var is None:
-        raise CompatibilityError(
-            where, "batch_norm must have running statistics, got track_running_stats=False", "they are what is folded"
-        )
+        return "batch_norm must have running statistics, which are what is folded, got track_running_stats=False"
     if batch_norm.num_features != num_outputs(layer):
-        raise CompatibilityError(
-            where, f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
-        )
+        return f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
+    return None
 
 
 _RELU = frozenset({"ReLU", "ReLU6", "relu", "relu_", "relu6"})
@@ -400,7 +398,7 @@ def find_batch_norms(
     refused = {name: "no forward reached it" for name in norms if name not in flow.calls}
     for name in (name for name in flow.calls if name in norms):
         node = flow.calls[name][0]
-        reason = _why_not(flow, node, where)
+        reason = _why_not(flow, node)
         if reason is not None:
             refused[name] = reason
             continue
@@ -410,7 +408,7 @@ def find_batch_norms(
     return pairs, refused
 
 
-def _why_not(flow: Flow, node: Node, where: str) -> str | None:
+def _why_not(flow: Flow, node: Node) -> str | None:
     reason = flow.why_not(node)
     if reason is not None:
         return reason
@@ -422,11 +420,7 @@ def _why_not(flow: Flow, node: Node, where: str) -> str | None:
         return f"layer {layer.label!r}: {reason}"
     if isinstance(layer.module, nn.Linear) and layer.shape is not None and len(layer.shape) != 2:
         return f"it normalises axis 1 of {tuple(layer.shape)}, which are not the channels of the Linear layer"
-    try:
-        check_pair(layer.module, node.module, where)  # type: ignore[arg-type]
-    except CompatibilityError as error:
-        return str(error).removeprefix(f"{where}: ")
-    return None
+    return _why_no_pair(layer.module, node.module)  # type: ignore[arg-type]
 
 
 def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionReport:

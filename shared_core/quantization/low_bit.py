@@ -10,9 +10,9 @@ from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
 
-from shared_core.errors import ConfigError, did_you_mean
+from shared_core.errors import ConfigError
 from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
-from shared_core.quantization.affine import check_axis, check_floats
+from shared_core.quantization.affine import check_axis, check_choice, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -159,14 +159,9 @@ def fp8_fake_quantize(
         tensor([448.,  16.,   1.])
     """
     where = "fp8_fake_quantize"
-    check_floats(where, x)
-    check_axis(where, x, axis)
-    if x.numel() == 0:
-        raise ConfigError(where, f"x must have elements, got shape {tuple(x.shape)}")
-    if format not in _DTYPES:
-        raise ConfigError(
-            where, f"format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
-        )
+    check_floats(where, x, elements=True)
+    check_axis(where, x.dim(), axis)
+    check_choice(where, "format", format, (*_DTYPES,))
     return group_kernels.fake_quantize_fp8(x, _DTYPES[format], axis)
 
 
@@ -195,7 +190,8 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
         >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]))
         tensor([[ 2., -2.,  0.]])
     """
-    _check("ternarize", weight, axis)
+    check_floats("ternarize", weight, "weight", elements=True)
+    check_axis("ternarize", weight.dim(), axis)
     if not 0 <= threshold < 1:
         raise ConfigError("ternarize", f"threshold must be in [0, 1), got {threshold}", "from 1 on nothing may survive")
     return low_bit_kernels.ternarize(weight, axis, float(threshold))
@@ -225,7 +221,8 @@ def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
         >>> binarize(torch.tensor([[0.5, -1.0, 0.0]]))
         tensor([[ 0.5000, -0.5000,  0.5000]])
     """
-    _check("binarize", weight, axis)
+    check_floats("binarize", weight, "weight", elements=True)
+    check_axis("binarize", weight.dim(), axis)
     return low_bit_kernels.binarize(weight, axis, True)
 
 
@@ -249,10 +246,3 @@ def binarize_activation(x: Tensor) -> Tensor:
     """
     check_floats("binarize_activation", x)
     return low_bit_kernels.binarize(x, None, False)
-
-
-def _check(where: str, weight: Tensor, axis: int | None) -> None:
-    check_floats(where, weight, "weight")
-    check_axis(where, weight, axis, "weight")
-    if weight.numel() == 0:
-        raise ConfigError(where, f"weight must have elements, got shape {tuple(weight.shape)}")

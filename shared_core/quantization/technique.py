@@ -16,7 +16,7 @@ from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
 from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import UNHELD, own_class, plain_name
@@ -350,13 +350,8 @@ class QuantizationAwareTraining(Technique):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Take the saved ranges, each for the layer of its name."""
-        try:
-            self.policy.load_state_dict(state)
-            self._began_at = state["began_at"]
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError("qat", f"state must be one that qat saved, got {error!r}") from error
+        self.policy.load_state_dict(state)
+        self._began_at = state["began_at"]
 
     def figures(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""

@@ -5,6 +5,7 @@ An embedding whose vectors are stored as int8 codes.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -134,8 +135,8 @@ class IntegerLayer(CodeModule):
 
     _channel_axis_from_end: int = 1
 
-    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         """Return shape and widths."""
@@ -218,15 +219,9 @@ class IntEmbedding(CodeModule):
     def __init__(self, stock: nn.Embedding, scheme: LayerScheme, learned: Mapping[str, Any]) -> None:
         super().__init__()
         weight = stock.weight.detach()
-        scale = kernels.symmetric_scale(weight, 0, scheme.weight_qmax)
-        if "weight_scale" in learned:
-            scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device)
-        if not bool(torch.isfinite(scale).all()):
-            raise CompatibilityError(
-                "convert", "weights must be finite, got NaN or infinity", "look for the diverged step"
-            )
+        codes, scale = channel_codes(weight, scheme, learned)
         self.num_embeddings, self.embedding_dim, self.dtype = stock.num_embeddings, stock.embedding_dim, weight.dtype
-        self.register_buffer("weight_codes", (weight.to(scale.dtype) / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("weight_codes", codes)
         self.register_buffer("weight_scale", scale)
 
     @property

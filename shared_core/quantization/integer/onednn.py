@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -37,8 +38,8 @@ class OneDnnLayer(CodeModule):
         taken._pack()
         return taken
 
-    def _pack(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _pack(self) -> None: ...
 
     def _runs(self, input: Tensor) -> bool:
         return self._packed is not None and input.device.type == "cpu" and input.numel() > 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config.options import checked
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.weight_views import (
     by_channel,
@@ -29,7 +29,7 @@ from shared_core.modules.weight_views import (
     scale_outputs_,
 )
 from shared_core.quantization.batch_norm import check_same_function, run
-from shared_core.quantization.layer_graph import LAYERS, Flow, Node, sole_user, trace
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, chosen_layers, sole_user, trace
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,7 @@ def _pair(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     there = dict(quantized.named_modules())
     able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
-    for name in layers or ():
-        if name not in able:
-            raise MatchError(
-                "correct_bias", f"{name!r} must be a Linear or Conv layer of both models{nearest(name, able)}"
-            )
-    chosen = able if layers is None else {name: able[name] for name in layers}
-    if not chosen:
-        raise MatchError("correct_bias", "must match at least one Linear or Conv layer that both models have, got none")
+    chosen = chosen_layers(able, layers, "Linear or Conv layer of both models", "correct_bias")
     return chosen, {name: there[name] for name in chosen}
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.errors import ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.matching import is_transformers_conv1d
-from shared_core.quantization.layer_graph import LAYERS, output_tensor
+from shared_core.quantization.layer_graph import LAYERS, chosen_layers, output_tensor
 from shared_core.quantization.schemes import LayerScheme, quantize_weight
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -213,8 +213,8 @@ def layer_sensitivity(
     """
     where = "layer_sensitivity"
     checked(metric, Literal["hessian", "kl", "rmse"], where, "metric")
-    if not bits or any(isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8 for width in bits):
-        raise ConfigError(where, f"bits must be whole numbers from 2 to 8, got {list(bits)}")
+    for width in bits or (0,):
+        checked(width, int, where, "bits", low=2, high=8)
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     if metric == "hessian":
@@ -298,13 +298,7 @@ def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) 
         known = isinstance(module, (*LAYERS, nn.Embedding)) or is_transformers_conv1d(module)
         if known and weight is not None and weight.is_floating_point() and weight.numel():
             able[name] = module
-    for name in layers or ():
-        if name not in able:
-            raise MatchError(where, f"{name!r} must be a Linear, Conv or Embedding layer{nearest(name, able)}")
-    chosen = able if layers is None else {name: able[name] for name in layers}
-    if not chosen:
-        raise MatchError(where, "must match at least one Linear, Conv or Embedding layer, got none")
-    return chosen
+    return chosen_layers(able, layers, "Linear, Conv or Embedding layer", where)
 
 
 def _held(batches: Iterable[Any], where: str) -> list[Any]:

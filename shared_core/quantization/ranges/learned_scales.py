@@ -20,7 +20,16 @@ from shared_core.distributed.sharded_tensors import fill_, whole
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import as_rows, from_rows
 from shared_core.numerics.deferred_checks import refuse
-from shared_core.quantization.affine import check_axis, check_bits, check_codes, check_floats, check_gate
+from shared_core.quantization.affine import (
+    LARGEST_CODE,
+    by_axis,
+    check_axis,
+    check_bits,
+    check_choice,
+    check_codes,
+    check_floats,
+    check_whole,
+)
 from shared_core.quantization.batch_norm import folded_weight
 from shared_core.quantization.schemes import LayerScheme
 
@@ -85,9 +94,8 @@ def lsq_fake_quantize(
     where = "lsq_fake_quantize"
     check_floats(where, x)
     check_codes(where, qmin, qmax)
-    if qmax < 1:
-        raise ConfigError(where, f"qmax must be at least 1, got {qmax}", "LSQ scales its gradient by 1/√qmax")
-    check_gate(where, gate)
+    check_whole(where, "qmax", qmax, 1, LARGEST_CODE)
+    _check_gate(where, gate)
     if grad_scale is None:
         grad_scale = lsq_grad_scale(x.shape, qmax, axis)
     elif not 0 <= grad_scale < math.inf:
@@ -119,10 +127,8 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
         (0.125, 0.25, 0.25)
     """
     where, dims = "lsq_grad_scale", len(shape)
-    if isinstance(qmax, bool) or not isinstance(qmax, int) or qmax < 1:
-        raise ConfigError(where, f"qmax must be a whole number of at least 1, got {qmax!r}")
-    if axis is not None and not -dims <= axis < dims:
-        raise ConfigError(where, f"axis must name one of the {dims} axes of the shape, got {axis}")
+    check_whole(where, "qmax", qmax, 1, LARGEST_CODE)
+    check_axis(where, dims, axis)
     # n counts the values that share one scale; in an activation not the examples, whose number is no property of the
     # layer.
     shared = set(range(dims)) - (set() if axis is None else {axis % dims})
@@ -158,12 +164,9 @@ def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
         tensor([2., 1.])
     """
     where = "lsq_init_scale"
-    check_floats(where, x)
-    check_axis(where, x, axis)
-    if x.numel() == 0:
-        raise ConfigError(where, f"x must have elements, got shape {tuple(x.shape)}")
-    if isinstance(qmax, bool) or not isinstance(qmax, int) or qmax < 1:
-        raise ConfigError(where, f"qmax must be a whole number of at least 1, got {qmax!r}")
+    check_floats(where, x, elements=True)
+    check_axis(where, x.dim(), axis)
+    check_whole(where, "qmax", qmax, 1, LARGEST_CODE)
     magnitude = x.detach().to(kernels.compute_dtype(x.dtype)).abs()
     dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
     # a mean over no axes would be one over all
@@ -218,7 +221,7 @@ def learned_range_fake_quantize(
     where = "learned_range_fake_quantize"
     check_floats(where, x)
     check_codes(where, qmin, qmax)
-    check_gate(where, gate)
+    _check_gate(where, gate)
     low, high = (_learned(where, name, bound, x, axis) for name, bound in (("minimum", minimum), ("maximum", maximum)))
     return learned.range_fake_quantize(x, low, high, qmin, qmax, gate == "rounded")
 
@@ -258,26 +261,14 @@ def pact(x: Tensor, alpha: Tensor, bits: int, *, axis: int | None = None) -> Ten
     return learned.pact(x, _learned(where, "alpha", alpha, x, axis), 2**bits - 1)
 
 
+def _check_gate(where: str, gate: str) -> None:
+    check_choice(where, "gate", gate, ("unrounded", "rounded"))
+
+
 def _learned(where: str, name: str, values: Tensor, x: Tensor, axis: int | None) -> Tensor:
     """Return learned values shaped to broadcast with x, in its type of computation, part of the graph."""
     check_floats(where, values, name)
-    check_axis(where, x, axis)
-    if axis is None:
-        if values.numel() != 1:
-            raise ConfigError(
-                where,
-                f"{name} must be one number without an axis, got shape {tuple(values.shape)}",
-                "pass axis for one a channel",
-            )
-        values = values.reshape(())
-    elif values.shape != (x.shape[axis],):
-        raise ConfigError(
-            where,
-            f"{name} must have one value for each of the {x.shape[axis]} channels along axis {axis}, got shape "
-            f"{tuple(values.shape)}",
-        )
-    else:
-        values = kernels.along(values, x.dim(), axis)
+    values = by_axis(where, name, values, x, axis)
     return values.to(x.device, kernels.compute_dtype(x.dtype))
 
 

@@ -14,8 +14,9 @@ import torch
 from eff_kernels.quantization import affine as kernels
 from torch import Tensor
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError
 from shared_core.quantization.ranges.clip_search import kl_range, mse_range, percentile_range
 from shared_core.quantization.ranges.histogram import Histogram
 
@@ -196,9 +197,6 @@ class RangeBank:
         self.num_updates = int(state["num_updates"])
 
 
-_KINDS = ("percentile", "kl", "mse")
-
-
 class EstimatorBank(RangeBank):
     """A `RangeBank` whose ranges follow from histograms of all committed steps.
 
@@ -241,14 +239,9 @@ class EstimatorBank(RangeBank):
         rounded_gate: bool = False,
     ) -> None:
         super().__init__(codes, ema_constant=None, rounded_gate=rounded_gate)
-        if kind not in _KINDS:
-            raise ConfigError(
-                "estimator bank", f"kind must be one that exists, got {kind!r}{nearest(str(kind), _KINDS)}"
-            )
-        if not 50 < percentile <= 100:
-            raise ConfigError("estimator bank", f"percentile must be above 50 and at most 100, got {percentile!r}")
-        if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-            raise ConfigError("estimator bank", f"refresh_every must be a whole number from 1, got {refresh_every!r}")
+        checked(kind, Literal["percentile", "kl", "mse"], "estimator bank", "kind")
+        checked(percentile, float, "estimator bank", "percentile", above=50, high=100)
+        checked(refresh_every, int, "estimator bank", "refresh_every", low=1)
         levels = max((qmax - qmin + 1 for qmin, qmax in codes), default=0)
         if kind == "kl" and bins < 2 * levels:
             raise ConfigError("estimator bank", f"bins must be at least twice the {levels} codes, got {bins!r}")

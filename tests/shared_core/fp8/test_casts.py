@@ -113,10 +113,6 @@ def test_recipes_are_found_by_name():
     x = skewed(4 * 41).reshape(4, 41)
     assert torch.equal(cast_for("mxfp4", 0, None).cast(x, "input", False), mx_round_to(x))
     assert torch.equal(cast_for("nvfp4", 0, None).cast(x, "input", False), nvfp4_round_to(x, per_tensor_scale=None))
-    with pytest.raises(ConfigError, match=r"recipe must be a known one, got 'nvpf4'.*nvfp4"):
-        cast_for("nvpf4", 0, None)
-    with pytest.raises(ConfigError, match="int16 must have a SharedExponentBank, got NoneType"):
-        cast_for("int16", 0, None)
 
 
 # S2FP8

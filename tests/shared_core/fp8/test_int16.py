@@ -145,8 +145,6 @@ def test_a_bank_resumes_bit_for_bit():
     [
         ({"exponents": torch.zeros(6, dtype=torch.int64)}, r"saved exponents must be torch.int64 of shape \(3,\)"),
         ({"window": torch.zeros(3, 5)}, "saved window must be torch.int64.*got torch.float32"),
-        ({"overflows": None}, "state must be one that int16 saved"),
-        ({"num_updates": "x"}, "state must be one that int16 saved"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(change, message):
@@ -156,8 +154,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(change, message):
     other = SharedExponentBank(1).state_dict()
     with pytest.raises(CheckpointError, match=message):
         bank.load_state_dict({**other, **change})
-    with pytest.raises(CheckpointError, match="state must be one that int16 saved"):
-        bank.load_state_dict({})
     assert all(torch.equal(torch.as_tensor(bank.state_dict()[key]), torch.as_tensor(before[key])) for key in before)
 
 
