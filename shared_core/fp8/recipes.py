@@ -21,46 +21,29 @@ from shared_core.fp8.scaling import ROLES
 from shared_core.numerics import FORMATS, mx_round_to, nvfp4_round_to, round_to, stochastic_round_
 
 
-class Mxfp4Cast:
-    """MXFP4: 32 elements share a power of two; a block with a NaN or an infinity becomes NaN.
+def mxfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that MXFP4 holds: 32 elements share a power of two; a block with NaN or infinity becomes NaN.
 
     Source: OCP Microscaling Formats (MX) 1.0; Rouhani et al. 2023, arXiv:2310.10537.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that MXFP4 holds.
-
-        Example:
-            >>> Mxfp4Cast().cast(torch.tensor([[1.0, 0.3, 7.0, 0.1]]), "input", False).tolist()
-            [[1.0, 0.5, 6.0, 0.0]]
-        """
-        values = mx_round_to(matrix, "fp4_e2m1")
-        return values if values.dtype == torch.float64 else values.float()
+    return _widened(mx_round_to(matrix, "fp4_e2m1"))
 
 
-class Nvfp4Cast:
-    """NVFP4: 16 elements share an e4m3 scale, and all of them the scale of the matrix, of its current amax.
+def nvfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that NVFP4 holds: 16 elements share an e4m3 scale, and all that of the matrix's current amax.
 
     A NaN or an infinity makes the whole matrix NaN. Rounded to nearest, without Hadamard transforms.
 
     Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that NVFP4 holds.
-
-        Example:
-            >>> Nvfp4Cast().cast(torch.tensor([[2688.0, 600.0, 100.0]]), "input", False).tolist()
-            [[2688.0, 672.0, 0.0]]
-        """
-        return nvfp4_round_to(matrix, per_tensor_scale=None)
+    return nvfp4_round_to(matrix, per_tensor_scale=None)
 
 
 _FORWARD, _BACKWARD, _SIXTEEN_BIT = "fp8_ibm", "fp8_e5m2", "fp16"
 
 
-class Hfp8Cast:
-    """fp8_ibm (1, 4, 3, bias 11) for inputs and weights, e5m2 for gradients, without scales.
+def hfp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return values of fp8_ibm (1, 4, 3, bias 11) for inputs and weights, of e5m2 for gradients, without scales.
 
     Inputs and weights saturate at 15: the format's range is their range. Gradients do not: beyond 57344 they become
     infinite, so that the loss scaler sees the overflow. NaN and infinities pass everywhere. The products accumulate
@@ -69,56 +52,20 @@ class Hfp8Cast:
     Source: Sun et al. 2019, *Hybrid 8-bit Floating Point (HFP8) Training and Inference for Deep Neural Networks*,
     NeurIPS 32.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that the role's format holds.
-
-        Example:
-            >>> Hfp8Cast().cast(torch.tensor([[0.3, 20.0]]), "weight", False).tolist()
-            [[0.3125, 15.0]]
-            >>> Hfp8Cast().cast(torch.tensor([[0.3, 1e5]]), "gradient", False).tolist()
-            [[0.3125, inf]]
-        """
-        return _widened(round_to(matrix, _format(role, _FORWARD, _BACKWARD), saturate=role != "gradient"))
+    is_gradient = role == "gradient"
+    return _widened(round_to(matrix, _BACKWARD if is_gradient else _FORWARD, saturate=not is_gradient))
 
 
-class Hfp8EndCast:
-    """16 bits for every operand of the first and the last layer, which 8 bits cost the most accuracy."""
+def cast_16bit(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return values of fp16, for the first and the last layer of HFP8, which 8 bits cost the most accuracy.
 
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that fp16 holds, see `cast_16bit`."""
-        return cast_16bit(matrix, role)
-
-
-def cast_16bit(matrix: Tensor, role: str) -> Tensor:
-    """Return values of fp16; gradients beyond 65504 become infinite, inputs and weights saturate.
-
-    Args:
-        matrix: Any shape and floating type.
-        role: "input", "weight" or "gradient".
-
-    Returns:
-        float32, or float64 for float64.
-
-    Example:
-        >>> cast_16bit(torch.tensor([0.1, 1e5]), "input").tolist()
-        [0.0999755859375, 65504.0]
+    Gradients beyond 65504 become infinite, inputs and weights saturate.
     """
     return _widened(round_to(matrix, _SIXTEEN_BIT, saturate=role != "gradient"))
 
 
 def round_weights_(weights: Iterable[Tensor]) -> None:
-    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins.
-
-    Args:
-        weights: float32 or float64. Finite ones stay finite, NaN and infinities pass.
-
-    Example:
-        >>> weight = torch.tensor([0.1])
-        >>> round_weights_([weight])
-        >>> weight.item()
-        0.0999755859375
-    """
+    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins."""
     with torch.no_grad():
         for weight in weights:
             _check(weight)
@@ -132,25 +79,11 @@ def round_update_(weights: Iterable[Tensor], generator: torch.Generator) -> None
     updated weight. One that has not moved stays. Ranks with equal weights, order and generators get equal weights. The
     paper's 16 bits are (1, 6, 9); these are IEEE's (1, 5, 10).
 
-    Args:
-        weights: float32 or float64 on one device. Finite ones stay finite, NaN and infinities pass.
-        generator: On that device; its state belongs to a checkpoint.
-
     Source: Sun et al. 2019, NeurIPS 32; Gupta et al. 2015, arXiv:1502.02551.
-
-    Example:
-        >>> weight = torch.full((1000,), 1 + 2**-13)  # an eighth of the way from 1 to the next value of fp16
-        >>> round_update_([weight], torch.Generator().manual_seed(0))
-        >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
-        ([1.0, 1.0009765625], 0.1)
     """
     for weight in weights:
         _check(weight)
         stochastic_round_(weight, weight, format=_SIXTEEN_BIT, generator=generator)
-
-
-def _format(role: str, forward: str, backward: str) -> str:
-    return backward if role == "gradient" else forward
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -171,13 +104,7 @@ _NO_SPREAD = 2.0**-32
 
 
 class Squeezed(NamedTuple):
-    """A tensor in S2FP8: ``x = sign(y)·(2^-beta·|y|)^(1/alpha)``.
-
-    Args:
-        values: y, values of e5m2 in float64; NaN and infinities are those of the tensor.
-        alpha: The squeeze, float64 of no dimensions, positive.
-        beta: The shift, likewise.
-    """
+    """A tensor in S2FP8: ``x = sign(y)·(2^-beta·|y|)^(1/alpha)``."""
 
     values: Tensor
     alpha: Tensor
@@ -191,16 +118,8 @@ def squeeze(x: Tensor) -> Squeezed:
     is 0 and its maximum 15. Where all magnitudes are equal, alpha is 1 and beta ``15 - m``. Zeros, NaN and infinities
     count in neither µ nor m, and stay what they are.
 
-    Args:
-        x: Any shape; float64, float32, bfloat16 or float16.
-
     Source: Cambier et al. 2020, *Shifted and Squeezed 8-bit Floating Point Format for Low-Precision Training of Deep
     Neural Networks*, arXiv:2001.05674.
-
-    Example:
-        >>> values, alpha, beta = squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))
-        >>> values.tolist(), alpha.item(), beta.item()  # log2: 0, 2, 4, so µ = 2 and m = 4
-        ([3.0517578125e-05, 1.0, -32768.0, 0.0], 7.5, -15.0)
     """
     # float64 throughout: alpha, unbounded, multiplies the error of the logarithm.
     x = x.detach().double()
@@ -219,30 +138,17 @@ def squeeze(x: Tensor) -> Squeezed:
 
 
 def unsqueeze(squeezed: Squeezed) -> Tensor:
-    """Return the values of a tensor in S2FP8 in float64.
-
-    Example:
-        >>> unsqueeze(squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))).tolist()
-        [1.0, 4.0, -16.0, 0.0]
-    """
+    """Return the values of a tensor in S2FP8 in float64."""
     y, alpha, beta = squeezed
     used = y.isfinite() & (y != 0)
     log = torch.where(used, y, 1.0).abs().log2()
     return torch.where(used, ((log - beta) / alpha).exp2().copysign(y), y)
 
 
-class S2fp8Cast:
-    """Every operand, with an alpha and a beta of its own for each product; nothing is remembered."""
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that S2FP8 holds.
-
-        Example:
-            >>> S2fp8Cast().cast(torch.tensor([[1e-20, 1e-21, 2e-21]]), "gradient", False).tolist()
-            [[9.999999682655225e-21, 1.0062437076670382e-21, 2.017168982951314e-21]]
-        """
-        values = unsqueeze(squeeze(matrix))
-        return values if matrix.dtype == torch.float64 else values.float()
+def s2fp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that S2FP8 holds, with an alpha and a beta of its own for each product."""
+    values = unsqueeze(squeeze(matrix))
+    return values if matrix.dtype == torch.float64 else values.float()
 
 
 _UNKNOWN = -(2**30)  # an exponent, where there is none
@@ -252,18 +158,7 @@ _ELEMENTS_PER_OVERFLOW = 10_000  # the paper's largest overflow rate, 0.01 %, as
 
 
 def needed_exponent(x: Tensor) -> Tensor:
-    """Return the smallest exponent e for which no finite element of ``x/2^e`` rounds past int16's largest code.
-
-    Args:
-        x: Any shape, float32 or float64.
-
-    Returns:
-        int64, no dimensions, in [-126, 112]; far below that where there is nothing but zeros, NaN and infinities.
-
-    Example:
-        >>> [needed_exponent(torch.tensor([0.0, amax])).item() for amax in (32767.0, 32767.5, 1.0)]
-        [0, 1, -14]
-    """
+    """Return the smallest exponent e for which no finite element of ``x/2^e`` rounds past int16's largest code."""
     magnitude = torch.where(x.isfinite(), x.abs(), 0.0)
     amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
     fraction, exponent = torch.frexp(amax)
@@ -272,30 +167,13 @@ def needed_exponent(x: Tensor) -> Tensor:
 
 
 def fixed_point_round_to(x: Tensor, exponent: Tensor) -> Tensor:
-    """Return ``2^e·clamp(round(x/2^e), -32768, 32767)``: halves to even; NaN and infinities pass.
-
-    Args:
-        x: Any shape, float32 or float64.
-        exponent: e, an integer, one for all; below -126 and beyond 112 as these.
-
-    Example:
-        >>> fixed_point_round_to(torch.tensor([1.3, 1e5, float("inf")]), torch.tensor(-1)).tolist()
-        [1.5, 16383.5, inf]
-    """
+    """Return ``2^e·clamp(round(x/2^e), -32768, 32767)``: halves to even; NaN and infinities pass."""
     step = _step(exponent)
     return torch.where(x.isfinite(), round_to(x / step, "int16") * step, x)
 
 
 def count_overflows(x: Tensor, needed: Tensor, exponent: Tensor) -> Tensor:
     """Return what a window counts of a tensor: (needed exponent, elements, overflows, of the doubled tensor, odd ones).
-
-    Args:
-        x: Any shape, float32 or float64.
-        needed: Its `needed_exponent`.
-        exponent: That it is cast with.
-
-    Returns:
-        Five int64; the last is 1 if `x` holds NaN or infinity, which is no overflow.
 
     Example:
         >>> x = torch.tensor([1.0, 20000.0, -40000.0])
@@ -324,16 +202,6 @@ class SharedExponentBank:
     Source: Courbariaux et al. 2014, *Training Deep Neural Networks with Low Precision Multiplications*,
     arXiv:1412.7024, algorithm 1; Das et al. 2018, *Mixed Precision Training of Convolutional Neural Networks using
     Integer Operations*, arXiv:1802.00930.
-
-    Example:
-        >>> bank = SharedExponentBank(1)
-        >>> for largest in (1.0, 3.0, 1.0):
-        ...     _ = Int16Cast(bank, 0).cast(torch.tensor([[largest, 0.5]]), "input", record=True)
-        ...     bank.commit(bank.take_window())
-        ...     print(bank.exponent(0, "input", torch.device("cpu")).item())
-        -14
-        -13
-        -14
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -419,13 +287,8 @@ class Int16Cast:
     def __init__(self, bank: SharedExponentBank, index: int) -> None:
         self.bank, self.index = bank, index
 
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that int16 holds; NaN and infinities pass.
-
-        Example:
-            >>> Int16Cast(SharedExponentBank(1), 0).cast(torch.tensor([[1.0, 0.3]]), "input", True).tolist()
-            [[1.0, 0.29998779296875]]
-        """
+    def __call__(self, matrix: Tensor, role: str, record: bool = False) -> Tensor:
+        """Return the values that int16 holds; NaN and infinities pass."""
         x = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
         needed, shared = needed_exponent(x), self.bank.exponent(self.index, role, x.device)
         # before the first applied step there is no shared one

@@ -148,16 +148,6 @@ def nvfp4_binary_scale(amax: Tensor) -> Tensor:
     Block scales keep their relative precision, of floats, under any power of two: a tensor rounded with this scale has
     the same values under a larger one that is a power of two too, as long as no block falls below e4m3's normal
     values. So engines may give several matrices one tensor scale, or inputs a fixed one.
-
-    Args:
-        amax: Largest magnitude of the tensor.
-
-    Returns:
-        float32, in the shape of `amax`.
-
-    Example:
-        >>> nvfp4_binary_scale(torch.tensor([2688.0, 2689.0])).tolist()
-        [1.0, 2.0]
     """
     scale = nvfp4_tensor_scale(amax)
     below = binade(scale, FORMATS["fp32"])

@@ -1,6 +1,8 @@
 """Scales from values, and fake quantisation: what a value becomes when it is stored as a small integer.
 
 Ranges of their own for groups, tokens, output channels and rows: fake quantisation, and the codes it stands for.
+Results have the shape and type of the values; float16 and bfloat16 are computed in float32. Arguments that break their
+rule raise `ConfigError`.
 """
 
 from __future__ import annotations
@@ -53,12 +55,6 @@ def fake_quantize(
         rounding: To the nearest code or, without bias, to one of the two around `x`.
         generator: Source of the randomness, on the device of `x`; torch's global one if None. Activation
             checkpointing computes twice and restores the global one alone.
-
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Jacob et al. 2018, arXiv:1712.05877; the gate: Bengio et al. 2013, arXiv:1308.3432; rounding: ONNX
     QuantizeLinear.
@@ -180,9 +176,6 @@ def choose_qparams_activation(
         bits: Width of a code, 2 to 8.
         clip: Largest value to represent, above 0; None: `maximum`.
 
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Wu et al. 2020, arXiv:2004.09602 (GELU10); Jacob et al. 2018, arXiv:1712.05877.
 
     Example:
@@ -198,7 +191,6 @@ def choose_qparams_activation(
         checked(clip, float, where, "clip", above=0)
         # both: a range that lies beyond the clip as a whole would be turned round
         low, high = low.clamp(max=clip), high.clamp(max=clip)
-    # Values that are never negative get all codes on their side: unsigned, twice as fine as signed ones.
     qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
 
@@ -311,12 +303,6 @@ def fake_quantize_groups(
             affine range excepted, where the zero point was rounded).
         generator: Source of the randomness, on the device of `x`; torch's global one if None.
 
-    Returns:
-        Of the shape and type of `x`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Jacob et al. 2018, arXiv:1712.05877; groups: Shen et al. 2019, arXiv:1909.05840.
 
     Example:
@@ -346,9 +332,6 @@ def fake_quantize_tokens(
         symmetric: Zero point 0.
         rounding: To the nearest code or, without bias, to one of the two around the value.
         generator: Source of the randomness, on the device of `x`; torch's global one if None.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Yao et al. 2022 (ZeroQuant), arXiv:2206.01861.
 
@@ -437,9 +420,6 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     Returns:
         Of the shape and type of `weight`; NaN in a channel that holds a value that is not finite.
 
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Krishnamoorthi 2018, arXiv:1806.08342.
 
     Example:
@@ -455,7 +435,6 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     qmax = 2 ** (bits - 1) - 1
     if not transposed:
         return kernels.fake_quantize_symmetric(weight, 0, qmax)
-    # Transposed convolutions hold (in, out / groups, ...): rows of outputs first, rounded, and back.
     rows = kernels.fake_quantize_symmetric(output_channels_first(weight, groups), 0, qmax)
     return output_channels_first(rows, groups)
 

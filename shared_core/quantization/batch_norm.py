@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +41,13 @@ class PlainState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         # In place: torch goes on with this very list.
         missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
+
+
+def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Module]:
+    """Return a new class that a module holds under its name, so that models with such layers can be pickled."""
+    made = type(name, bases, {"__doc__": f"`torch.nn.{bases[-1].__name__}`: {bases[0].__doc__}", "__module__": module})
+    setattr(sys.modules[module], name, made)
+    return made
 
 
 @contextlib.contextmanager
@@ -104,7 +112,6 @@ def fold_batch_norm(
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
-    # γ / σ scales the weight, (b - μ) γ / σ + β is the bias.
     factor = 1 / deviation if gamma is None else gamma / deviation
     shift = (-mean if bias is None else bias - mean) * factor
     return scaled_outputs(weight, layer, factor), shift if beta is None else shift + beta
@@ -163,7 +170,6 @@ class FoldedLayer(PlainState):
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
-        # In training the convolution runs once in float for the batch statistics, and once with the folded weight.
         if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
@@ -175,8 +181,6 @@ class FoldedLayer(PlainState):
             weight = quantizer.weight(layer, weight)
         if batch is None:
             return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
-        # The output goes from running to batch statistics: y σ_r / σ_b + shift (Krishnamoorthi 2018,
-        # arXiv:1806.08342).
         mean, variance, _ = batch
         batch_deviation = torch.sqrt(variance + norm.eps)
         _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
@@ -217,62 +221,17 @@ def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> No
         running.copy_((1 - momentum) * running + momentum * new.detach())
 
 
-class FoldedLinear(FoldedLayer, nn.Linear):
-    """`torch.nn.Linear` with the batch norm behind it."""
-
-
-class FoldedConv1d(FoldedLayer, nn.Conv1d):
-    """`torch.nn.Conv1d` with the batch norm behind it."""
-
-
-class FoldedConv2d(FoldedLayer, nn.Conv2d):
-    """`torch.nn.Conv2d` with the batch norm behind it."""
-
-
-class FoldedConv3d(FoldedLayer, nn.Conv3d):
-    """`torch.nn.Conv3d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose1d(FoldedLayer, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose2d(FoldedLayer, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose3d(FoldedLayer, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` with the batch norm behind it."""
-
-
 class _PassedOn:
+    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+
     def forward(self, input: Tensor) -> Tensor:
         return input
 
 
-class FoldedBatchNorm1d(_PassedOn, nn.BatchNorm1d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
-class FoldedBatchNorm2d(_PassedOn, nn.BatchNorm2d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
-class FoldedBatchNorm3d(_PassedOn, nn.BatchNorm3d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
 FOLDED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: FoldedLinear,
-    nn.Conv1d: FoldedConv1d,
-    nn.Conv2d: FoldedConv2d,
-    nn.Conv3d: FoldedConv3d,
-    nn.ConvTranspose1d: FoldedConvTranspose1d,
-    nn.ConvTranspose2d: FoldedConvTranspose2d,
-    nn.ConvTranspose3d: FoldedConvTranspose3d,
-    nn.BatchNorm1d: FoldedBatchNorm1d,
-    nn.BatchNorm2d: FoldedBatchNorm2d,
-    nn.BatchNorm3d: FoldedBatchNorm3d,
+    kind: importable(f"Folded{kind.__name__}", (base, kind), __name__)
+    for base, kinds in ((FoldedLayer, LAYERS), (_PassedOn, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
+    for kind in kinds
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded in FOLDED.items()}
 
@@ -488,7 +447,6 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    # float64: the fused weight is rounded once.
     deviation = torch.sqrt(norm.running_var.double() + norm.eps)
     folded, bias = fold_batch_norm(layer, norm.running_mean.double(), deviation, norm.weight, norm.bias)
     weight.copy_(folded)
@@ -531,14 +489,6 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
 
     A model whose forward cannot be traced is searched part by part: a LightningModule has none, and those of large
     models look at values, but a block of convolution and batch norm does not.
-
-    Args:
-        model: Searched through, not changed.
-        where: Who asks.
-
-    Example:
-        >>> find_folds(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), "qat")
-        ({'0': '1'}, {})
     """
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
     if not norms:
@@ -548,7 +498,6 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
             pairs, refused = find_batch_norms(model, where=where)
         return {pair.layer: pair.batch_norm for pair in pairs}, refused
     except CompatibilityError as error:
-        # The whole model cannot be traced: its parts may, one by one.
         folds: dict[str, str] = {}
         left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
         for name, child in model.named_children():

@@ -22,14 +22,17 @@ from shared_core.modules.matching import change_class, conv1d_of, is_transformer
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.rounding import SignalToNoise
-from shared_core.quantization.batch_norm import LEARNED, PlainState, fold_pair_, unfold_pair_
+from shared_core.quantization.batch_norm import LEARNED, PlainState, fold_pair_, importable, unfold_pair_
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
+from shared_core.quantization.layer_graph import LAYERS
 from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
 from shared_core.quantization.low_bit import to_blocks
 from shared_core.quantization.schemes import LayerScheme
 
 
 class _FakeQuant(PlainState):
+    """Computes with fake-quantised weight and input."""
+
     quantizer: LayerQuantizer
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
@@ -56,30 +59,6 @@ class FakeQuantLinear(_FakeQuant, nn.Linear):
     """`torch.nn.Linear` on fake-quantised weight and input."""
 
 
-class FakeQuantConv1d(_FakeQuant, nn.Conv1d):
-    """`torch.nn.Conv1d` on fake-quantised weight and input."""
-
-
-class FakeQuantConv2d(_FakeQuant, nn.Conv2d):
-    """`torch.nn.Conv2d` on fake-quantised weight and input."""
-
-
-class FakeQuantConv3d(_FakeQuant, nn.Conv3d):
-    """`torch.nn.Conv3d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose1d(_FakeQuant, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose2d(_FakeQuant, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose3d(_FakeQuant, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` on fake-quantised weight and input."""
-
-
 class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
     """`torch.nn.Embedding` whose vectors are fake-quantised; those alone that are looked up."""
 
@@ -100,6 +79,8 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 
 
 class _FakeQuantRecurrent(_FakeQuant):
+    """Computes with fake-quantised weights and input; states between steps stay in float."""
+
     # cuDNN and oneDNN take the whole sequence at once, and dynamo cannot look into them either
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
@@ -118,14 +99,6 @@ class _FakeQuantRecurrent(_FakeQuant):
             return STOCK[own_class(self)].forward(self, input, hx)
         finally:
             self._flat_weights = flat
-
-
-class FakeQuantLSTM(_FakeQuantRecurrent, nn.LSTM):
-    """`torch.nn.LSTM` on fake-quantised weights and input; states between steps stay in float."""
-
-
-class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
-    """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
 
 
 class _FakeQuantCell(_FakeQuant):
@@ -165,15 +138,12 @@ class _FakeQuantExperts(_FakeQuant):
 
 FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FakeQuantLinear,
-    nn.Conv1d: FakeQuantConv1d,
-    nn.Conv2d: FakeQuantConv2d,
-    nn.Conv3d: FakeQuantConv3d,
-    nn.ConvTranspose1d: FakeQuantConvTranspose1d,
-    nn.ConvTranspose2d: FakeQuantConvTranspose2d,
-    nn.ConvTranspose3d: FakeQuantConvTranspose3d,
+    **{
+        kind: importable(f"FakeQuant{kind.__name__}", (base, kind), __name__)
+        for base, kinds in ((_FakeQuant, LAYERS[1:]), (_FakeQuantRecurrent, (nn.LSTM, nn.GRU)))
+        for kind in kinds
+    },
     nn.Embedding: FakeQuantEmbedding,
-    nn.LSTM: FakeQuantLSTM,
-    nn.GRU: FakeQuantGRU,
     nn.LSTMCell: FakeQuantLSTMCell,
     nn.GRUCell: FakeQuantGRUCell,
 }
@@ -216,7 +186,6 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters = dict(module._parameters)
         old: Any = module.weight
         if id(old) not in weights:
-            # Tied Conv1D weights stay one parameter after the transpose.
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer

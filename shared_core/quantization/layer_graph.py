@@ -135,11 +135,7 @@ def sole_user(node: Node) -> tuple[Node | None, str]:
 def chosen_layers(
     able: Mapping[str, nn.Module], names: Sequence[str] | None, kind: str, where: str
 ) -> dict[str, nn.Module]:
-    """Return the named ones of the layers that are able, in the order of `names`; all of them where that is None.
-
-    Raises:
-        MatchError: If a name is none of them, or there is none.
-    """
+    """Return the named ones of the layers that are able, in the order of `names`; all of them where that is None."""
     for name in names or ():
         if name not in able:
             raise MatchError(where, f"{name!r} must be a {kind}{nearest(name, able)}")
@@ -268,11 +264,9 @@ class _Recorder(TorchFunctionMode):
         label = _function_name(func)
         if label == "__get__":
             label = _function_name(getattr(func, "__self__", label))
-        # Inside a leaf module its own torch calls are not part of the flow.
         if self._inside or label in _METADATA:
             return result
         sources = self.sources((args, kwargs))
-        # A parameter read outside of its module's forward (tied projections by F.linear).
         for tensor in _tensors((args, kwargs)):
             self.flow.read(id(tensor), label)
         if sources:

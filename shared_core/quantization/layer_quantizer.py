@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 
 class LayerQuantizer:
-    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range.
-
-    Args:
-        bank: The ranges of all layers, and the switches.
-        index: This layer's row; None if its input has no range.
-        scheme: How it is quantised.
-        number: This layer's place among all of them.
-    """
+    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range."""
 
     baked = False
     """Whether the weight holds the values of its codes: quantising it again could move one by an ulp."""
@@ -193,15 +186,7 @@ class ClippedLearnedQuantizer(LearnedQuantizer, ClippedQuantizer):
 
 
 class SavedQuantizer(LayerQuantizer):
-    """Quantises a layer that was put back together from saved ranges.
-
-    Args:
-        bank: The ranges of all layers.
-        index: This layer's row; None if its input has no range.
-        scheme: How it is quantised.
-        saved: What `entry` returns beside the scheme: learned scales are not derived anew.
-        fixed_scale: Scales of the folded weight, one a channel; None: the weight is baked.
-    """
+    """Quantises a layer that was put back together from saved ranges."""
 
     def __init__(
         self,

@@ -28,9 +28,6 @@ class _StraightThrough(torch.autograd.Function):
 def mxfp4_fake_quantize(x: Tensor) -> Tensor:
     """Return `x` rounded to MXFP4 in blocks of 32 along the last axis, see `mx_round_to`; gradient 1.
 
-    Args:
-        x: At least one axis, floating point.
-
     Source: Rouhani et al. 2023, arXiv:2310.10537.
 
     Example:
@@ -45,9 +42,6 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
 
     The tensor scale is a power of two, see `nvfp4_binary_scale`: engines that have one for several matrices, or a fixed
     one for inputs, then compute with the same values.
-
-    Args:
-        x: At least one axis, floating point.
 
     Source: NVIDIA 2025, arXiv:2509.25149.
 
@@ -64,10 +58,6 @@ _E4M3_MAX = 448.0
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
     """Return a matrix as one row for each block of 128 rows and `width` columns, missing rows as zeros.
-
-    Args:
-        rows: (outputs, inputs).
-        width: Divides the inputs.
 
     Example:
         >>> to_blocks(torch.ones(200, 6), 3).shape
@@ -116,10 +106,6 @@ def fp8_scale(largest: Tensor) -> Tensor:
 def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
     """Return `x` rounded to e4m3 under the scale of a range; what lies outside saturates and has no gradient.
 
-    Args:
-        x: Any shape and floating type; computed in float32.
-        largest: Magnitude of the range, a scalar.
-
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
     Example:
@@ -146,12 +132,6 @@ def fp8_fake_quantize(
         format: ``"fp8_e4m3"`` for weights and activations, ``"fp8_e5m2"`` for gradients.
         axis: One scale for each channel along this axis; None: one for all.
 
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
     Example:
@@ -177,12 +157,6 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
         axis: Δ and α for each channel along this axis; None: for the whole tensor.
         threshold: Δ over the mean magnitude, in [0, 1).
 
-    Returns:
-        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Li and Liu 2016, arXiv:1605.04711.
 
     Example:
@@ -207,12 +181,6 @@ def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
     Args:
         weight: Any shape and floating type, with elements.
         axis: One α for each channel along this axis; None: for the whole tensor.
-
-    Returns:
-        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Rastegari et al. 2016, arXiv:1603.05279; the gate: Courbariaux et al. 2016, arXiv:1602.02830.
 

@@ -121,23 +121,12 @@ def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
     """Return a layer's input fake-quantised by its own values, with a straight-through gradient.
 
     A vector of features has a scale of its own: a token's, or for a convolution that of all channels at one place.
-
-    Args:
-        module: The layer, which says where its features lie.
-        x: Its input.
-        scheme: How; unchanged where `LayerScheme.input` is ``none``.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> quantize_input(layer, torch.tensor([[3.0, 1.4]]), LayerScheme(input="token", activation_bits=3))
-        tensor([[3., 1.]])
     """
     quantize = _QUANTIZE_INPUT.get(scheme.input)
     if quantize is None or not x.numel():
         return x
     if isinstance(module, nn.modules.conv._ConvNd):
         axis = -1 - len(module.kernel_size)
-        # A convolution's vectors are its channels, which lie before the spatial dims.
         return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
     return quantize(x, scheme)
 
@@ -171,19 +160,7 @@ _QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tenso
 
 
 def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
-    """Return `weight` as its codes can hold it, with a straight-through gradient.
-
-    Args:
-        module: The layer, which says how its channels lie.
-        weight: One of its weights.
-        scheme: How.
-        noise: Uniform in [0, 1), of the weight's shape: rounds stochastically; None: to nearest.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> quantize_weight(layer, torch.tensor([[3.0, 1.4]]), LayerScheme(weight_bits=3))
-        tensor([[3., 1.]])
-    """
+    """Return `weight` as its codes can hold it, with a straight-through gradient."""
     noise = None if noise is None else as_rows(module, noise)
     quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
     if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale for two experts
@@ -194,12 +171,7 @@ def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, nois
 
 
 def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
-    """Return `weight` rounded to multiples of its channels' scales.
-
-    Example:
-        >>> on_grid(nn.Linear(2, 1), torch.tensor([[0.9, 2.2]]), torch.tensor([0.5]))
-        tensor([[1., 2.]])
-    """
+    """Return `weight` rounded to multiples of its channels' scales."""
     rows = as_rows(module, weight)
     steps = scale.to(rows.device).unsqueeze(1)
     # As many steps as the saved scale says: a baked weight lies on the grid already, and rounding it again moves no

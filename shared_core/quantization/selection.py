@@ -7,7 +7,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -59,7 +59,7 @@ def select_layers(
         if id(found.module) in replaced
         else _why_adapted(found, adapted, include)
         or _why_not(found.module)
-        or _past_quantiser(readers, found.module)
+        or (f"{readers[id(found.module)]}, past any quantiser" if id(found.module) in readers else None)
         or _in_every_token(found, include)
         for found in matched
     ]
@@ -87,11 +87,6 @@ def select_layers(
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError("qat", "must match at least one module that can be quantised", told)
     return layers, left_out
-
-
-def _past_quantiser(readers: Mapping[int, str], module: nn.Module) -> str | None:
-    reader = readers.get(id(module))
-    return reader and f"{reader}, past any quantiser"
 
 
 def _in_every_token(found: Matched, include: tuple[str, ...]) -> str | None:
@@ -162,14 +157,7 @@ _GROUP_SIZES = (128, 64, 32)
 
 
 def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
-    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match.
-
-    Example:
-        >>> config = QatConfig(scheme="int8", overrides={"0": {"weight_bits": 4}})
-        >>> schemes = layer_schemes(config, {"0": nn.Linear(4, 2), "1": nn.Linear(2, 2)})
-        >>> schemes["0"].weight_bits, schemes["1"].weight_bits
-        (4, 8)
-    """
+    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match."""
     options = options_by_module("qat", config.override_options(), layers, "quantised layer")
     resolved = {}
     for name, layer in layers.items():
@@ -194,7 +182,6 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
     for name, layer in layers.items():
         for weight in weights_of(layer).values():
             first = owners.setdefault(id(weight), name)
-            # One weight has one set of codes: all layers that share it must be quantised alike.
             if schemes[first].of_weight != schemes[name].of_weight:
                 raise ConfigError(
                     "qat",

@@ -197,7 +197,8 @@ class QuantizationAwareTraining(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve positions and start to observe."""
         if state is not None:
-            self._restore(state)
+            self.policy.load_state_dict(state)
+            self._began_at = state["began_at"]
         folded = {name: module for name, module in self.layers.items() if "fold" in vars(module)}
         for name, module in folded.items():
             _refuse_shards(name, module)
@@ -292,7 +293,6 @@ class QuantizationAwareTraining(Technique):
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
             self._began_at = context.step
-        # The last derivation: ranges that follow to the end are those of all steps.
         if bank.observing:
             bank.refresh()
         bank.observing = False
@@ -347,11 +347,6 @@ class QuantizationAwareTraining(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the open window, counts and switches."""
         return {**self.policy.state_dict(), "began_at": self._began_at}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name."""
-        self.policy.load_state_dict(state)
-        self._began_at = state["began_at"]
 
     def figures(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""

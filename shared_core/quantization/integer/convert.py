@@ -102,7 +102,6 @@ def convert(
             integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
-            # Weights that are not on their codes yet are put there, each shared one once.
             bake_(module, baked)
         restore(module)
         apply_ranges(module, {"": entries[name]})
@@ -192,7 +191,6 @@ class TorchaoLinear(nn.Linear):
             # torchao subtracts the zero point's share in the output's type: in bf16 that would cancel all digits
             y = F.linear(x.float(), self.weight)
             y = y if self.bias is None else y + self.bias
-            # A row with NaN has no codes; the kernel would turn it into numbers.
             y = torch.where(x.isnan().any(1, keepdim=True), torch.nan, y).to(x.dtype)
         else:
             y = F.linear(x, self.weight, self.bias)
@@ -368,8 +366,7 @@ def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[T
         >>> codes.tolist(), scale.tolist(), low.tolist(), exact
         ([[0, 2, 3, 6]], [[0.25]], [[-0.5]], True)
     """
-    # A grid of up to 15 steps between the smallest and largest value: which number of steps it has is tried from 1
-    # up.
+    # A grid has up to 15 steps between the smallest and largest value: every number is tried.
     groups = weight.view(len(weight), -1, group_size)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     span = torch.where(high > low, high - low, torch.ones_like(low))

@@ -118,15 +118,12 @@ class IntegerLayer(CodeModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
-        # A NaN has no code, so rows that hold one come out as NaN rather than as a number.
-
         # Codes less the zero point: the sum then needs no correction term for it.
         centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
         # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
         # it
         total = self._accumulate(centred, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
-        # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
         y = total * kernels.along(scale, total.dim(), axis)
         if self.bias is not None:
@@ -204,11 +201,6 @@ INTEGER: dict[type[nn.Module], type[IntegerLayer]] = {
 
 class IntEmbedding(CodeModule):
     """Looks up int8 codes and returns ``s·q``, one scale a vector; bit for bit the baked embedding.
-
-    Args:
-        stock: The embedding, in float.
-        scheme: How it is quantised: per channel, which is a vector.
-        learned: A saved entry; its ``weight_scale`` is used if there is one.
 
     Example:
         >>> layer = IntEmbedding(nn.Embedding(9, 4), LayerScheme(input="none"), {})

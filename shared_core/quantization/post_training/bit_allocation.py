@@ -280,7 +280,6 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
         picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
         return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
 
-    # The least price at which the greedy plan fits: found by doubling, then by bisection.
     low, high = 0.0, 1e-30
     if at(low)[0] <= capacity:
         return 0.0, at(low)[1]
@@ -336,14 +335,7 @@ class SelectivePlan:
 
 @torch.no_grad()
 def round_layers(model: nn.Module, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of `model` whose named layers have rounded weights; activations stay in float.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 1.4]]))
-        >>> round_layers(net, {"": 3}).weight.tolist(), net.weight[0, 1].item() < 1.5
-        ([[3.0, 1.0]], True)
-    """
+    """Return a copy of `model` whose named layers have rounded weights; activations stay in float."""
     rounded = copy.deepcopy(model)
     for name, width in bits.items():
         module = rounded.get_submodule(name)
@@ -441,7 +433,6 @@ def plan_by_quality(
         _check_cost(sensitivities[name], name, bits, where, ConfigError)
     if not able:
         raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
-    # Least sensitive first: each curve quantises a prefix of this order.
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]

@@ -51,12 +51,7 @@ class Verdict:
 
 
 def thresholds(accept: str | float) -> tuple[float, float]:
-    """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both.
-
-    Example:
-        >>> thresholds("default"), thresholds("0.02")
-        ((0.005, 0.01), (0.02, 0.02))
-    """
+    """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both."""
     if accept in RULES:
         return RULES[str(accept)]
     try:
@@ -81,9 +76,6 @@ def judge_loss(
         after: Quality of the quantised model, in the same unit.
         accept: As in `thresholds`.
         mode: Whether quality is better when larger or when smaller.
-
-    Raises:
-        ConfigError: If an option breaks its rule.
 
     Example:
         >>> judge_loss(0.98, 0.978).judgement, judge_loss(0.98, 0.978, "recommender").judgement
@@ -110,10 +102,6 @@ def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
 
     float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
     and NVFP4 and four for the whole tensor of the latter.
-
-    Example:
-        >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
-        (680, 400)
     """
     codes = -(-channels * width * scheme.weight_bits // 8)  # packed across rows
     if scheme.weight == "group":
@@ -138,13 +126,7 @@ def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state dict with the weights of its quantised layers as codes.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> quantized_bytes(quantize(nn.Linear(64, 10), "int8_weight"))  # 640 codes, 10 scales, 10 biases
-        720
-    """
+    """Return the bytes of a model's state dict with the weights of its quantised layers as codes."""
     # By address: tied weights count once.
     tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
     tensors |= {weight.data_ptr(): codes for _, weight, codes in _coded(model, "quantized_bytes")}
@@ -155,11 +137,6 @@ def layer_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return layer → (bytes of its weights in float, bytes of their codes and scales), of quantised layers.
 
     A weight that two layers share counts in both.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> layer_bytes(quantize(nn.Sequential(nn.Linear(64, 10)), "int8_weight"))
-        {'0': (2560, 680)}
     """
     found: dict[str, tuple[int, int]] = {}
     for name, weight, codes in _coded(model, "layer_bytes"):
@@ -199,7 +176,6 @@ def output_noise(
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             sums = found.setdefault(name, SignalToNoise())
-            # The quantised layer on the exact inputs: its own noise, without that of the layers before.
             _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook
@@ -232,12 +208,6 @@ def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, re
     One thread, `time.process_time`, the median of `repeats` rounds in which the forms take turns, after one round that
     is not counted. ``int8 reference`` is `convert`'s exact model, not made to be fast; ``torchao`` its kernels, where
     torchao is installed. A form that cannot run is left out.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> net = nn.Linear(8, 4)
-        >>> sorted(latencies(net, quantize(net, "int8_dynamic"), torch.ones(2, 8), repeats=1))[:2]
-        ['bfloat16', 'float32']
     """
     run(model, example_inputs, "latencies: example_inputs")  # below, a form that cannot run is left out
     narrow = tree_map(_to_bf16, example_inputs)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,7 +174,11 @@ def quantize_with_report(
     if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
-        _try("equalisation", notes, lambda: _equalized(quantized, example))
+        _try(
+            "equalisation",
+            notes,
+            lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalised",
+        )
     compares = batches is not None and (correct_bias or measure_outputs)
     # The reference is the float model after fusing and equalising, so that layers compare one to one.
     reference = copy.deepcopy(quantized) if compares else None
@@ -192,7 +196,9 @@ def quantize_with_report(
     if solver is not None and batches is not None:
         solved = solve_weights(quantized, technique.layers, batches, solver, progress)
         notes.append(solved_note(solved))
-    report = _finish(quantized, technique, context)
+    technique.finish(context)
+    apply_ranges(quantized, technique.ranges())  # `finish` leaves plain layers
+    report = technique.report()
     layers, whole = [{**entry, **solved.get(entry["name"], {})} for entry in report["per_layer"]], None
     if reference is not None and batches is not None:
         if correct_bias:
@@ -230,14 +236,9 @@ def _fused(model: nn.Module, example: Any) -> str:
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return "no batch norms"
     report = fuse_batch_norm(model, example)
-    return f"{len(report.fused)} batch norms fused" + "".join(
-        f"; {name}: {why}" for name, why in report.refused.items()
+    return "; ".join(
+        [f"{len(report.fused)} batch norms fused", *(f"{one}: {why}" for one, why in report.refused.items())]
     )
-
-
-def _equalized(model: nn.Module, example: Any) -> str:
-    report = equalization.equalize(model, example)
-    return f"{len(report.chains)} chains of layers equalised"
 
 
 def _corrected(quantized: nn.Module, reference: nn.Module, batches: list[Any]) -> str:
@@ -274,7 +275,9 @@ def _calibrate(
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
     windows, mine = dict[int, Tensor](), list[int]()
-    with _observing(technique), evaluated(model):
+    with contextlib.ExitStack() as stack, evaluated(model):
+        bank.observing = bank.observes_in_eval = True
+        stack.callback(vars(bank).update, observing=False, observes_in_eval=False)
         for done, number in enumerate(job.tickets("calibration", len(batches)), 1):
             with technique.policy.calibrating(model):
                 call_model(model, batches[number], f"{WHERE}: calibration")
@@ -335,15 +338,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256("\n".join(map(digest, leaves)).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _observing(technique: QuantizationAwareTraining) -> Iterator[None]:
-    technique.bank.observing = technique.bank.observes_in_eval = True
-    try:
-        yield
-    finally:
-        technique.bank.observing = technique.bank.observes_in_eval = False
-
-
 def _search_weights(technique: QuantizationAwareTraining) -> None:
     """Give weights of few bits the scale of least squared error, which bakes and deploys like a learned one."""
     owners = Counter(id(weight) for layer in technique.layers.values() for weight in weights_of(layer).values())
@@ -365,18 +359,7 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
 
 @torch.no_grad()
 def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100) -> Tensor:
-    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero.
-
-    Args:
-        rows: A weight (channels, elements).
-        qmin: Smallest code.
-        qmax: Largest code.
-        candidates: How many are tried; the largest clips nothing.
-
-    Example:
-        >>> least_error_scale(torch.tensor([[0.5, -0.5, 0.5, 0.5, 1.0, 0.5]]), -2, 1)
-        tensor([0.5800])
-    """
+    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero."""
     rows = rows.to(kernels.compute_dtype(rows.dtype))
     peak = rows.abs().amax(1, keepdim=True) / qmax
     peak = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -388,9 +371,3 @@ def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best.squeeze(1)
-
-
-def _finish(model: nn.Module, technique: QuantizationAwareTraining, context: Context) -> dict[str, Any]:
-    technique.finish(context)
-    apply_ranges(model, technique.ranges())  # `finish` leaves plain layers
-    return technique.report()

@@ -50,12 +50,7 @@ class TraceEstimate:
 
 
 def round_weight(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
-    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding).
-
-    Example:
-        >>> round_weight(nn.Linear(2, 1), torch.tensor([[3.0, 1.4]]), 3)
-        tensor([[3., 1.]])
-    """
+    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding)."""
     return quantize_weight(module, weight, LayerScheme(weight_bits=bits))
 
 
@@ -103,8 +98,6 @@ def hessian_trace(
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
     generator = torch.Generator().manual_seed(seed)
-    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample, for the error bar (Dong et al. 2020, HAWQ-V2,
-    # arXiv:1911.03852).
     samples = torch.zeros(probes, len(weights), dtype=torch.float64)
     with _twice_differentiable(model, weights):
         for probe in range(probes):
@@ -274,7 +267,6 @@ def _output_costs(
 def _distance(exact: Tensor, rounded: Tensor, metric: Metric) -> float:
     if metric == "rmse":
         return (rounded - exact).square().sum().item()
-    # KL(p || p̂) of the distributions along the last axis.
     target = F.log_softmax(exact, -1)
     return F.kl_div(F.log_softmax(rounded, -1), target, reduction="sum", log_target=True).item()
 

@@ -166,14 +166,11 @@ def _check(entry: Mapping[str, Any], where: str, error: type[ConfigError | Train
 
 
 def _rounded(scales: Mapping[str, float], *states: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
+    def on_grid(state: Tensor, scale: float) -> Tensor:
+        codes = (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)  # the cast alone gives NaN
+        return (codes.float() * scale).to(state.dtype)
 
-
-def _on_grid(state: Tensor, scale: float) -> Tensor:
-    codes = (
-        (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-    )  # the cast alone gives NaN beyond
-    return (codes.float() * scale).to(state.dtype)
+    return tuple(on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
 
 
 def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:

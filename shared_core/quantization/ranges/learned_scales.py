@@ -76,12 +76,6 @@ def lsq_fake_quantize(
         grad_scale: Factor on the gradients of scale and zero point, 0 or more; None: `lsq_grad_scale` of `x` as a
             weight. Activations take ``lsq_grad_scale(x.shape, qmax, axis, activation=True)``.
 
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Esser et al. 2020, arXiv:1902.08153; Bhalgat et al. 2020, arXiv:2004.09576.
 
     Example:
@@ -116,9 +110,6 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
         qmax: Largest code, at least 1.
         axis: Channels with a scale each lie along this axis; None: one scale. For an activation not axis 0.
         activation: Whether the shape is that of an activation.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Esser et al. 2020, arXiv:1902.08153, section 2.2.
 
@@ -204,12 +195,6 @@ def learned_range_fake_quantize(
         axis: Channels lie along this axis of `x`; None: one range for all.
         gate: ``"rounded"`` asks where the rounded code lies, as torch's own ops do.
 
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Jacob et al. 2018, arXiv:1712.05877; the gradient is that of TensorFlow's ``fake_quant_with_min_max_vars``.
 
     Example:
@@ -239,12 +224,6 @@ def pact(x: Tensor, alpha: Tensor, bits: int, *, axis: int | None = None) -> Ten
             10 and gives it L2 decay; a calibrated percentile is a start too.
         bits: Width of a code, 2 to 8.
         axis: Channels lie along this axis of `x`; None: one bound for all.
-
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Choi et al. 2018, arXiv:1805.06085.
 
@@ -408,7 +387,6 @@ class InputRange:
     def start(self, module: nn.Module, minimum: float, maximum: float, mean: float) -> None:
         """Set the parameters from what was observed: range and mean magnitude."""
         self.started, self.unsigned = True, minimum >= 0
-        # PACT clips at 0 below: an input with negative values keeps its observed range.
         self.learns = self.kind != "pact" or self.unsigned
         qmin, qmax = self.codes
         if self.kind == "lsq":

@@ -135,7 +135,6 @@ class ObservedRanges:
         try:
             calibrate()
             bank.commit(bank.take_window())
-            # Batches that miss a layer would leave it without a range it had: refused, and undone.
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
@@ -414,7 +413,6 @@ class LearnedRanges(ObservedRanges):
             return False
         for _, quantizer in self._learning():
             if quantizer.learned_input is not None:
-                # The input parameters start again from the new ranges.
                 quantizer.learned_input.started = False
         if self.bank.quantizing:
             self.start()

@@ -126,10 +126,6 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
     """Fuse the batch norms that quantised layers compute into them, in a model that is not trained on.
 
     Layers go on quantising their inputs; their weights hold the values of their codes.
-
-    Args:
-        model: Changed in place.
-        ranges: As in `apply_ranges`; None: what the layers of `model` carry.
     """
     if ranges is None:
         plain = {name: module for name, module in model.named_modules() if not is_quantized(module)}

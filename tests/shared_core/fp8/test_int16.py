@@ -49,7 +49,7 @@ def test_nothing_overflows_before_the_first_step_and_nothing_is_kept_of_an_evalu
     cast = Int16Cast(bank, 1)
     for power in (-30, 0, 30):
         x = skewed(1000, exponent=power)[None]
-        assert (cast.cast(x, "input", False) - x).abs().max() <= x.abs().max() / 2**15
+        assert (cast(x, "input", False) - x).abs().max() <= x.abs().max() / 2**15
     assert bank.take_window()[:, 1:].abs().max() == 0
     bank.commit(bank.take_window())
     assert (bank.exponents == SharedExponentBank(2).exponents).all()
@@ -57,7 +57,7 @@ def test_nothing_overflows_before_the_first_step_and_nothing_is_kept_of_an_evalu
 
 def step(bank, *tensors, applied=True, role="input"):
     for x in tensors:
-        Int16Cast(bank, 0).cast(x, role, record=True)
+        Int16Cast(bank, 0)(x, role, record=True)
     window = bank.take_window()
     if applied:
         bank.commit(window)
@@ -127,7 +127,7 @@ def test_a_bank_resumes_bit_for_bit():
 
     whole = run(SharedExponentBank(2), range(12))
     first = run(SharedExponentBank(2), range(6))
-    Int16Cast(first, 1).cast(torch.ones(1, 3), "weight", True)
+    Int16Cast(first, 1)(torch.ones(1, 3), "weight", True)
     state = first.state_dict()
     second = SharedExponentBank(2)
     second.load_state_dict(state)

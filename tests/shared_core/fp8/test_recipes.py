@@ -78,7 +78,7 @@ def test_products_are_those_of_the_cast_operands_in_their_roles(recipe, dtype):
     cast = cast_for(recipe, 0, SharedExponentBank(1))
 
     def value(matrix, role):
-        return cast.cast(matrix.detach().contiguous(), role, False).double()
+        return cast(matrix.detach().contiguous(), role, False).double()
 
     w = layer.weight
     padded_g, padded_x = (torch.nn.functional.pad(m.detach(), (0, 0, 0, 7)).t() for m in (g, x))
