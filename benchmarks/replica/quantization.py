@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shared_core import Recipe, Session
 from shared_core.quantization import BitPlan, apply_ranges, convert, layer_sensitivity, plan_bits, quantize
-from shared_core.quantization.layers.plain_state import LEARNED
+from shared_core.quantization.batch_norm import LEARNED
 
 SEEDS, STEPS, TUNING_STEPS, BATCH = 5, 2500, 500, 64
 LEARNING_RATE, TUNING_RATE = 2e-3, 5e-4

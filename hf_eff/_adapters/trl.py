@@ -12,7 +12,7 @@ from torch import nn
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._run_environment import is_peft
 from shared_core.errors import CompatibilityError
-from shared_core.quantization.layers.fake_quant_layers import is_quantized
+from shared_core.quantization.fake_quant_layers import is_quantized
 
 if TYPE_CHECKING:
     from transformers import Trainer

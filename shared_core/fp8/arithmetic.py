@@ -13,67 +13,28 @@ import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from torch import Tensor
 
-from shared_core.errors import ConfigError, nearest
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
-from shared_core.fp8.int16 import Int16Cast, SharedExponentBank
 from shared_core.fp8.native import BLOCKS, native_mm
-from shared_core.fp8.recipes import Hfp8Cast, Mxfp4Cast, Nvfp4Cast, S2fp8Cast
+from shared_core.fp8.recipes import Int16Cast, hfp8_cast, mxfp4_cast, nvfp4_cast, s2fp8_cast
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 
 Role = Literal["input", "weight", "gradient"]
 
 
-class Cast(Protocol):
-    """The rounding of one operand of a product to the values that a recipe's format holds."""
+Cast = Callable[[Tensor, Role, bool], Tensor]
+"""Rounds a matrix (rows, contracted axis) in its role to the values that a recipe's format holds, without a host read.
 
-    def cast(self, matrix: Tensor, role: Role, record: bool) -> Tensor:
-        """Return the values that the product multiplies, without a host read.
-
-        Args:
-            matrix: (rows, contracted axis); float64, float32, bfloat16 or float16. Not changed.
-            role: What the matrix is; transposed, it stays what it is.
-            record: Whether this is a training pass, which may widen the state of the open step.
-
-        Returns:
-            The shape of `matrix`, detached; float32, or float64 for float64.
-        """
-
-
-_STATELESS: dict[str, Callable[[], Cast]] = {
-    "s2fp8": S2fp8Cast,
-    "hfp8": Hfp8Cast,
-    "mxfp4": Mxfp4Cast,
-    "nvfp4": Nvfp4Cast,
-}
+The last argument says whether this is a training pass, which may widen the state of the open step. The result is
+detached, in float32, or float64 for float64.
+"""
+_STATELESS: dict[str, Cast] = {"s2fp8": s2fp8_cast, "hfp8": hfp8_cast, "mxfp4": mxfp4_cast, "nvfp4": nvfp4_cast}
 CAST_RECIPES = (*_STATELESS, "int16")
 
 
 def cast_for(recipe: str, index: int, bank: Any) -> Cast:
-    """Return the cast of one layer.
-
-    Args:
-        recipe: "s2fp8", "hfp8", "mxfp4", "nvfp4" or "int16".
-        index: The layer's place in the bank.
-        bank: int16's `SharedExponentBank`; the others keep nothing and do not look at it.
-
-    Example:
-        >>> import torch
-        >>> cast = cast_for("hfp8", 0, None)
-        >>> cast.cast(torch.tensor([[0.3]]), "input", record=True).item()
-        0.3125
-    """
-    if recipe in _STATELESS:
-        return _STATELESS[recipe]()
-    if recipe != "int16":
-        raise ConfigError("fp8", f"recipe must be a known one, got {recipe!r}{nearest(str(recipe), CAST_RECIPES)}")
-    if not isinstance(bank, SharedExponentBank):
-        raise ConfigError(
-            "fp8",
-            f"recipe int16 must have a SharedExponentBank, got {type(bank).__name__}",
-            "use a Session, which counts steps",
-        )
-    return Int16Cast(bank, index)
+    """Return the cast of one layer."""
+    return Int16Cast(bank, index) if recipe == "int16" else _STATELESS[recipe]
 
 
 _MULTIPLE = 16  # tensor cores contract this many FP8 values at a time
@@ -110,27 +71,12 @@ class Arithmetic(Protocol):
         ...
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Product:
-        """Return ``a @ b.t() + bias`` of the cast operands, accumulated in float32, in `dtype`.
-
-        Args:
-            a: (M, K).
-            b: (N, K).
-            dtype: Of the result.
-            fast: As in `eff_kernels.fp8.scaled_mm`.
-            bias: (N,) in `dtype`, or None.
-        """
+        """Return ``a @ b.t() + bias`` of the cast operands, accumulated in float32, in `dtype`."""
         ...
 
 
 class ScaledArithmetic:
-    """FP8 codes with a scale a block; with a bank, the scale is that of past steps.
-
-    Args:
-        config: The options, of a recipe with scales.
-        bank: The histories of all layers; None without delayed scaling.
-        index: This layer's place in the bank.
-        watch: Told of recorded magnitudes where there is no bank, which sees them itself; None without a session.
-    """
+    """FP8 codes with a scale a block; with a bank, the scale is that of past steps."""
 
     def __init__(self, config: Fp8Config, bank: AmaxBank | None, index: int, watch: NonFiniteWatch | None) -> None:
         self.config, self.bank, self.index, self.watch = config, bank, index, watch
@@ -185,12 +131,7 @@ class ScaledArithmetic:
 
 
 class CastArithmetic:
-    """Values rounded to a format and multiplied in float32: for formats that no matmul here takes.
-
-    Args:
-        cast: Rounds a matrix.
-        watch: Told of recorded operands; None without a session, or where a bank sees them.
-    """
+    """Values rounded to a format and multiplied in float32: for formats that no matmul here takes."""
 
     saved_block: tuple[int, ...] = ()
 
@@ -214,7 +155,7 @@ class CastArithmetic:
             return Product((product if bias is None else product + bias).to(dtype), False)
 
     def _values(self, operand: Operand) -> Tensor:
-        values = self.cast.cast(operand.matrix.contiguous(), operand.role, operand.record)
+        values = self.cast(operand.matrix.contiguous(), operand.role, operand.record)
         if operand.record and self.watch is not None:
             self.watch.see(values)  # a cast without a scale may itself overflow
         return values

@@ -31,8 +31,7 @@ from shared_core.fp8 import native as probe
 from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, ScaledArithmetic, cast_for, tokens_last
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import Fp8Experts, expert_matrices, why_no_experts
-from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.recipes import Hfp8EndCast
+from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch, outer_major
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import (
@@ -53,12 +52,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 class LayerFp8:
-    """State of a layer beside its weight: its recipe, a number that names it, counts of its products.
-
-    Args:
-        arithmetic: What the recipe does to operands.
-        watch: Says whether steps are being observed; None without a session.
-    """
+    """State of a layer beside its weight: its recipe, a number that names it, counts of its products."""
 
     def __init__(self, arithmetic: Arithmetic, watch: NonFiniteWatch | None = None) -> None:
         self.arithmetic, self.watch = arithmetic, watch
@@ -90,14 +84,7 @@ class LayerFp8:
         return value
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        """Return ``x wᵀ + b``, multiplied in FP8.
-
-        Args:
-            input: (..., inputs).
-            weight: (outputs, inputs).
-            bias: (outputs,), or None.
-            training: Whether the module is in training.
-        """
+        """Return ``x wᵀ + b``, multiplied in FP8."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
@@ -579,7 +566,7 @@ def convert_layer(
         return None
     arithmetic: Arithmetic
     if sixteen_bit:
-        arithmetic = CastArithmetic(Hfp8EndCast(), watch)
+        arithmetic = CastArithmetic(cast_16bit, watch)
     elif config.has_scales:
         arithmetic = ScaledArithmetic(config, bank if isinstance(bank, AmaxBank) else None, index, watch)
     else:

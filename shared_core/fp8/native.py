@@ -80,15 +80,6 @@ def why_not_native(recipe: str, gradient_dtype: torch.dtype, device: torch.devic
     """Return why products are emulated on a device, to follow the word "as"; None if its scaled matmul does them.
 
     Only CUDA devices are tried: torch's scaled matmul of a CPU is a slow reference.
-
-    Args:
-        recipe: One with scales.
-        gradient_dtype: The FP8 type of gradients.
-        device: Where the operands are.
-
-    Example:
-        >>> why_not_native("mx", torch.float8_e4m3fn, torch.device("cpu"))
-        'cpu does not multiply FP8'
     """
     if device.type != "cuda":
         return f"{device.type} does not multiply FP8"
@@ -102,11 +93,6 @@ def disagreement(recipe: str, gradient_dtype: torch.dtype, device: torch.device)
     The three products of a layer, with a bias where they add it, in every type of result, of matrices whose
     neighbouring blocks have scales that differ by a factor of 8 and more: what reads a scale in the wrong place is off
     by as much.
-
-    Args:
-        recipe: One with scales.
-        gradient_dtype: The FP8 type of gradients.
-        device: Any; not only one that counts as native.
     """
     block, weight_block, _ = BLOCKS[recipe]
     inputs = torch.float8_e4m3fn

@@ -1,63 +1,49 @@
-"""The arithmetic of recipes beyond plain FP8: S2FP8, HFP8, MXFP4 and NVFP4.
+"""The arithmetic of recipes beyond plain FP8: S2FP8, HFP8, MXFP4, NVFP4 and int16.
 
 S2FP8: e5m2 after a shift and a squeeze of log2|x| that fit the tensor's own spread, without loss scaling. HFP8: one
 8-bit format forward, another backward, loss scaling, 16-bit weights rounded stochastically. FP4: e2m1 elements with
-scales along the contracted axis.
+scales along the contracted axis. int16: dynamic fixed point, one exponent a tensor, moved by how often the last step
+overflowed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shared_core.errors import ConfigError
-from shared_core.numerics import mx_round_to, nvfp4_round_to, round_to, stochastic_round_
+from shared_core.distributed.collectives import all_reduce_, rank, world_size
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.fp8.scaling import ROLES
+from shared_core.numerics import FORMATS, mx_round_to, nvfp4_round_to, round_to, stochastic_round_
 
 
-class Mxfp4Cast:
-    """MXFP4: 32 elements share a power of two; a block with a NaN or an infinity becomes NaN.
+def mxfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that MXFP4 holds: 32 elements share a power of two; a block with NaN or infinity becomes NaN.
 
     Source: OCP Microscaling Formats (MX) 1.0; Rouhani et al. 2023, arXiv:2310.10537.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that MXFP4 holds.
-
-        Example:
-            >>> Mxfp4Cast().cast(torch.tensor([[1.0, 0.3, 7.0, 0.1]]), "input", False).tolist()
-            [[1.0, 0.5, 6.0, 0.0]]
-        """
-        values = mx_round_to(matrix, "fp4_e2m1")
-        return values if values.dtype == torch.float64 else values.float()
+    return _widened(mx_round_to(matrix, "fp4_e2m1"))
 
 
-class Nvfp4Cast:
-    """NVFP4: 16 elements share an e4m3 scale, and all of them the scale of the matrix, of its current amax.
+def nvfp4_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that NVFP4 holds: 16 elements share an e4m3 scale, and all that of the matrix's current amax.
 
     A NaN or an infinity makes the whole matrix NaN. Rounded to nearest, without Hadamard transforms.
 
     Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that NVFP4 holds.
-
-        Example:
-            >>> Nvfp4Cast().cast(torch.tensor([[2688.0, 600.0, 100.0]]), "input", False).tolist()
-            [[2688.0, 672.0, 0.0]]
-        """
-        return nvfp4_round_to(matrix, per_tensor_scale=None)
+    return nvfp4_round_to(matrix, per_tensor_scale=None)
 
 
 _FORWARD, _BACKWARD, _SIXTEEN_BIT = "fp8_ibm", "fp8_e5m2", "fp16"
 
 
-class Hfp8Cast:
-    """fp8_ibm (1, 4, 3, bias 11) for inputs and weights, e5m2 for gradients, without scales.
+def hfp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return values of fp8_ibm (1, 4, 3, bias 11) for inputs and weights, of e5m2 for gradients, without scales.
 
     Inputs and weights saturate at 15: the format's range is their range. Gradients do not: beyond 57344 they become
     infinite, so that the loss scaler sees the overflow. NaN and infinities pass everywhere. The products accumulate
@@ -66,56 +52,20 @@ class Hfp8Cast:
     Source: Sun et al. 2019, *Hybrid 8-bit Floating Point (HFP8) Training and Inference for Deep Neural Networks*,
     NeurIPS 32.
     """
-
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that the role's format holds.
-
-        Example:
-            >>> Hfp8Cast().cast(torch.tensor([[0.3, 20.0]]), "weight", False).tolist()
-            [[0.3125, 15.0]]
-            >>> Hfp8Cast().cast(torch.tensor([[0.3, 1e5]]), "gradient", False).tolist()
-            [[0.3125, inf]]
-        """
-        return _widened(round_to(matrix, _format(role, _FORWARD, _BACKWARD), saturate=role != "gradient"))
+    is_gradient = role == "gradient"
+    return _widened(round_to(matrix, _BACKWARD if is_gradient else _FORWARD, saturate=not is_gradient))
 
 
-class Hfp8EndCast:
-    """16 bits for every operand of the first and the last layer, which 8 bits cost the most accuracy."""
+def cast_16bit(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return values of fp16, for the first and the last layer of HFP8, which 8 bits cost the most accuracy.
 
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that fp16 holds, see `cast_16bit`."""
-        return cast_16bit(matrix, role)
-
-
-def cast_16bit(matrix: Tensor, role: str) -> Tensor:
-    """Return values of fp16; gradients beyond 65504 become infinite, inputs and weights saturate.
-
-    Args:
-        matrix: Any shape and floating type.
-        role: "input", "weight" or "gradient".
-
-    Returns:
-        float32, or float64 for float64.
-
-    Example:
-        >>> cast_16bit(torch.tensor([0.1, 1e5]), "input").tolist()
-        [0.0999755859375, 65504.0]
+    Gradients beyond 65504 become infinite, inputs and weights saturate.
     """
     return _widened(round_to(matrix, _SIXTEEN_BIT, saturate=role != "gradient"))
 
 
 def round_weights_(weights: Iterable[Tensor]) -> None:
-    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins.
-
-    Args:
-        weights: float32 or float64. Finite ones stay finite, NaN and infinities pass.
-
-    Example:
-        >>> weight = torch.tensor([0.1])
-        >>> round_weights_([weight])
-        >>> weight.item()
-        0.0999755859375
-    """
+    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins."""
     with torch.no_grad():
         for weight in weights:
             _check(weight)
@@ -129,25 +79,11 @@ def round_update_(weights: Iterable[Tensor], generator: torch.Generator) -> None
     updated weight. One that has not moved stays. Ranks with equal weights, order and generators get equal weights. The
     paper's 16 bits are (1, 6, 9); these are IEEE's (1, 5, 10).
 
-    Args:
-        weights: float32 or float64 on one device. Finite ones stay finite, NaN and infinities pass.
-        generator: On that device; its state belongs to a checkpoint.
-
     Source: Sun et al. 2019, NeurIPS 32; Gupta et al. 2015, arXiv:1502.02551.
-
-    Example:
-        >>> weight = torch.full((1000,), 1 + 2**-13)  # an eighth of the way from 1 to the next value of fp16
-        >>> round_update_([weight], torch.Generator().manual_seed(0))
-        >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
-        ([1.0, 1.0009765625], 0.1)
     """
     for weight in weights:
         _check(weight)
         stochastic_round_(weight, weight, format=_SIXTEEN_BIT, generator=generator)
-
-
-def _format(role: str, forward: str, backward: str) -> str:
-    return backward if role == "gradient" else forward
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -168,13 +104,7 @@ _NO_SPREAD = 2.0**-32
 
 
 class Squeezed(NamedTuple):
-    """A tensor in S2FP8: ``x = sign(y)·(2^-beta·|y|)^(1/alpha)``.
-
-    Args:
-        values: y, values of e5m2 in float64; NaN and infinities are those of the tensor.
-        alpha: The squeeze, float64 of no dimensions, positive.
-        beta: The shift, likewise.
-    """
+    """A tensor in S2FP8: ``x = sign(y)·(2^-beta·|y|)^(1/alpha)``."""
 
     values: Tensor
     alpha: Tensor
@@ -188,16 +118,8 @@ def squeeze(x: Tensor) -> Squeezed:
     is 0 and its maximum 15. Where all magnitudes are equal, alpha is 1 and beta ``15 - m``. Zeros, NaN and infinities
     count in neither µ nor m, and stay what they are.
 
-    Args:
-        x: Any shape; float64, float32, bfloat16 or float16.
-
     Source: Cambier et al. 2020, *Shifted and Squeezed 8-bit Floating Point Format for Low-Precision Training of Deep
     Neural Networks*, arXiv:2001.05674.
-
-    Example:
-        >>> values, alpha, beta = squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))
-        >>> values.tolist(), alpha.item(), beta.item()  # log2: 0, 2, 4, so µ = 2 and m = 4
-        ([3.0517578125e-05, 1.0, -32768.0, 0.0], 7.5, -15.0)
     """
     # float64 throughout: alpha, unbounded, multiplies the error of the logarithm.
     x = x.detach().double()
@@ -216,27 +138,166 @@ def squeeze(x: Tensor) -> Squeezed:
 
 
 def unsqueeze(squeezed: Squeezed) -> Tensor:
-    """Return the values of a tensor in S2FP8 in float64.
-
-    Example:
-        >>> unsqueeze(squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))).tolist()
-        [1.0, 4.0, -16.0, 0.0]
-    """
+    """Return the values of a tensor in S2FP8 in float64."""
     y, alpha, beta = squeezed
     used = y.isfinite() & (y != 0)
     log = torch.where(used, y, 1.0).abs().log2()
     return torch.where(used, ((log - beta) / alpha).exp2().copysign(y), y)
 
 
-class S2fp8Cast:
-    """Every operand, with an alpha and a beta of its own for each product; nothing is remembered."""
+def s2fp8_cast(matrix: Tensor, role: str, record: bool = False) -> Tensor:
+    """Return the values that S2FP8 holds, with an alpha and a beta of its own for each product."""
+    values = unsqueeze(squeeze(matrix))
+    return values if matrix.dtype == torch.float64 else values.float()
 
-    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
-        """Return the values that S2FP8 holds.
 
-        Example:
-            >>> S2fp8Cast().cast(torch.tensor([[1e-20, 1e-21, 2e-21]]), "gradient", False).tolist()
-            [[9.999999682655225e-21, 1.0062437076670382e-21, 2.017168982951314e-21]]
-        """
-        values = unsqueeze(squeeze(matrix))
-        return values if matrix.dtype == torch.float64 else values.float()
+_UNKNOWN = -(2**30)  # an exponent, where there is none
+_SMALLEST, _LARGEST = -126, 112  # of a step that is normal, with codes that are finite, in float32
+_BEYOND = FORMATS["int16"].qmax + 0.5  # in steps: what rounds past the largest code, an overflow of either sign
+_ELEMENTS_PER_OVERFLOW = 10_000  # the paper's largest overflow rate, 0.01 %, as integers
+
+
+def needed_exponent(x: Tensor) -> Tensor:
+    """Return the smallest exponent e for which no finite element of ``x/2^e`` rounds past int16's largest code."""
+    magnitude = torch.where(x.isfinite(), x.abs(), 0.0)
+    amax = magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    fraction, exponent = torch.frexp(amax)
+    needed = exponent.long() - 15 + (fraction >= math.ldexp(_BEYOND, -15)).long()
+    return torch.where(amax > 0, needed.clamp(_SMALLEST, _LARGEST), _UNKNOWN)
+
+
+def fixed_point_round_to(x: Tensor, exponent: Tensor) -> Tensor:
+    """Return ``2^e·clamp(round(x/2^e), -32768, 32767)``: halves to even; NaN and infinities pass."""
+    step = _step(exponent)
+    return torch.where(x.isfinite(), round_to(x / step, "int16") * step, x)
+
+
+def count_overflows(x: Tensor, needed: Tensor, exponent: Tensor) -> Tensor:
+    """Return what a window counts of a tensor: (needed exponent, elements, overflows, of the doubled tensor, odd ones).
+
+    Example:
+        >>> x = torch.tensor([1.0, 20000.0, -40000.0])
+        >>> count_overflows(x, needed_exponent(x), torch.tensor(0)).tolist()
+        [1, 3, 1, 2, 0]
+    """
+    finite = x.isfinite()
+    steps = torch.where(finite, x.abs(), 0.0) / _step(exponent)
+    elements = torch.full_like(needed, x.numel())
+    overflows, of_double = (steps >= _BEYOND).sum(), (steps >= _BEYOND / 2).sum()
+    return torch.stack([needed, elements, overflows, of_double, (~finite).any().long()])
+
+
+class SharedExponentBank:
+    """The exponents of all layers of one model, three a layer: a step costs one collective and a few ops.
+
+    Forward and backward only count into the window. `take_window` joins the ranks and empties it; `commit` moves the
+    exponents by it once the optimizer step was applied, and a window that is never committed leaves no trace. With an
+    overflow rate above 0.01 % an exponent rises by one; if it would be at most that with all values doubled, it falls
+    by one. A row without an exponent takes what its first committed window needs; until then, every tensor is cast with
+    what it needs itself, so nothing overflows at the start. Zeros alone say nothing, and a window that saw NaN or
+    infinity moves nothing.
+
+    Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
+
+    Source: Courbariaux et al. 2014, *Training Deep Neural Networks with Low Precision Multiplications*,
+    arXiv:1412.7024, algorithm 1; Das et al. 2018, *Mixed Precision Training of Convolutional Neural Networks using
+    Integer Operations*, arXiv:1802.00930.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        rows = num_layers * len(ROLES)
+        self.observing = False
+        self.num_updates = 0
+        self.exponents = torch.full((rows,), _UNKNOWN, dtype=torch.int64)
+        self.window = torch.tensor([[_UNKNOWN, 0, 0, 0, 0]]).repeat(rows, 1)
+        self.overflows = torch.zeros(rows, dtype=torch.int64)  # of all applied steps
+
+    def move_(self, device: torch.device) -> None:
+        """Move all rows."""
+        if device.type != "meta":
+            for name in ("exponents", "window", "overflows"):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def widen(self, layer: int, role: str, counts: Tensor) -> None:
+        """Take the counts of a tensor, those of `count_overflows`, into the open window."""
+        row = self.window[layer * len(ROLES) + ROLES.index(role)]
+        counts = counts.to(row)
+        row.copy_(torch.cat([torch.maximum(row[:1], counts[:1]), row[1:] + counts[1:]]))
+
+    def exponent(self, layer: int, role: str, device: torch.device) -> Tensor:
+        """Return the exponent of the last applied step; far below every real one if there is none."""
+        return self.exponents[layer * len(ROLES) + ROLES.index(role)].to(device)
+
+    def take_window(self) -> Tensor:
+        """Return the window of all ranks and start a new one; a collective."""
+        # each rank adds its own slot, so that one collective carries sums and a maximum
+        slots = self.window.new_zeros(world_size(), *self.window.shape)
+        slots[rank()] = self.window
+        slots = all_reduce_(slots, "sum")
+        self.window.zero_()
+        self.window[:, 0] = _UNKNOWN
+        return torch.cat([slots[:, :, :1].amax(0), slots[:, :, 1:].sum(0)], 1)
+
+    def commit(self, window: Tensor) -> None:
+        """Move the exponents by a window; rows that saw only zeros, or NaN or infinity, stay as they are."""
+        needed, elements, overflows, of_double, non_finite = window.unbind(1)
+        rises = (overflows * _ELEMENTS_PER_OVERFLOW > elements).long()
+        falls = (of_double * _ELEMENTS_PER_OVERFLOW <= elements).long()
+        moved = (self.exponents + rises - falls).clamp(_SMALLEST, _LARGEST)
+        after = torch.where(self.exponents == _UNKNOWN, needed, moved)
+        usable = (needed != _UNKNOWN) & (non_finite == 0)
+        self.exponents.copy_(torch.where(usable, after, self.exponents))
+        self.overflows += overflows
+        self.num_updates += 1
+
+    def forget(self) -> None:
+        """Forget the exponents: the weights are others now."""
+        self.exponents.fill_(_UNKNOWN)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all rows, three for each layer in the order of the layers, and the number of applied steps."""
+        return {
+            "exponents": self.exponents.clone(),
+            "window": self.window.clone(),
+            "overflows": self.overflows.clone(),
+            "num_updates": self.num_updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take saved rows."""
+        rows = {name: state[name] for name in ("exponents", "window", "overflows")}
+        num_updates = int(state["num_updates"])
+        for name, saved in rows.items():
+            own = getattr(self, name)
+            if saved.shape != own.shape or saved.dtype != own.dtype:
+                raise CheckpointError(
+                    "fp8",
+                    f"saved {name} must be {own.dtype} of shape {tuple(own.shape)}, got {saved.dtype} of "
+                    f"{tuple(saved.shape)}",
+                    "resume with the layers of the saved run",
+                )
+        for name, saved in rows.items():
+            getattr(self, name).copy_(saved)
+        self.num_updates = num_updates
+
+
+class Int16Cast:
+    """Every operand in int16 with the exponent of its layer and role; products accumulate in float32, not in int32."""
+
+    def __init__(self, bank: SharedExponentBank, index: int) -> None:
+        self.bank, self.index = bank, index
+
+    def __call__(self, matrix: Tensor, role: str, record: bool = False) -> Tensor:
+        """Return the values that int16 holds; NaN and infinities pass."""
+        x = matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
+        needed, shared = needed_exponent(x), self.bank.exponent(self.index, role, x.device)
+        # before the first applied step there is no shared one
+        exponent = torch.where(shared == _UNKNOWN, needed, shared)
+        if record:
+            self.bank.widen(self.index, role, count_overflows(x, needed, exponent))
+        return fixed_point_round_to(x, exponent)
+
+
+def _step(exponent: Tensor) -> Tensor:
+    # from the bit pattern: exp2 of vector libraries is not exact at integers
+    return ((exponent.clamp(_SMALLEST, _LARGEST).int() + 127) << 23).view(torch.float32)

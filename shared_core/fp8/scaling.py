@@ -27,16 +27,6 @@ def whole_blocks(matrix: Scaled, multiple: int) -> Scaled:
     """Return a matrix with zeros appended to both axes up to a multiple; new blocks have the scale 1.
 
     Zeros add nothing to a product, and products of whole blocks are those that cuBLAS is known to do.
-
-    Args:
-        matrix: (R, K), with a scale a block of finite size.
-        multiple: A multiple of both sides of its block.
-
-    Example:
-        >>> one = Scaled(torch.ones(16, 48).to(torch.float8_e4m3fn), torch.ones(16, 2), (1, 32))
-        >>> padded = whole_blocks(one, 32)
-        >>> padded.codes.shape, padded.scale.shape
-        (torch.Size([32, 64]), torch.Size([32, 2]))
     """
     down, right = (-size % multiple for size in matrix.codes.shape)
     if not (down or right):
@@ -54,10 +44,6 @@ def outer_major(scale: Tensor) -> Tensor:
     """Return scales of 1x128 blocks, (R, L), with rows next to each other in memory: strides (1, R).
 
     Nothing is copied of those that lie so, as casts by Triton leave them.
-
-    Example:
-        >>> outer_major(torch.ones(3, 2)).stride()
-        (1, 3)
     """
     rows, along = scale.shape
     if scale.stride() == (1, rows):
@@ -71,11 +57,6 @@ def inner_major(scale: Tensor) -> Tensor:
 
     Without the padding cuBLAS reads wrong scales and says nothing. Nothing is copied of those that have it in memory,
     as casts by Triton leave them.
-
-    Example:
-        >>> at = inner_major(torch.ones(3, 5))
-        >>> at.shape, at.stride()
-        (torch.Size([8, 3]), (1, 8))
     """
     tiles, along = scale.shape
     wide = along + -along % _ALIGNED
@@ -91,14 +72,7 @@ _UNSEEN = -1.0
 
 
 class NonFiniteWatch:
-    """Whether the open step met NaN or infinity in a recorded operand: one flag on the device for all layers.
-
-    Example:
-        >>> watch = NonFiniteWatch()
-        >>> watch.see(torch.tensor([1.0, math.inf]))
-        >>> watch.take(), watch.take()
-        (True, False)
-    """
+    """Whether the open step met NaN or infinity in a recorded operand: one flag on the device for all layers."""
 
     def __init__(self) -> None:
         self.observing = False
@@ -131,14 +105,6 @@ class AmaxBank:
     micro-batches, recomputation and skipped steps do no harm.
 
     Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
-
-    Example:
-        >>> bank = AmaxBank(1, 2)
-        >>> for amax in (4.0, 1.0, 2.0):
-        ...     note_(bank.seen(0, "input"), torch.tensor(amax))
-        ...     bank.commit(bank.take_window())
-        >>> bank.past(0, "input", torch.device("cpu")).item()
-        2.0
     """
 
     def __init__(self, num_layers: int, length: int) -> None:

@@ -19,7 +19,6 @@ from shared_core.errors import CheckpointError, CompatibilityError, MatchError, 
 from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.expert_layers import ExpertMatrix
-from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.layers import (
     PRODUCTS,
     Bank,
@@ -31,7 +30,7 @@ from shared_core.fp8.layers import (
     select_layers,
     weight_of,
 )
-from shared_core.fp8.recipes import round_update_, round_weights_
+from shared_core.fp8.recipes import SharedExponentBank, round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.matching import UNHELD
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
@@ -280,36 +279,31 @@ class Fp8(Technique):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, histories each for the layer of its name."""
         self._forget_codes()
-        try:
-            self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
-            self._watch.flag.copy_(state["flag"])
-            self._loss_dtype.load_state_dict(state["loss"])
-            for name, saved in state.get("products", {}).items():
-                if name in self.states:  # products since an earlier checkpoint stay counted
-                    self.states[name].scaled |= Counter(saved[0])
-                    self.states[name].emulated |= Counter(saved[1])
-            if self._bank is None or "bank" not in state:  # the recipe changed in between, which the session notes
-                return
-            names = list(state["layers"])
-            if set(names) != set(self.layers):
-                odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
-                raise CheckpointError(
-                    "fp8",
-                    f"saved histories must be of the layers that are in FP8 now, but differ in {odd}",
-                    "resume with the include and skip of the saved run",
-                )
-            count = len(ROLES)
-            rows = torch.tensor([names.index(name) * count + role for name in self.layers for role in range(count)])
-            self._bank.load_state_dict(
-                {
-                    key: value.cpu()[rows] if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in state["bank"].items()
-                }
+        self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
+        self._watch.flag.copy_(state["flag"])
+        self._loss_dtype.load_state_dict(state["loss"])
+        for name, saved in state.get("products", {}).items():
+            if name in self.states:  # products since an earlier checkpoint stay counted
+                self.states[name].scaled |= Counter(saved[0])
+                self.states[name].emulated |= Counter(saved[1])
+        if self._bank is None or "bank" not in state:  # the recipe changed in between, which the session notes
+            return
+        names = list(state["layers"])
+        if set(names) != set(self.layers):
+            odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
+            raise CheckpointError(
+                "fp8",
+                f"saved histories must be of the layers that are in FP8 now, but differ in {odd}",
+                "resume with the include and skip of the saved run",
             )
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError("fp8", f"state must be one that fp8 saved, got {error!r}") from error
+        count = len(ROLES)
+        rows = torch.tensor([names.index(name) * count + role for name in self.layers for role in range(count)])
+        self._bank.load_state_dict(
+            {
+                key: value.cpu()[rows] if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state["bank"].items()
+            }
+        )
 
     def figures(self) -> dict[str, float]:
         """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""

@@ -17,7 +17,7 @@ from shared_core.libraries import optional
 from shared_core.lora.config import LoraConfig
 from shared_core.modules.four_bits import dequantized, linear_of_four_bits
 from shared_core.modules.weight_views import as_rows
-from shared_core.quantization.layers.fake_quant_layers import is_quantized
+from shared_core.quantization.fake_quant_layers import is_quantized
 
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""

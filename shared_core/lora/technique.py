@@ -34,8 +34,8 @@ from shared_core.lora.quantized_base import frozen_tensors, on_device, on_grid, 
 from shared_core.modules.matching import UNHELD, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import as_rows, from_rows
-from shared_core.numerics.noise import relative_error, sqnr
-from shared_core.quantization.layers.fake_quant_layers import is_quantized
+from shared_core.numerics.rounding import relative_error, sqnr
+from shared_core.quantization.fake_quant_layers import is_quantized
 
 
 class Lora(Technique):

@@ -13,9 +13,8 @@ from eff_kernels.quantization.affine import in_type
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean
-from shared_core.numerics.encoding import encode
 from shared_core.numerics.formats import FORMATS
-from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, round_to
+from shared_core.numerics.rounding import RoundingMode, binade, check_input, encode, round_to
 
 Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
 
@@ -149,16 +148,6 @@ def nvfp4_binary_scale(amax: Tensor) -> Tensor:
     Block scales keep their relative precision, of floats, under any power of two: a tensor rounded with this scale has
     the same values under a larger one that is a power of two too, as long as no block falls below e4m3's normal
     values. So engines may give several matrices one tensor scale, or inputs a fixed one.
-
-    Args:
-        amax: Largest magnitude of the tensor.
-
-    Returns:
-        float32, in the shape of `amax`.
-
-    Example:
-        >>> nvfp4_binary_scale(torch.tensor([2688.0, 2689.0])).tolist()
-        [1.0, 2.0]
     """
     scale = nvfp4_tensor_scale(amax)
     below = binade(scale, FORMATS["fp32"])
@@ -245,8 +234,7 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
 
 
 def _check(where: str, x: Tensor, group_size: int, axis: int) -> None:
-    if x.dtype not in INPUTS:
-        raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
+    check_input(where, x)
     if not -x.dim() <= axis < x.dim():
         raise ConfigError(where, f"axis must be one of x's {x.dim()} axes, got {axis}")
     if not group_size >= 1:

@@ -53,12 +53,7 @@ def _in_one_copy(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def refuse(flag: Tensor, error: Callable[[], EffError]) -> None:
-    """Raise an error where a flag is True; inside `checked_together` flags of a GPU are looked at when that ends.
-
-    Args:
-        flag: bool, one value.
-        error: Makes the error.
-    """
+    """Raise an error where a flag is True; inside `checked_together` flags of a GPU are looked at when that ends."""
     if _open and not flag.is_cpu:
         _open[-1].append((flag, error))
     elif flag:

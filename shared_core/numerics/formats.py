@@ -149,7 +149,6 @@ class Format:
 
     def holds(self, other: Format) -> bool:
         """Return whether this float format has every value of `other`."""
-        # More precise, and with a wider range at both ends: every value of `other` is one of this format.
         finer = self.precision >= other.precision and self.smallest <= other.smallest
         return self.kind == "float" and finer and self.largest >= other.largest
 
@@ -173,23 +172,13 @@ class Format:
 def posit_value(code: int, bits: int, exponent_bits: int) -> Fraction:
     """Return the value of a positive posit code, exactly: ``(1 + f)·2^(2^es·r + e)``.
 
-    Args:
-        code: Bit pattern in ``[1, 2^(bits - 1))``.
-        bits: Width of the posit.
-        exponent_bits: es; exponent bits that the regime pushes out are zero.
-
     Source: Posit Working Group 2022, *Standard for Posit Arithmetic*, 3.4.
-
-    Example:
-        >>> posit_value(0b01000000, 8, 2), posit_value(0b00000001, 8, 2), posit_value(0b01100101, 8, 2)
-        (Fraction(1, 1), Fraction(1, 16777216), Fraction(40, 1))
     """
     body = f"{code:0{bits}b}"[1:]
     # The regime is a run of equal bits: r = run - 1 for ones, -run for zeros. It eats into the fraction.
     run = len(body) - len(body.lstrip(body[0]))
     regime = run - 1 if body[0] == "1" else -run
     tail = body[run + 1 :]
-    # Exponent bits that the regime left no room for count as zeros.
     exponent = int(tail[:exponent_bits].ljust(exponent_bits, "0") or "0", 2)
     fraction = tail[exponent_bits:]
     significand = 1 + Fraction(int(fraction or "0", 2), 2 ** len(fraction))
@@ -212,12 +201,10 @@ def _lattice(row: Format) -> tuple[tuple[float, ...], tuple[float, ...]]:
         values = [0.0] + [_power_of_two(Fraction(code, steps) - bias)[0] for code in range(1, last + 1)]
         edges = [_power_of_two(Fraction(2 * code + 1, 2 * steps) - bias)[1] for code in range(last + 1)]
         return tuple(values), tuple(edges)
-    if row.kind == "scale":
-        values = [2.0 ** (code - (row.bias or 0)) for code in range(2**row.bits - 1)]
-        # The mean of v and 2v is 1.5 v; ties go to the even code.
-        edges = [1.5 * v if code % 2 == 0 else math.nextafter(1.5 * v, 0.0) for code, v in enumerate(values)]
-        return tuple(values), tuple(edges)
-    raise TypeError(f"formats: {row.name} has no table of values")
+    values = [2.0 ** (code - (row.bias or 0)) for code in range(2**row.bits - 1)]
+    # The mean of v and 2v is 1.5 v; ties go to the even code.
+    edges = [1.5 * v if code % 2 == 0 else math.nextafter(1.5 * v, 0.0) for code, v in enumerate(values)]
+    return tuple(values), tuple(edges)
 
 
 def _power_of_two(exponent: Fraction) -> tuple[float, float]:

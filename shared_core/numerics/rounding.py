@@ -1,4 +1,7 @@
-"""Rounding of tensors to the values of any format, exact for float32 and float64 input."""
+"""Rounding of tensors to the values of any format, exact for float32 and float64 input; bit patterns of these values.
+
+And how far rounded values are from the exact ones.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,6 @@ def round_to(
     check_rounding(row, mode, x, generator)
     x = x.detach()
     source = FORMATS[INPUTS[x.dtype]]
-    # All of the source's values are values of the format: nothing to round.
     if row.holds(source):
         return x.clone()
     # The narrowest dtype that holds the format: fp64 input rounded to bf16 may be computed in float32 only if that is
@@ -96,7 +98,6 @@ def round_to(
     else:
         y, beyond = _round_by_table(work.abs(), row, mode, generator)
     if beyond is not None:
-        # toward_zero never rounds up to infinity: what lies beyond becomes the largest value.
         y = torch.where(beyond, row.largest if saturate or mode == "toward_zero" else _outside(row), y)
         y = torch.where(work.isinf(), _of_infinity(row, saturate), y).copysign(work)
     if row.kind == "scale":
@@ -139,18 +140,16 @@ def stochastic_round_(
         >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
         ([1.0, 1.0078125], 0.2)
     """
-    if target.dtype not in STORAGE:
-        raise ConfigError("stochastic_round_", f"target must have a float dtype, got {target.dtype}")
-    own = FORMATS[STORAGE[target.dtype]]
+    own = FORMATS.get(STORAGE.get(target.dtype, ""))
     row = own if format is None else lookup(format)
-    if not own.holds(row):
-        raise ConfigError("stochastic_round_", f"target must hold every value of {row.name}, got {target.dtype}")
+    if own is None or row is None or not own.holds(row):
+        wanted = f"hold every value of {format}" if format else "have a float dtype"
+        raise ConfigError("stochastic_round_", f"target must {wanted}, got {target.dtype}")
     if target.shape != source.shape:
         raise ConfigError(
             "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
-        # In place only where memory is laid out plainly; otherwise rounded aside and copied.
         writable = is_plain(target) and target.is_contiguous() and target.device == source.device
         if writable and target.dtype != torch.float64 and _has_kernel(row, source):
             check_rounding(row, "stochastic", source, generator)
@@ -171,18 +170,21 @@ def stochastic_round_(
 
 def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator | None) -> None:
     """Refuse a mode, a dtype or a generator that rounding to `row` cannot use."""
-    if mode not in get_args(RoundingMode):
+    # binary has no zero to round toward
+    known = [name for name in get_args(RoundingMode) if name != "toward_zero" or row.kind != "binary"]
+    if mode not in known:
         raise ConfigError(
-            "numerics", f"mode must be a known one, got {mode!r}{nearest(str(mode), get_args(RoundingMode))}"
+            "numerics", f"mode must be a known one for {row.name}, got {mode!r}{nearest(str(mode), known)}"
         )
-    if x.dtype not in INPUTS:
-        raise ConfigError(
-            "numerics", f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first"
-        )
+    check_input("numerics", x)
     if generator is not None and generator.device.type != x.device.type:
         raise ConfigError("numerics", f"generator must be on {x.device}, got {generator.device}")
-    if mode == "toward_zero" and row.kind == "binary":
-        raise ConfigError("numerics", "mode must not be 'toward_zero' for binary, which has no zero to round toward")
+
+
+def check_input(where: str, x: Tensor) -> None:
+    """Refuse what is of no dtype that can be rounded."""
+    if x.dtype not in INPUTS:
+        raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
 
 
 def binade(a: Tensor, row: Format) -> Tensor:
@@ -292,3 +294,199 @@ def _of_infinity(row: Format, saturate: bool) -> float:
     if row.kind in ("posit", "scale"):
         return math.nan
     return math.inf if row.overflow == "inf" else row.largest if saturate else _outside(row)
+
+
+def encode(
+    x: Tensor,
+    format: str,
+    *,
+    mode: RoundingMode = "nearest_even",
+    saturate: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the codes of `x` in `format`: bit patterns, read as unsigned integers.
+
+    Rounds, overflows and saturates as `round_to` does. NaN becomes the format's canonical NaN, and the code of zero
+    (of +1 in binary) where there is none: fp4_e2m1, integers, binary. Integers are two's complement, so that
+    ``encode(x, "int8").view(torch.int8)`` are their values, as ``encode(x, "fp8_e4m3").view(torch.float8_e4m3fn)``
+    is the cast.
+
+    Args:
+        x: Any shape; float64, float32, bfloat16 or float16.
+        format: Name in `FORMATS`.
+        mode: How to round, see `round_to`.
+        saturate: What happens beyond the largest value, see `round_to`.
+        generator: Source of the stochastic mode's randomness.
+
+    Returns:
+        The shape of `x`; uint8 for formats of up to 8 bits, int32 up to 24, else int64 (fp64 fills its sign bit).
+
+    Raises:
+        ConfigError: As `round_to`.
+
+    Example:
+        >>> encode(torch.tensor([1.0, -448.0, 0.001953125]), "fp8_e4m3").tolist()
+        [56, 254, 1]
+        >>> encode(torch.tensor([-1.0, 3.0]), "int4").tolist()
+        [15, 3]
+    """
+    row = lookup(format)
+    y = round_to(x, format, mode=mode, saturate=saturate, generator=generator)
+    y = y.to(torch.promote_types(y.dtype, torch.float32 if FORMATS["fp32"].holds(row) else torch.float64))
+    # NaN and infinity have codes of their own, put in at the end.
+    finite = torch.where(y.isfinite(), y, 0.0)
+    if row.kind == "float":
+        codes = _float_codes(finite, row)
+        if row.overflow == "inf":
+            infinity = (2**row.exponent_bits - 1) << row.mantissa_bits
+            codes = torch.where(y.isinf(), infinity, codes)
+        codes = codes | torch.where(y.signbit(), _sign_bit(row), 0)
+    elif row.kind == "integer":
+        codes = finite.long() & (2**row.bits - 1)
+    elif row.kind == "binary":
+        codes = (finite < 0).long()
+    else:
+        codes = nearest_magnitude(finite.abs().double(), row)
+        if row.kind == "posit":
+            # Posits negate as integers: two's complement of the code.
+            codes = torch.where(y < 0, 2**row.bits - codes, codes)
+        else:
+            codes = codes | torch.where(y < 0, _sign_bit(row), 0)
+    if row.nan_code is not None:
+        codes = torch.where(y.isnan(), row.nan_code, codes)
+    elif row.kind == "float":
+        codes = torch.where(y.isnan(), 0, codes)
+    return codes.to(torch.uint8 if row.bits <= 8 else torch.int32 if row.bits <= 24 else torch.int64)
+
+
+def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the values of codes.
+
+    Args:
+        codes: Any shape, any integer dtype; only the lowest bits, as many as the format has, count.
+        format: Name in `FORMATS`.
+        dtype: Of the result; None is float32, or float64 for fp64 and int32. log8's values are irrational and come
+            rounded to it.
+
+    Returns:
+        The shape of `codes`.
+
+    Raises:
+        ConfigError: Unknown format, or codes that are not integers.
+
+    Example:
+        >>> decode(torch.tensor([0x38, 0xFE, 0x7F]), "fp8_e4m3").tolist()
+        [1.0, -448.0, nan]
+        >>> decode(torch.tensor([0x40, 0x7F, 0x80]), "posit8").tolist()
+        [1.0, 16777216.0, nan]
+    """
+    row = lookup(format)
+    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+        raise ConfigError("decode", f"codes must be integers, got {codes.dtype}", "view them as integers first")
+    codes = codes.long()
+    if row.bits < 64:
+        codes = codes & (2**row.bits - 1)
+    if row.kind == "float":
+        values = _float_values(codes, row)
+    elif row.kind == "integer":
+        signed = row.qmin < 0
+        # The sign bit weighs -2^(bits - 1): subtract 2^bits where it is set.
+        values = (codes - ((codes >> (row.bits - 1)) << row.bits) if signed else codes).double()
+    elif row.kind == "binary":
+        values = 1.0 - 2.0 * codes.double()
+    else:
+        values = torch.tensor(_table_values(row), dtype=torch.float64, device=codes.device)[codes]
+    if row.nan_code is not None and row.kind != "float":
+        values = values.masked_fill(codes == row.nan_code, math.nan)
+    return values.to(dtype or (torch.float32 if FORMATS["fp32"].holds(row) else torch.float64))
+
+
+def _float_codes(y: Tensor, row: Format) -> Tensor:
+    magnitude = y.abs()
+    power = binade(magnitude, row)
+    # Whole number of ulps in the binade: subnormals have fewer than 2^mantissa_bits, normals at least that.
+    ulps = (magnitude / power * 2.0**row.mantissa_bits).long()
+    # A normal number's ulps carry the implicit bit, which is what the biased exponent of its binade is ahead by.
+    if power.dtype == torch.float64:
+        exponent = (power.view(torch.int64) >> 52) - 1023
+    else:
+        exponent = (power.view(torch.int32).long() >> 23) - 127
+    # Adding ulps to the exponent field carries the implicit bit into it: one formula for normal and subnormal
+    # numbers.
+    return ((exponent - row.min_exponent) << row.mantissa_bits) + ulps
+
+
+def _float_values(codes: Tensor, row: Format) -> Tensor:
+    fraction = codes & (2**row.mantissa_bits - 1)
+    field = (codes >> row.mantissa_bits) & (2**row.exponent_bits - 1)
+    ulps = (fraction + ((field > 0).long() << row.mantissa_bits)).double()
+    # 2^e as a float64 by its exponent bits: exact, and no pow.
+    power = ((field.clamp(min=1) - 1 + row.min_exponent + 1023) << 52).view(torch.float64)
+    values = ulps * 2.0**-row.mantissa_bits * power
+    top = field == 2**row.exponent_bits - 1
+    if row.overflow == "inf":
+        values = torch.where(top, torch.where(fraction == 0, math.inf, math.nan), values)
+    elif row.overflow == "nan":
+        values = values.masked_fill(top & (fraction == 2**row.mantissa_bits - 1), math.nan)
+    negative = (codes >> (row.bits - 1)) & 1 == 1
+    return torch.where(negative, -values, values)
+
+
+def _table_values(row: Format) -> list[float]:
+    magnitudes = list(row.magnitudes)
+    if row.kind == "scale":
+        return [*magnitudes, math.nan]
+    # Codes of negative values run backwards in posits (two's complement), forwards where the sign is a bit.
+    negative = [-value for value in magnitudes[1:]]
+    return [*magnitudes, math.nan, *(negative[::-1] if row.kind == "posit" else negative)]
+
+
+def _sign_bit(row: Format) -> int:
+    return -(1 << 63) if row.bits == 64 else 1 << (row.bits - 1)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Return ``10·log10(signal / noise)`` of two sums of squares, infinite without noise."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+class SignalToNoise:
+    """Sums of squares of what is exact and of what rounding adds to it, over many tensors.
+
+    Example:
+        >>> sums = SignalToNoise()
+        >>> sums.add(torch.tensor([10.0, 0.0]), torch.tensor([9.0, 0.0]))
+        >>> sums.decibels
+        20.0
+    """
+
+    def __init__(self) -> None:
+        self._signal = self._noise = 0.0
+
+    def add(self, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Count a tensor."""
+        exact = exact.double()
+        self._signal += exact.square().sum().item()
+        self._noise += (rounded.double() - exact).square().sum().item()
+
+    @property
+    def decibels(self) -> float:
+        """The signal-to-quantisation-noise ratio ``10·log10(Σy² / Σ(ŷ - y)²)``, infinite without noise."""
+        return decibels(self._signal, self._noise)
+
+
+def sqnr(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Return the signal-to-quantisation-noise ratio of one tensor, see `SignalToNoise`."""
+    sums = SignalToNoise()
+    sums.add(exact, rounded)
+    return sums.decibels
+
+
+def relative_error(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Return ``‖exact - rounded‖ / ‖exact‖`` in Frobenius norms, 0 for two zeros."""
+    exact = exact.double()
+    error = (exact - rounded.double()).norm().item()
+    size = exact.norm().item()
+    return error / size if size else (math.inf if error else 0.0)

@@ -1,13 +1,15 @@
 """Batch norm and quantisation: in training the folded weight is quantised, since inference has that weight.
 
 Which batch norms quantised layers compute themselves, how they do in training, and how batch norm is folded into the
-layer before it after training.
+layer before it after training. What such layers learn stays out of state dicts (`PlainState`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +23,49 @@ from shared_core.modules.calls import call_model, evaluated, evaluating
 from shared_core.modules.matching import change_class, plain_name
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
 from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
-from shared_core.quantization.layers.plain_state import PlainState
+
+LEARNED = ("weight_magnitude", "input_magnitude", "input_offset", "input_clip")
+"""Names of the parameters that a layer learns beside its own."""
+
+
+class PlainState(nn.Module):
+    """A layer whose learned scales are trained like any parameter, but that no state dict holds."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in LEARNED:
+            destination.pop(prefix + name, None)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        missing: list[str] = args[2]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        # In place: torch goes on with this very list.
+        missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
+
+
+def importable(name: str, bases: tuple[type, ...], module: str) -> type[nn.Module]:
+    """Return a new class that a module holds under its name, so that models with such layers can be pickled."""
+    made = type(name, bases, {"__doc__": f"`torch.nn.{bases[-1].__name__}`: {bases[0].__doc__}", "__module__": module})
+    setattr(sys.modules[module], name, made)
+    return made
+
+
+@contextlib.contextmanager
+def own_parameters(model: nn.Module) -> Iterator[None]:
+    """Let a model's layers list no learned parameters inside, for plain weights to be loaded by parameters' names."""
+    layers = [module for module in model.modules() if isinstance(module, PlainState)]
+    learned = [  # in their order, by which torch finds the state that optimizers keep of them
+        {name: layer._parameters.pop(name) for name in [*layer._parameters] if name in LEARNED} for layer in layers
+    ]
+    for layer, beside in zip(layers, learned, strict=True):
+        vars(layer).update(beside)  # FSDP2 (torch 2.13) looks each up as an attribute after a load
+    try:
+        yield
+    finally:
+        for layer, beside in zip(layers, learned, strict=True):
+            for name, value in beside.items():
+                del vars(layer)[name]
+                layer._parameters[name] = value
 
 
 class FoldQuantizer(Protocol):
@@ -68,7 +112,6 @@ def fold_batch_norm(
     """
     weight: Tensor = layer.weight  # type: ignore[assignment]
     bias: Tensor | None = layer.bias  # type: ignore[assignment]
-    # γ / σ scales the weight, (b - μ) γ / σ + β is the bias.
     factor = 1 / deviation if gamma is None else gamma / deviation
     shift = (-mean if bias is None else bias - mean) * factor
     return scaled_outputs(weight, layer, factor), shift if beta is None else shift + beta
@@ -127,7 +170,6 @@ class FoldedLayer(PlainState):
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
-        # In training the convolution runs once in float for the batch statistics, and once with the folded weight.
         if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
@@ -139,8 +181,6 @@ class FoldedLayer(PlainState):
             weight = quantizer.weight(layer, weight)
         if batch is None:
             return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
-        # The output goes from running to batch statistics: y σ_r / σ_b + shift (Krishnamoorthi 2018,
-        # arXiv:1806.08342).
         mean, variance, _ = batch
         batch_deviation = torch.sqrt(variance + norm.eps)
         _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
@@ -181,62 +221,17 @@ def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> No
         running.copy_((1 - momentum) * running + momentum * new.detach())
 
 
-class FoldedLinear(FoldedLayer, nn.Linear):
-    """`torch.nn.Linear` with the batch norm behind it."""
-
-
-class FoldedConv1d(FoldedLayer, nn.Conv1d):
-    """`torch.nn.Conv1d` with the batch norm behind it."""
-
-
-class FoldedConv2d(FoldedLayer, nn.Conv2d):
-    """`torch.nn.Conv2d` with the batch norm behind it."""
-
-
-class FoldedConv3d(FoldedLayer, nn.Conv3d):
-    """`torch.nn.Conv3d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose1d(FoldedLayer, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose2d(FoldedLayer, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` with the batch norm behind it."""
-
-
-class FoldedConvTranspose3d(FoldedLayer, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` with the batch norm behind it."""
-
-
 class _PassedOn:
+    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+
     def forward(self, input: Tensor) -> Tensor:
         return input
 
 
-class FoldedBatchNorm1d(_PassedOn, nn.BatchNorm1d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
-class FoldedBatchNorm2d(_PassedOn, nn.BatchNorm2d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
-class FoldedBatchNorm3d(_PassedOn, nn.BatchNorm3d):
-    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
-
-
 FOLDED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: FoldedLinear,
-    nn.Conv1d: FoldedConv1d,
-    nn.Conv2d: FoldedConv2d,
-    nn.Conv3d: FoldedConv3d,
-    nn.ConvTranspose1d: FoldedConvTranspose1d,
-    nn.ConvTranspose2d: FoldedConvTranspose2d,
-    nn.ConvTranspose3d: FoldedConvTranspose3d,
-    nn.BatchNorm1d: FoldedBatchNorm1d,
-    nn.BatchNorm2d: FoldedBatchNorm2d,
-    nn.BatchNorm3d: FoldedBatchNorm3d,
+    kind: importable(f"Folded{kind.__name__}", (base, kind), __name__)
+    for base, kinds in ((FoldedLayer, LAYERS), (_PassedOn, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
+    for kind in kinds
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded in FOLDED.items()}
 
@@ -285,22 +280,20 @@ def unfold_pair_(layer: nn.Module) -> None:
 
 def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
     """Raise `CompatibilityError` unless the batch norm can be folded into the layer, if it follows it."""
-    if type(layer) not in FOLDED or isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        raise CompatibilityError(
-            where, f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
-        )
-    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, nn.modules.batchnorm._BatchNorm):
-        raise CompatibilityError(
-            where, f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
-        )
+    if why := _why_no_pair(layer, batch_norm):
+        raise CompatibilityError(where, why)
+
+
+def _why_no_pair(layer: nn.Module, batch_norm: nn.Module) -> str | None:
+    if type(layer) not in FOLDED or isinstance(layer, _BatchNorm):
+        return f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
+    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, _BatchNorm):
+        return f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
     if batch_norm.running_mean is None or batch_norm.running_var is None:
-        raise CompatibilityError(
-            where, "batch_norm must have running statistics, got track_running_stats=False", "they are what is folded"
-        )
+        return "batch_norm must have running statistics, which are what is folded, got track_running_stats=False"
     if batch_norm.num_features != num_outputs(layer):
-        raise CompatibilityError(
-            where, f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
-        )
+        return f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
+    return None
 
 
 _RELU = frozenset({"ReLU", "ReLU6", "relu", "relu_", "relu6"})
@@ -364,7 +357,7 @@ def find_batch_norms(
     refused = {name: "no forward reached it" for name in norms if name not in flow.calls}
     for name in (name for name in flow.calls if name in norms):
         node = flow.calls[name][0]
-        reason = _why_not(flow, node, where)
+        reason = _why_not(flow, node)
         if reason is not None:
             refused[name] = reason
             continue
@@ -374,7 +367,7 @@ def find_batch_norms(
     return pairs, refused
 
 
-def _why_not(flow: Flow, node: Node, where: str) -> str | None:
+def _why_not(flow: Flow, node: Node) -> str | None:
     reason = flow.why_not(node)
     if reason is not None:
         return reason
@@ -386,11 +379,7 @@ def _why_not(flow: Flow, node: Node, where: str) -> str | None:
         return f"layer {layer.label!r}: {reason}"
     if isinstance(layer.module, nn.Linear) and layer.shape is not None and len(layer.shape) != 2:
         return f"it normalises axis 1 of {tuple(layer.shape)}, which are not the channels of the Linear layer"
-    try:
-        check_pair(layer.module, node.module, where)  # type: ignore[arg-type]
-    except CompatibilityError as error:
-        return str(error).removeprefix(f"{where}: ")
-    return None
+    return _why_no_pair(layer.module, node.module)  # type: ignore[arg-type]
 
 
 def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionReport:
@@ -458,7 +447,6 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
     check_pair(layer, batch_norm, "fuse_pair_")
     norm: Any = batch_norm
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    # float64: the fused weight is rounded once.
     deviation = torch.sqrt(norm.running_var.double() + norm.eps)
     folded, bias = fold_batch_norm(layer, norm.running_mean.double(), deviation, norm.weight, norm.bias)
     weight.copy_(folded)
@@ -501,14 +489,6 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
 
     A model whose forward cannot be traced is searched part by part: a LightningModule has none, and those of large
     models look at values, but a block of convolution and batch norm does not.
-
-    Args:
-        model: Searched through, not changed.
-        where: Who asks.
-
-    Example:
-        >>> find_folds(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), "qat")
-        ({'0': '1'}, {})
     """
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
     if not norms:
@@ -518,7 +498,6 @@ def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, 
             pairs, refused = find_batch_norms(model, where=where)
         return {pair.layer: pair.batch_norm for pair in pairs}, refused
     except CompatibilityError as error:
-        # The whole model cannot be traced: its parts may, one by one.
         folds: dict[str, str] = {}
         left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
         for name, child in model.named_children():

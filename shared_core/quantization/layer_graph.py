@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, nearest
 from shared_core.modules.calls import call_model, evaluated
 
 LAYERS: tuple[type[nn.Module], ...] = (
@@ -130,6 +130,19 @@ def sole_user(node: Node) -> tuple[Node | None, str]:
         return None, "nothing reads its output"
     readers = ", ".join(str(user) for user in node.users)
     return None, f"its output is tapped (a residual or a second branch): {readers} read it"
+
+
+def chosen_layers(
+    able: Mapping[str, nn.Module], names: Sequence[str] | None, kind: str, where: str
+) -> dict[str, nn.Module]:
+    """Return the named ones of the layers that are able, in the order of `names`; all of them where that is None."""
+    for name in names or ():
+        if name not in able:
+            raise MatchError(where, f"{name!r} must be a {kind}{nearest(name, able)}")
+    chosen = dict(able) if names is None else {name: able[name] for name in names}
+    if not chosen:
+        raise MatchError(where, f"must match at least one {kind}, got none")
+    return chosen
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -251,11 +264,9 @@ class _Recorder(TorchFunctionMode):
         label = _function_name(func)
         if label == "__get__":
             label = _function_name(getattr(func, "__self__", label))
-        # Inside a leaf module its own torch calls are not part of the flow.
         if self._inside or label in _METADATA:
             return result
         sources = self.sources((args, kwargs))
-        # A parameter read outside of its module's forward (tied projections by F.linear).
         for tensor in _tensors((args, kwargs)):
             self.flow.read(id(tensor), label)
         if sources:

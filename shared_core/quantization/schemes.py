@@ -1,18 +1,25 @@
-"""Resolve a scheme for one layer: which quantiser for its weight, which for its input, at how many bits."""
+"""How one layer is quantised: its scheme, and what the scheme makes of its weight and its input."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
-from torch import nn
+import torch
+from eff_kernels.quantization import affine as kernels
+from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
+from eff_kernels.quantization.low_bit import binarize, ternarize
+from torch import Tensor, nn
 
-from shared_core.errors import ConfigError
-from shared_core.modules.experts import StackedExperts, gates_between_products
-from shared_core.modules.matching import options_by_module
-from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
-from shared_core.quantization.config import QatConfig
+from shared_core.modules.experts import StackedExperts
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.quantization.low_bit import (
+    from_blocks,
+    mxfp4_fake_quantize,
+    nvfp4_fake_quantize,
+    to_blocks,
+)
 
 Weight = Literal["channel", "group", "fp8", "fp8_block", "mxfp4", "nvfp4", "ternary", "binary"]
 Input = Literal["none", "static", "token", "fp8", "fp8_static", "fp8_group", "mxfp4", "nvfp4"]
@@ -89,99 +96,84 @@ SCHEMES: dict[str, LayerScheme] = {
     "ternary": LayerScheme("ternary", 2, "none", 0),
     "binary": LayerScheme("binary", 1, "none", 0),
 }
-_GROUP_SIZES = (128, 64, 32)
 
 
-def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
-    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match.
+def _token(x: Tensor, scheme: LayerScheme) -> Tensor:
+    return fake_quantize_groups(x, x.shape[-1], scheme.activation_bits, not scheme.affine_input)
 
-    Example:
-        >>> config = QatConfig(scheme="int8", overrides={"0": {"weight_bits": 4}})
-        >>> schemes = layer_schemes(config, {"0": nn.Linear(4, 2), "1": nn.Linear(2, 2)})
-        >>> schemes["0"].weight_bits, schemes["1"].weight_bits
-        (4, 8)
+
+def _fp8(x: Tensor, scheme: LayerScheme) -> Tensor:
+    width = x.shape[-1] if scheme.input == "fp8" else scheme.group_of(x.shape[-1])
+    return fake_quantize_fp8(x.reshape(-1, width), torch.float8_e4m3fn, 0).view(x.shape)
+
+
+# ``LayerScheme.input`` → a function of vectors along the last axis
+_QUANTIZE_INPUT: dict[str, Callable[[Tensor, LayerScheme], Tensor]] = {
+    "token": _token,
+    "fp8": _fp8,
+    "fp8_group": _fp8,
+    "mxfp4": lambda x, scheme: mxfp4_fake_quantize(x),
+    "nvfp4": lambda x, scheme: nvfp4_fake_quantize(x),
+}
+
+
+def quantize_input(module: nn.Module, x: Tensor, scheme: LayerScheme) -> Tensor:
+    """Return a layer's input fake-quantised by its own values, with a straight-through gradient.
+
+    A vector of features has a scale of its own: a token's, or for a convolution that of all channels at one place.
     """
-    options = options_by_module("qat", config.override_options(), layers, "quantised layer")
-    resolved = {}
-    for name, layer in layers.items():
-        own = config
-        if options[name]:
-            # an override of the scheme starts from that scheme's own widths
-            base = {} if "scheme" in options[name] else _widths(config)
-            own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
-        resolved[name] = _layer_scheme(own, name, layer)
-        if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
-            raise ConfigError(
-                "qat.overrides",
-                f"activation_bits must be left out for stacked experts whose inputs stay in float, got {name}",
-                "name its weight_bits alone, or take int8_dynamic",
-            )
-    _check_shared(layers, resolved)
-    return resolved
+    quantize = _QUANTIZE_INPUT.get(scheme.input)
+    if quantize is None or not x.numel():
+        return x
+    if isinstance(module, nn.modules.conv._ConvNd):
+        axis = -1 - len(module.kernel_size)
+        return quantize(x.movedim(axis, -1), scheme).movedim(-1, axis)
+    return quantize(x, scheme)
 
 
-def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:
-    owners: dict[int, str] = {}
-    for name, layer in layers.items():
-        for weight in weights_of(layer).values():
-            first = owners.setdefault(id(weight), name)
-            # One weight has one set of codes: all layers that share it must be quantised alike.
-            if schemes[first].of_weight != schemes[name].of_weight:
-                raise ConfigError(
-                    "qat",
-                    f"{name} must be quantised like {first}, with which it shares its weight, got "
-                    f"{schemes[name].of_weight} and {schemes[first].of_weight}",
-                    "override both",
-                )
+def _channel(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    if noise is not None:
+        return fake_quantize_groups(rows, rows.shape[1], scheme.weight_bits, True, noise)
+    return kernels.fake_quantize_symmetric(rows, 0, scheme.weight_qmax)
 
 
-def _widths(config: QatConfig) -> dict[str, int]:
-    names = ("weight_bits", "activation_bits", "group_size")
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+def _group(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    return fake_quantize_groups(rows, scheme.group_of(rows.shape[1]), scheme.weight_bits, not scheme.affine, noise)
 
 
-def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme:
-    scheme = SCHEMES[config.scheme]
-    change: dict[str, Any] = {}
-    if config.weight_bits is not None:
-        change["weight_bits"] = config.weight_bits
-    if config.activation_bits is not None:
-        change["activation_bits"] = config.activation_bits
-        if scheme.input == "none":
-            change["input"] = "static"
-    if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
-        change["input"] = "fp8"  # no range of what is made inside
-    # of experts both products' tokens, whose second are made inside; an embedding's inputs are indices
-    seen = change.get("input", scheme.input) not in ("none", *WITH_RANGE) and gates_between_products(layer)
-    if isinstance(layer, nn.Embedding) or (
-        isinstance(layer, StackedExperts) and not seen
-    ):  # an embedding's are indices
-        change |= {"input": "none", "activation_bits": 0}
-    if scheme.weight == "group":
-        change["group_size"] = _group_size(config, name, layer)
-    return dataclasses.replace(scheme, **change)
+def _fp8_block(rows: Tensor, scheme: LayerScheme, noise: Tensor | None) -> Tensor:
+    width = scheme.group_of(rows.shape[1])
+    return from_blocks(fake_quantize_fp8(to_blocks(rows, width), torch.float8_e4m3fn, 0), rows.shape, width)
 
 
-def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
-    widths = {as_rows(layer, weight.detach()).shape[1] for weight in weights_of(layer).values()}
-    wanted = _GROUP_SIZES if config.group_size is None else (config.group_size,)
-    for size in wanted:
-        if all(width % size == 0 for width in widths):
-            return size
-    if config.group_size is not None:
-        raise ConfigError(
-            "qat.group_size",
-            f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
-            "skip the layer, or override its group_size",
-        )
-    if isinstance(layer, RECURRENT):
-        # a few inputs beside the hidden size: rows that no group divides are one, and the others keep usual groups
-        return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
-    size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
-    if size < 4 and len(widths) > 1:
-        raise ConfigError(
-            "qat.scheme",
-            f"groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel",
-            "skip the layer, or override its scheme with int8_weight",
-        )
-    return size
+# kind → a function of a weight with one row for each output channel
+_QUANTIZE_WEIGHT: dict[str, Callable[[Tensor, LayerScheme, Tensor | None], Tensor]] = {
+    "channel": _channel,
+    "group": _group,
+    "fp8": lambda rows, scheme, noise: fake_quantize_fp8(rows, torch.float8_e4m3fn, 0),
+    "fp8_block": _fp8_block,
+    "mxfp4": lambda rows, scheme, noise: mxfp4_fake_quantize(rows),
+    "nvfp4": lambda rows, scheme, noise: nvfp4_fake_quantize(rows),
+    "ternary": lambda rows, scheme, noise: ternarize(rows, 0),
+    "binary": lambda rows, scheme, noise: binarize(rows, 0, True),
+}
+
+
+def quantize_weight(module: nn.Module, weight: Tensor, scheme: LayerScheme, noise: Tensor | None = None) -> Tensor:
+    """Return `weight` as its codes can hold it, with a straight-through gradient."""
+    noise = None if noise is None else as_rows(module, noise)
+    quantize, rows = _QUANTIZE_WEIGHT[scheme.weight], as_rows(module, weight)
+    if scheme.spans_rows and isinstance(module, StackedExperts):  # no scale for two experts
+        rows = torch.cat([quantize(one, scheme, None) for one in rows.chunk(len(weight))])
+    else:
+        rows = quantize(rows, scheme, noise)
+    return from_rows(module, rows, weight)
+
+
+def on_grid(module: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return `weight` rounded to multiples of its channels' scales."""
+    rows = as_rows(module, weight)
+    steps = scale.to(rows.device).unsqueeze(1)
+    # As many steps as the saved scale says: a baked weight lies on the grid already, and rounding it again moves no
+    # value.
+    return from_rows(module, (rows.to(steps.dtype) / steps).round_().mul_(steps).to(rows.dtype), weight)

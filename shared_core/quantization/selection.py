@@ -1,19 +1,31 @@
-"""Which layers are quantised, and why the others are not."""
+"""Which layers are quantised and how, and why the others are not."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
-from shared_core.errors import CompatibilityError, MatchError
-from shared_core.modules.experts import StackedExperts
-from shared_core.modules.matching import Matched, match_modules, own_class, plain_name, read_past_forward
-from shared_core.modules.weight_views import weights_of
-from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
+from shared_core.modules.experts import StackedExperts, gates_between_products
+from shared_core.modules.matching import (
+    Matched,
+    match_modules,
+    options_by_module,
+    own_class,
+    plain_name,
+    read_past_forward,
+)
+from shared_core.modules.weight_views import RECURRENT, as_rows, weights_of
+from shared_core.quantization.config import QatConfig
+from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
+from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
 
 BASE = ".base_layer"
 """The end of the name of a layer beneath PEFT's adapters."""
@@ -47,7 +59,7 @@ def select_layers(
         if id(found.module) in replaced
         else _why_adapted(found, adapted, include)
         or _why_not(found.module)
-        or _past_quantiser(readers, found.module)
+        or (f"{readers[id(found.module)]}, past any quantiser" if id(found.module) in readers else None)
         or _in_every_token(found, include)
         for found in matched
     ]
@@ -75,11 +87,6 @@ def select_layers(
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError("qat", "must match at least one module that can be quantised", told)
     return layers, left_out
-
-
-def _past_quantiser(readers: Mapping[int, str], module: nn.Module) -> str | None:
-    reader = readers.get(id(module))
-    return reader and f"{reader}, past any quantiser"
 
 
 def _in_every_token(found: Matched, include: tuple[str, ...]) -> str | None:
@@ -144,3 +151,93 @@ def _why_not(module: nn.Module) -> str | None:
         return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
     dtypes = {weight.dtype for weight in weights.values() if not weight.is_floating_point()}
     return f"its weight is {dtypes.pop()}, not floating point" if dtypes else None
+
+
+_GROUP_SIZES = (128, 64, 32)
+
+
+def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
+    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match."""
+    options = options_by_module("qat", config.override_options(), layers, "quantised layer")
+    resolved = {}
+    for name, layer in layers.items():
+        own = config
+        if options[name]:
+            # an override of the scheme starts from that scheme's own widths
+            base = {} if "scheme" in options[name] else _widths(config)
+            own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
+        resolved[name] = _layer_scheme(own, name, layer)
+        if isinstance(layer, StackedExperts) and "activation_bits" in options[name] and resolved[name].input == "none":
+            raise ConfigError(
+                "qat.overrides",
+                f"activation_bits must be left out for stacked experts whose inputs stay in float, got {name}",
+                "name its weight_bits alone, or take int8_dynamic",
+            )
+    _check_shared(layers, resolved)
+    return resolved
+
+
+def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        for weight in weights_of(layer).values():
+            first = owners.setdefault(id(weight), name)
+            if schemes[first].of_weight != schemes[name].of_weight:
+                raise ConfigError(
+                    "qat",
+                    f"{name} must be quantised like {first}, with which it shares its weight, got "
+                    f"{schemes[name].of_weight} and {schemes[first].of_weight}",
+                    "override both",
+                )
+
+
+def _widths(config: QatConfig) -> dict[str, int]:
+    names = ("weight_bits", "activation_bits", "group_size")
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+
+def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme:
+    scheme = SCHEMES[config.scheme]
+    change: dict[str, Any] = {}
+    if config.weight_bits is not None:
+        change["weight_bits"] = config.weight_bits
+    if config.activation_bits is not None:
+        change["activation_bits"] = config.activation_bits
+        if scheme.input == "none":
+            change["input"] = "static"
+    if scheme.input == "fp8_static" and isinstance(layer, StackedExperts):
+        change["input"] = "fp8"  # no range of what is made inside
+    # of experts both products' tokens, whose second are made inside; an embedding's inputs are indices
+    seen = change.get("input", scheme.input) not in ("none", *WITH_RANGE) and gates_between_products(layer)
+    if isinstance(layer, nn.Embedding) or (
+        isinstance(layer, StackedExperts) and not seen
+    ):  # an embedding's are indices
+        change |= {"input": "none", "activation_bits": 0}
+    if scheme.weight == "group":
+        change["group_size"] = _group_size(config, name, layer)
+    return dataclasses.replace(scheme, **change)
+
+
+def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
+    widths = {as_rows(layer, weight.detach()).shape[1] for weight in weights_of(layer).values()}
+    wanted = _GROUP_SIZES if config.group_size is None else (config.group_size,)
+    for size in wanted:
+        if all(width % size == 0 for width in widths):
+            return size
+    if config.group_size is not None:
+        raise ConfigError(
+            "qat.group_size",
+            f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
+            "skip the layer, or override its group_size",
+        )
+    if isinstance(layer, RECURRENT):
+        # a few inputs beside the hidden size: rows that no group divides are one, and the others keep usual groups
+        return next((size for size in wanted if any(width % size == 0 for width in widths)), min(widths))
+    size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
+    if size < 4 and len(widths) > 1:
+        raise ConfigError(
+            "qat.scheme",
+            f"groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel",
+            "skip the layer, or override its scheme with int8_weight",
+        )
+    return size

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.config.training_time import parse_position
 from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim
 from shared_core.engine.optimizer_parameters import layers_of_copies, named_parts
-from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, MatchError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.matching import UNHELD, own_class, plain_name
 from shared_core.modules.own_forward import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.weight_views import weights_of
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
-from shared_core.quantization.batch_norm import find_folds, relative
+from shared_core.quantization.batch_norm import find_folds, own_parameters, relative
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layers.fake_quant_layers import (
+from shared_core.quantization.fake_quant_layers import (
     STOCK,
     bake_,
     fold_and_swap,
@@ -32,12 +34,10 @@ from shared_core.quantization.layers.fake_quant_layers import (
     swap,
     weight_report,
 )
-from shared_core.quantization.layers.plain_state import own_parameters
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
-from shared_core.quantization.schedule import moments_told, resolve_moments
-from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme, layer_schemes
-from shared_core.quantization.selection import BASE, select_layers
+from shared_core.quantization.schemes import SCHEMES, WITH_RANGE, LayerScheme
+from shared_core.quantization.selection import BASE, layer_schemes, select_layers
 
 
 class QuantizationAwareTraining(Technique):
@@ -197,7 +197,8 @@ class QuantizationAwareTraining(Technique):
     def begin(self, context: Context, state: Mapping[str, Any] | None) -> None:
         """Resolve positions and start to observe."""
         if state is not None:
-            self._restore(state)
+            self.policy.load_state_dict(state)
+            self._began_at = state["began_at"]
         folded = {name: module for name, module in self.layers.items() if "fold" in vars(module)}
         for name, module in folded.items():
             _refuse_shards(name, module)
@@ -292,7 +293,6 @@ class QuantizationAwareTraining(Technique):
         bank.quantizing = bank.quantizing or not self._trains
         if bank.quantizing and self._began_at is None:
             self._began_at = context.step
-        # The last derivation: ranges that follow to the end are those of all steps.
         if bank.observing:
             bank.refresh()
         bank.observing = False
@@ -348,16 +348,6 @@ class QuantizationAwareTraining(Technique):
         """Return ranges, the open window, counts and switches."""
         return {**self.policy.state_dict(), "began_at": self._began_at}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Take the saved ranges, each for the layer of its name."""
-        try:
-            self.policy.load_state_dict(state)
-            self._began_at = state["began_at"]
-        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError("qat", f"state must be one that qat saved, got {error!r}") from error
-
     def figures(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
         return {
@@ -412,3 +402,36 @@ def _refuse_shards(name: str, folded: nn.Module) -> None:
             "process keeps running statistics of its own, and weights folded with them would not be parts of one",
             "set it to False, or use DDP",
         )
+
+
+def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]:
+    """Return the steps of begin, freeze_observers and freeze_bn; `sys.maxsize` stands for never."""
+    begin, freeze, freeze_bn = (_resolve(config, name, context) for name in ("begin", "freeze_observers", "freeze_bn"))
+    if context.total_steps is not None and begin > context.total_steps:
+        raise ConfigError(
+            "qat", f"begin must lie within the {context.total_steps} steps of this run, got {config.begin!r}"
+        )
+    if freeze < 1:
+        raise ConfigError(
+            "qat",
+            f"freeze_observers must be step 1 or later, got {config.freeze_observers!r}",
+            "the first step finds the first ranges",
+        )
+    return begin, freeze, freeze_bn
+
+
+def moments_told(config: QatConfig, moments: tuple[int, int, int], total_steps: int | None) -> list[Event]:
+    """Return what happens at the steps that `resolve_moments` returned; what comes with the end is left out."""
+    begin, freeze, freeze_bn = moments
+    told: list[tuple[int, str]] = [(0, "ranges are observed; layers compute in float")] if begin else []
+    told += [(begin, f"fake quantisation on, scheme {config.scheme}"), (freeze, "ranges freeze")]
+    told += [(freeze_bn, "folded batch norms go over to running statistics")] if config.fold_batch_norm else []
+    return [event for event in told if event[0] < (sys.maxsize if total_steps is None else total_steps)]
+
+
+def _resolve(config: QatConfig, name: str, context: Context) -> int:
+    value = getattr(config, name)
+    position = parse_position(value)
+    if position.unit == "fraction" and position.value == 1.0 and (name != "begin" or context.total_steps is None):
+        return sys.maxsize  # the end of the run, though more steps than planned may come
+    return context.resolve(value, f"qat.{name}")

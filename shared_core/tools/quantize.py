@@ -31,9 +31,13 @@ from shared_core.quantization.batch_norm import run
 from shared_core.quantization.functional.quantizers import quantize_weight
 from shared_core.quantization.post_training.adversarial import adversarial_accuracy
 from shared_core.quantization.post_training.gptq import GptqConfig
-from shared_core.quantization.post_training.latency import latencies
-from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
-from shared_core.quantization.post_training.quantize import quantized_bytes
+from shared_core.quantization.post_training.quality import (
+    judge_loss,
+    latencies,
+    layer_bytes,
+    quantized_bytes,
+    thresholds,
+)
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
 from shared_core.quantization.schemes import layer_schemes

@@ -1,13 +1,20 @@
-"""From a model with quantisers, or a baked one with its ranges, to a model that computes on integers."""
+"""From a model with quantisers, or a baked one with its ranges, to a model that computes on integers.
+
+On the exact reference layers, or with the same codes on torchao's and oneDNN's kernels.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from eff_kernels.quantization.exact_sums import sums_exactly
+from torch import Tensor, nn
 
 from shared_core.errors import MatchError
 from shared_core.modules.matching import check_model, plain_name, replaced
@@ -15,6 +22,28 @@ from shared_core.modules.own_forward import fast_paths_off, stock_kind
 from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
 from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore
+from shared_core.errors import ConfigError, MatchError, MissingExtraError, nearest
+from shared_core.modules.fused_encoder import fast_paths_off
+from shared_core.modules.matching import check_model, plain_name, replaced
+from shared_core.modules.own_forward import stock_kind
+from shared_core.quantization.fake_quant_layers import (
+    STOCK,
+    FakeQuantLinear,
+    bake_,
+    conv1d_as_linear,
+    layer_entry,
+    restore,
+)
+from shared_core.quantization.integer.layers import (
+    INTEGER,
+    CodeModule,
+    IntConv2d,
+    IntegerLayer,
+    IntEmbedding,
+    IntLinear,
+    channel_codes,
+)
+from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLayer, OneDnnLinear, OneDnnTokenLinear
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,
@@ -79,7 +108,6 @@ def convert(
             integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
-            # Weights that are not on their codes yet are put there, each shared one once.
             bake_(module, baked)
         restore(module)
         apply_ranges(module, {"": entries[name]})
@@ -124,3 +152,268 @@ def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeMo
         restore(module)
         return IntEmbedding(module, scheme, entry)  # type: ignore[arg-type]
     return None
+
+
+WHERE = "convert: backend=torchao"
+_BACKENDS = ("reference", "torchao", "auto")
+_FEWEST_ROWS = 32  # torch._int_mm on CUDA refuses 16 and fewer
+# 255 · 128 bounds a product of codes: beyond so many the 32-bit sum may overflow.
+_MOST_INPUTS = (2**31 - 1) // (255 * 128)
+_GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torchao wraps
+
+
+def wants_kernels(backend: str) -> bool:
+    """Return whether a backend's name asks for more than the reference."""
+    if backend not in _BACKENDS:
+        raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
+    if backend == "torchao" and not _has_torchao():
+        raise MissingExtraError(WHERE, "torchao", "torchao")
+    return backend != "reference"
+
+
+def _has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
+class TorchaoLinear(nn.Linear):
+    """A linear layer whose weight is one of torchao's quantised tensors."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, static: bool, kernel: str) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        self.static, self.kernel = static, kernel
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`; a row with NaN comes out as NaN."""
+        x = input.reshape(-1, self.in_features)
+        rows = len(x)
+        if not rows:
+            return input.new_zeros(*input.shape[:-1], self.out_features)
+        if x.is_cuda and rows < _FEWEST_ROWS:
+            x = F.pad(x, (0, 0, 0, _FEWEST_ROWS - rows))
+        if self.static:
+            # torchao subtracts the zero point's share in the output's type: in bf16 that would cancel all digits
+            y = F.linear(x.float(), self.weight)
+            y = y if self.bias is None else y + self.bias
+            y = torch.where(x.isnan().any(1, keepdim=True), torch.nan, y).to(x.dtype)
+        else:
+            y = F.linear(x, self.weight, self.bias)
+        return y[:rows].view(*input.shape[:-1], self.out_features)
+
+
+ON_INTEGERS = (IntegerLayer, TorchaoLinear, OneDnnLayer)
+"""The classes of layers that compute on integers, or on torchao's kernels."""
+
+
+def to_torchao(model: nn.Module) -> nn.Module:
+    """Return a converted model with its layers on torchao's and oneDNN's kernels, where there are any; in place."""
+    made: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules()):
+        if isinstance(module, IntLinear | FakeQuantLinear):
+            fast, why = _fast_linear(module)
+            if fast is None:
+                module.stays_because = why  # type: ignore[assignment]
+            else:
+                made[module] = fast
+        elif isinstance(module, IntConv2d):
+            why = _why_no_convolution(module)
+            if why:
+                module.stays_because = why  # type: ignore[assignment]
+            else:
+                OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d"))
+    return replaced(model, made)
+
+
+def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None, str]:
+    """Return (the layer on a kernel, "") or (None, why it has none)."""
+    return _fast_static(module) if isinstance(module, IntLinear) else _fast_weights(module)
+
+
+def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
+    device = module.weight_codes.device
+    why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+    if not why and _is_of_onednn(device):
+        return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
+    if module.activation_bits != 8:
+        why = f"torchao has no inputs of {module.activation_bits} bits"
+    why = why or _why_no_torchao()
+    if why:
+        return None, why
+    weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
+    return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static")), ""
+
+
+def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
+    entry = layer_entry(module) or {}
+    scheme = saved_scheme(entry, WHERE)
+    float_weight = module.weight.detach()
+    if scheme.weight == "group":
+        if why := _why_no_torchao():
+            return None, why
+        if scheme.input != "none":
+            return None, "torchao's kernel for int4 weights with int8 inputs is not in its wheels for this processor"
+        return _int4(module, scheme.group_size)
+    if scheme.weight != "channel" or scheme.input not in ("none", "token"):
+        return None, f"torchao has no kernel here for weights {scheme.weight} with inputs {scheme.input}"
+    dynamic = scheme.input == "token"
+    why = _why_no_int8_linear(float_weight.device, scheme.weight_bits) if dynamic else ""
+    why = why or _why_no_float64(float_weight.dtype)
+    if dynamic and not why and _is_of_onednn(float_weight.device):
+        if float_weight.shape[1] > _MOST_INPUTS:
+            return None, f"sums of {float_weight.shape[1]} products of int8 and uint8 can overflow 32 bits"
+        codes, scale = channel_codes(float_weight, scheme, entry)
+        told = _told("oneDNN int8 dynamic", "onednn.qlinear")
+        return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
+    if dynamic and scheme.activation_bits != 8:
+        why = f"torchao has no inputs of {scheme.activation_bits} bits"
+    why = why or _why_no_torchao()
+    if why:
+        return None, why
+    codes, scale = channel_codes(float_weight, scheme, entry)
+    weight = _int8(codes, scale, float_weight.dtype, "token" if dynamic else None)
+    told = _told("torchao int8 dynamic") if dynamic else "torchao int8 weight-only: a product in float"
+    return TorchaoLinear(weight, module.bias, False, told), ""
+
+
+def _is_of_onednn(device: torch.device) -> bool:
+    # its output is in float, scaled and with the bias added; torchao's is in integers, of which the rest takes passes
+    return device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
+def _why_no_int8_linear(device: torch.device, weight_bits: int) -> str:
+    return _why_no_int8(device, weight_bits, "linear" if _is_of_onednn(device) else "matmul")
+
+
+def _why_no_int8(device: torch.device, weight_bits: int, kernel: Literal["linear", "convolution", "matmul"]) -> str:
+    if device.type not in ("cpu", "cuda"):
+        return f"torch has no product of int8 matrices on {device.type}"
+    if device.type == "cpu" and weight_bits == 8 and not sums_exactly(kernel):
+        return "the kernel saturates here: it adds pairs of 8-bit products in 16 bits (no VNNI); quantise to 7 bits"
+    return ""
+
+
+def _why_no_torchao() -> str:
+    return "" if _has_torchao() else "torchao is not installed; pip install 'efftrain[torchao]'"
+
+
+def _why_no_float64(dtype: torch.dtype) -> str:
+    return "the kernels compute in float32 at most, the model in float64" if dtype == torch.float64 else ""
+
+
+def _why_no_convolution(module: IntConv2d) -> str:
+    device = module.weight_codes.device
+    if device.type != "cpu":
+        return f"torch has no int8 convolution on {device.type}"
+    no_kernel = _why_no_int8(device, module.weight_bits, "convolution") or _why_no_float64(module.weight_scale.dtype)
+    return no_kernel or OneDnnConv2d.why_not(module)
+
+
+def _told(kind: str, call: str = "torch._int_mm") -> str:
+    return f"{kind}: int8 x int8 -> int32 ({call})"
+
+
+def _int8(codes: Tensor, scale: Tensor, dtype: torch.dtype, inputs: IntLinear | str | None) -> Tensor:
+    from torchao.quantization import Int8Tensor, MappingType, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+
+    extra: dict[str, Any] = {}
+    if isinstance(inputs, IntLinear):
+        extra["act_quant_kwargs"] = QuantizeTensorToInt8Kwargs(PerTensor(), MappingType.ASYMMETRIC)
+        extra["act_quant_scale"] = inputs.input_scale.view(1, 1)
+        extra["act_quant_zero_point"] = inputs.input_zero_point.view(1, 1).to(torch.int8)
+    elif inputs is not None:
+        extra["act_quant_kwargs"] = QuantizeTensorToInt8Kwargs(PerRow())
+    tensor: Tensor = Int8Tensor(codes, scale.view(-1, 1), [1, codes.shape[1]], dtype, **extra)
+    return tensor
+
+
+def _int4(module: FakeQuantLinear, group_size: int) -> tuple[TorchaoLinear | None, str]:
+    weight = module.weight.detach()
+    if weight.device.type != "cpu":
+        return None, f"int4 codes are packed for CPUs only, not for {weight.device.type}"
+    if group_size not in _GROUPS or weight.shape[0] % 16:
+        return (
+            None,
+            f"the int4 kernel takes groups of 32, 64 or 128 and outputs in sixteens, got {group_size} and "
+            f"{weight.shape[0]}",
+        )
+    try:
+        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+    except ImportError:
+        return None, "this version of torchao has no int4 kernel for CPUs"
+    codes, scale, low, exact = grid_of_groups(
+        weight.float(), group_size, 1e-3 if weight.dtype == torch.float32 else 0.1
+    )
+    if not exact:
+        return None, "its baked weights lie on no grid of 16 values"
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+    # the kernel computes (code - 8)·scale + zero
+    pairs = torch.stack([scale, low + 8 * scale], -1).transpose(0, 1).contiguous().to(weight.dtype)
+    tensor: Tensor = Int4OpaqueTensor(packed, pairs, [1, group_size], weight.shape)
+    told = "torchao int4 weight-only: aten::_weight_int4pack_mm_for_cpu"
+    return TorchaoLinear(tensor, module.bias, False, told), ""
+
+
+def grid_of_groups(weight: Tensor, group_size: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return (codes 0 to 15, scale and smallest value of each group, whether ``low + code·scale`` is the weight).
+
+    A baked weight is no longer what its scales were found from: finding them again can miss by a code. The grid is read
+    off the values instead: the coarsest of at most 16 steps that holds all of a group.
+
+    Args:
+        weight: Baked, (outputs, inputs), float32.
+        group_size: Divides the inputs.
+        tolerance: Largest distance from the grid, in steps.
+
+    Example:
+        >>> codes, scale, low, exact = grid_of_groups(torch.tensor([[-0.5, 0.0, 0.25, 1.0]]), 4, 1e-3)
+        >>> codes.tolist(), scale.tolist(), low.tolist(), exact
+        ([[0, 2, 3, 6]], [[0.25]], [[-0.5]], True)
+    """
+    # A grid has up to 15 steps between the smallest and largest value: every number is tried.
+    groups = weight.view(len(weight), -1, group_size)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    span = torch.where(high > low, high - low, torch.ones_like(low))
+    scale, found = span / 15, torch.zeros_like(low, dtype=torch.bool)
+    for steps in range(1, 16):
+        candidate = span / steps
+        position = (groups - low) / candidate
+        fits = (position - position.round()).abs().amax(-1, keepdim=True) <= tolerance
+        # The coarsest grid that fits is the real one; finer multiples of it fit too.
+        scale, found = torch.where(fits & ~found, candidate, scale), found | fits
+    codes = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
+    return codes.view(weight.shape), scale.squeeze(-1), low.squeeze(-1), bool(found.all())
+
+
+def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
+    """Return what computes each layer of a converted model: layer → ``{"type", "kernel", "why"}``.
+
+    ``why`` is empty unless a backend was asked for that the layer could not have.
+
+    Args:
+        model: What `convert` returned.
+
+    Example:
+        >>> from shared_core.quantization import convert
+        >>> integer = convert(nn.Sequential(nn.Linear(2, 1)), {"0": {"min": 0.0, "max": 2.55}})
+        >>> conversion_report(integer)["0"]["kernel"]
+        'reference: whole numbers, summed in float64'
+    """
+    report = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TorchaoLinear):
+            kind, kernel = "Linear", module.kernel
+        elif isinstance(module, OneDnnLayer):
+            kind, kernel = module.kind, module.kernel
+        elif isinstance(module, IntegerLayer):
+            kind, kernel = type(module).__name__.removeprefix("Int"), "reference: whole numbers, summed in float64"
+        elif type(module) in STOCK:
+            kind, kernel = STOCK[type(module)].__name__, "reference: the values of the codes, in float"
+        elif type(module) in STOCK.values():
+            kind, kernel = type(module).__name__, "float"
+        else:
+            continue
+        report[name] = {"type": kind, "kernel": kernel, "why": str(getattr(module, "stays_because", ""))}
+    return report

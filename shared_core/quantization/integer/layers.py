@@ -5,6 +5,7 @@ An embedding whose vectors are stored as int8 codes.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -117,15 +118,12 @@ class IntegerLayer(CodeModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
-        # A NaN has no code, so rows that hold one come out as NaN rather than as a number.
-
         # Codes less the zero point: the sum then needs no correction term for it.
         centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
         # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
         # it
         total = self._accumulate(centred, self.weight_codes.double()).round_()
         axis = total.dim() - self._channel_axis_from_end
-        # float64 products of 8-bit codes are whole numbers below 2^53, so sums are exact in any order.
         scale = self.input_scale.double() * self.weight_scale.double()
         y = total * kernels.along(scale, total.dim(), axis)
         if self.bias is not None:
@@ -134,8 +132,8 @@ class IntegerLayer(CodeModule):
 
     _channel_axis_from_end: int = 1
 
-    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         """Return shape and widths."""
@@ -204,11 +202,6 @@ INTEGER: dict[type[nn.Module], type[IntegerLayer]] = {
 class IntEmbedding(CodeModule):
     """Looks up int8 codes and returns ``s·q``, one scale a vector; bit for bit the baked embedding.
 
-    Args:
-        stock: The embedding, in float.
-        scheme: How it is quantised: per channel, which is a vector.
-        learned: A saved entry; its ``weight_scale`` is used if there is one.
-
     Example:
         >>> layer = IntEmbedding(nn.Embedding(9, 4), LayerScheme(input="none"), {})
         >>> layer.weight_codes.dtype, layer(torch.tensor([[2, 3]])).shape
@@ -218,15 +211,9 @@ class IntEmbedding(CodeModule):
     def __init__(self, stock: nn.Embedding, scheme: LayerScheme, learned: Mapping[str, Any]) -> None:
         super().__init__()
         weight = stock.weight.detach()
-        scale = kernels.symmetric_scale(weight, 0, scheme.weight_qmax)
-        if "weight_scale" in learned:
-            scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device)
-        if not bool(torch.isfinite(scale).all()):
-            raise CompatibilityError(
-                "convert", "weights must be finite, got NaN or infinity", "look for the diverged step"
-            )
+        codes, scale = channel_codes(weight, scheme, learned)
         self.num_embeddings, self.embedding_dim, self.dtype = stock.num_embeddings, stock.embedding_dim, weight.dtype
-        self.register_buffer("weight_codes", (weight.to(scale.dtype) / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("weight_codes", codes)
         self.register_buffer("weight_scale", scale)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -37,8 +38,8 @@ class OneDnnLayer(CodeModule):
         taken._pack()
         return taken
 
-    def _pack(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _pack(self) -> None: ...
 
     def _runs(self, input: Tensor) -> bool:
         return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
@@ -106,13 +107,7 @@ def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_
 
 
 def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return an output, NaN where the input holds one: a NaN has no code.
-
-    Args:
-        output: Changed in place.
-        input: What it was computed of.
-        dims: Those of the input over which one NaN reaches all of the output.
-    """
+    """Return an output, NaN where the input holds one: a NaN has no code."""
     # amax hands NaN on: one pass for the check, and no mask where there is none.
     nan = input.amax(dims, keepdim=True).isnan()
     if torch.compiler.is_compiling() or bool(nan.any()):
@@ -148,7 +143,6 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         self._packed = None
         if self.weight_codes.device.type == "cpu":
             self._packed = torch.ops.onednn.qconv_prepack(
-                # Codes were moved by 128, so the zero point is too.
                 self.weight_codes, self.weight_scale, self._scale, self._zero_point - LOWEST,
                 self.stride, self.padding, self.dilation, self.groups, None,
             )  # fmt: skip
@@ -209,13 +203,6 @@ class OneDnnTokenLinear(_OneDnnLinear):
 
     ``y = s_x·s_w·Σ q_x·q_w + b``, the sum an exact 32-bit integer. A row that holds NaN or infinity comes out as NaN.
     Elsewhere than on a CPU the same is computed in float64.
-
-    Args:
-        codes: int8, (outputs, inputs).
-        scale: float32, (outputs,).
-        bias: In float, or None.
-        activation_bits: b, up to 8.
-        kernel: What `conversion_report` says of it.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int, kernel: str) -> None:
@@ -237,7 +224,6 @@ class OneDnnTokenLinear(_OneDnnLinear):
         else:
             scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
             codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
-            # Infinite scale: the row's codes are meaningless.
             scale = _nan_if_not_finite(scale)
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale

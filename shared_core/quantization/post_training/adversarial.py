@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.modules.calls import evaluating
-from shared_core.quantization.integer.backends import ON_INTEGERS
+from shared_core.quantization.integer.convert import ON_INTEGERS
 from shared_core.quantization.layer_graph import output_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -115,8 +115,7 @@ def pgd(
     """
     where = "pgd"
     _check(where, x, y, low, high, eps=eps)
-    if not _all(step, lambda value: (value > 0) & torch.isfinite(value)):
-        raise ConfigError(where, f"step must be above 0 and finite, got {step}")
+    _check_bound(where, "step", step, "above 0", lambda value: value > 0)
     steps = checked(steps, int, where, "steps", low=1)
     with _attacking(model):
         moved = x.detach().clone()
@@ -201,7 +200,7 @@ def adversarial_accuracy(
         _check(where, x, y, low, high, eps=eps)
         if not len(x):
             continue
-        if attack == "fgsm" or not _any(eps):
+        if attack == "fgsm" or not torch.as_tensor(eps).any():
             moved = fgsm(attacked, x, y, eps, low=low, high=high)
         else:
             # 2.5 eps / steps (Madry et al. 2018, arXiv:1706.06083): the boundary is within reach from any start.
@@ -211,18 +210,12 @@ def adversarial_accuracy(
         examples, clean = examples + len(x), clean + int(right.sum())
         held += int((right & _right(model, moved, y)).sum())
         with _attacking(attacked):
-            # An input without any gradient cannot be attacked: counted, for robustness would be an illusion (Athalye
-            # et al. 2018, arXiv:1802.00420).
             still = _ascent(where, attacked, x, y, _cross_entropy).flatten(1).any(1).logical_not()
         without_gradient += int(still.sum())
     if not examples:
         raise ConfigError(where, "batches must hold at least one example, got none")
     if without_gradient == examples:
-        raise CompatibilityError(
-            where,
-            f"the model must have a gradient for its input, got zero for all {examples} examples",
-            "make the attack on its float model (source=)",
-        )
+        _refuse_gradient(where, f"that is zero for all {examples} examples")
     return AdversarialAccuracy(examples, clean / examples, held / examples, source is not None, without_gradient)
 
 
@@ -238,15 +231,17 @@ def _ascent(where: str, model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> T
     if value.requires_grad:
         (gradient,) = torch.autograd.grad(value.reshape(()), leaf, allow_unused=True)
     if gradient is None:
-        raise _no_gradient(where, "its output does not depend on it differentiably")
+        _refuse_gradient(where, "its output does not depend on it differentiably")
     if not bool(torch.isfinite(gradient).all()):
         raise TrainingError(where, "gradient must be finite, got NaN or infinity", "look for NaN in weights or inputs")
     return gradient.sign()
 
 
-def _no_gradient(where: str, why: str) -> CompatibilityError:
-    return CompatibilityError(
-        where, f"the model must have a gradient for its input, but {why}", "make the attack on its float model"
+def _refuse_gradient(where: str, why: str) -> NoReturn:
+    raise CompatibilityError(
+        where,
+        f"the model must have a gradient for its input, but {why}",
+        "make the attack on its float model (source=)",
     )
 
 
@@ -254,7 +249,7 @@ def _no_gradient(where: str, why: str) -> CompatibilityError:
 def _attacking(model: nn.Module) -> Iterator[None]:
     for name, module in model.named_modules():
         if isinstance(module, ON_INTEGERS):  # its rounding would pass on zeros, which look like strength
-            raise _no_gradient("attack", f"{name or 'the model'!r} computes on integers")
+            _refuse_gradient("attack", f"{name or 'the model'!r} computes on integers")
     # cuDNN's recurrent layers have no backward in evaluation mode
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     cudnn: Any = torch.backends.cudnn.flags(enabled=False) if recurrent else contextlib.nullcontext()
@@ -286,16 +281,13 @@ def _right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | None, *, eps: Bound) -> None:
-    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-        raise ConfigError(where, f"x and y must be tensors, got {type(x).__name__} and {type(y).__name__}")
-    if not x.is_floating_point():
-        raise ConfigError(where, f"x must be floating point, got {x.dtype}", "an index cannot be moved a little")
-    if x.dim() == 0 or len(x) != len(y):
-        raise ConfigError(where, f"x and y must have as many examples, got {tuple(x.shape)} and {tuple(y.shape)}")
-    if not bool(torch.isfinite(x).all()):
-        raise ConfigError(where, "x must be finite, got NaN or infinity")
-    if not _all(eps, lambda value: (value >= 0) & torch.isfinite(value)):
-        raise ConfigError(where, f"eps must be at least 0 and finite, got {eps}")
+    tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+    if not tensors or x.dim() == 0 or len(x) != len(y):
+        got = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in (x, y)]
+        raise ConfigError(where, f"x and y must be tensors with as many examples, got {got[0]} and {got[1]}")
+    if not x.is_floating_point() or not bool(torch.isfinite(x).all()):
+        raise ConfigError(where, f"x must be floating point and finite, got {x.dtype} or a value that is not finite")
+    _check_bound(where, "eps", eps, "at least 0", lambda value: value >= 0)
     least = -math.inf if low is None else _like(low, x)
     most = math.inf if high is None else _like(high, x)
     # An image that was normalised in float32 may lie a rounding outside of its own bounds.
@@ -308,9 +300,7 @@ def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | No
         )
 
 
-def _all(value: Bound, rule: Callable[[Tensor], Tensor]) -> bool:
-    return bool(rule(torch.as_tensor(value, dtype=torch.float64)).all())
-
-
-def _any(value: Bound) -> bool:
-    return bool(torch.as_tensor(value).any())
+def _check_bound(where: str, name: str, value: Bound, words: str, rule: Callable[[Tensor], Tensor]) -> None:
+    values = torch.as_tensor(value, dtype=torch.float64)
+    if not bool((rule(values) & torch.isfinite(values)).all()):
+        raise ConfigError(where, f"{name} must be {words} and finite, got {value}")

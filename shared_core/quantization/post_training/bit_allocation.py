@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,16 +49,14 @@ class BitPlan:
     cost: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.bits:
-            raise ConfigError("bit_plan", "layers must name at least one layer, got none")
-        if self.bits.keys() != self.sizes.keys():
-            raise ConfigError("bit_plan", "sizes must hold the layers of bits, no more and no fewer")
+        if not self.bits or self.bits.keys() != self.sizes.keys():
+            raise ConfigError("bit_plan", "bits and sizes must name the same layers, at least one layer")
         for name, width in self.bits.items():
             if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width in (16, 32, 64)):
                 raise ConfigError(
                     "bit_plan", f"bits of {name!r} must be 2 to 8, or 16, 32 or 64 for float, got {width!r}"
                 )
-            _check_size(name, self.sizes[name], "bit_plan")
+            checked(self.sizes[name], int, "bit_plan", f"size of {name!r}", low=1)
 
     @property
     def average_bits(self) -> float:
@@ -205,19 +203,17 @@ def plan_bits(
     for name in names:
         if name not in sizes:
             raise MatchError(where, f"sizes must hold {name!r}{nearest(name, sizes)}")
-        _check_size(name, sizes[name], where)
+        checked(sizes[name], int, where, f"size of {name!r}", low=1)
     widths = _widths(sensitivities, candidates, floor, where)
     options: list[list[tuple[int, int, float]]] = []  # of each layer: (width, size in bits, cost)
     for name in names:
         chosen = [fixed[name]] if name in fixed else widths
         costs = sensitivities.get(name, {})
-        for width in chosen:
-            if name not in fixed and not math.isfinite(costs.get(width, math.nan)):
-                raise MatchError(where, f"{name!r} must have a finite cost at {width} bits, got {dict(costs)}")
+        for width in chosen if name not in fixed else ():
+            _check_cost(costs, name, width, where, MatchError)
         options.append([(width, width * sizes[name], costs.get(width, 0.0)) for width in chosen])
     total = sum(sizes[name] for name in names)
-    if not (isinstance(budget, (int, float)) and 0 < budget < math.inf):
-        raise ConfigError(where, f"budget must be a finite average of bits above 0, got {budget!r}")
+    checked(budget, float, where, "budget", above=0)
     # 1e-12: budget * total may be rounded below the whole number that was meant.
     capacity = math.floor(budget * total * (1 + 1e-12))
     least = sum(min(size for _, size, _ in choices) for choices in options)
@@ -284,7 +280,6 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
         picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
         return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
 
-    # The least price at which the greedy plan fits: found by doubling, then by bisection.
     low, high = 0.0, 1e-30
     if at(low)[0] <= capacity:
         return 0.0, at(low)[1]
@@ -296,9 +291,11 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
     return high, at(high)[1]
 
 
-def _check_size(name: str, size: Any, where: str) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(where, f"size of {name!r} must be a whole number of at least 1, got {size!r}")
+def _check_cost(
+    costs: Mapping[int, float], name: str, bits: int, where: str, error: type[ConfigError | MatchError]
+) -> None:
+    if not math.isfinite(costs.get(bits, math.nan)):
+        raise error(where, f"{name!r} must have a finite cost at {bits} bits, got {dict(costs)}")
 
 
 Apply = Callable[[nn.Module, Mapping[str, int]], nn.Module]
@@ -338,14 +335,7 @@ class SelectivePlan:
 
 @torch.no_grad()
 def round_layers(model: nn.Module, bits: Mapping[str, int]) -> nn.Module:
-    """Return a copy of `model` whose named layers have rounded weights; activations stay in float.
-
-    Example:
-        >>> net = nn.Linear(2, 1)
-        >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 1.4]]))
-        >>> round_layers(net, {"": 3}).weight.tolist(), net.weight[0, 1].item() < 1.5
-        ([[3.0, 1.0]], True)
-    """
+    """Return a copy of `model` whose named layers have rounded weights; activations stay in float."""
     rounded = copy.deepcopy(model)
     for name, width in bits.items():
         module = rounded.get_submodule(name)
@@ -395,19 +385,6 @@ def _source(node: Node) -> Node | None:
     return source
 
 
-def _with_costs(
-    sensitivities: Mapping[str, Mapping[int, float]], keep: Collection[str], bits: int, where: str
-) -> list[str]:
-    """Return the layers that may be quantised, each of which has a finite cost."""
-    able = [name for name in sensitivities if name not in keep]
-    for name in able:
-        if not math.isfinite(sensitivities[name].get(bits, math.nan)):
-            raise ConfigError(where, f"bits must be a width at which {name!r} has a finite cost, got {bits}")
-    if not able:
-        raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
-    return able
-
-
 def plan_by_quality(
     model: nn.Module,
     evaluate: Callable[[nn.Module], float],
@@ -451,8 +428,11 @@ def plan_by_quality(
     largest_loss = checked(largest_loss, float, where, "largest_loss", low=0)
     checked(start, Literal["quantized", "float"], where, "start")
     modules = weighted_layers(model, [*sensitivities, *keep], where)
-    able = _with_costs(sensitivities, keep, bits, where)
-    # Least sensitive first: each curve quantises a prefix of this order.
+    able = [name for name in sensitivities if name not in keep]
+    for name in able:
+        _check_cost(sensitivities[name], name, bits, where, ConfigError)
+    if not able:
+        raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config.options import checked
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.weight_views import (
     by_channel,
@@ -29,7 +29,7 @@ from shared_core.modules.weight_views import (
     scale_outputs_,
 )
 from shared_core.quantization.batch_norm import check_same_function, run
-from shared_core.quantization.layer_graph import LAYERS, Flow, Node, sole_user, trace
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, chosen_layers, sole_user, trace
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,21 @@ def correct_bias(
     where = "correct_bias"
     if isinstance(batches, Iterator):
         raise ConfigError(where, "batches must be readable several times, got an iterator", "pass a list")
-    reference_layers, quantized_layers = _pair(reference, quantized, layers)
-    # Means of the float model first; then layer by layer in order of execution, as each correction changes what later
-    # layers see.
+    there = dict(quantized.named_modules())
+    able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
+    reference_layers = chosen_layers(able, layers, "Linear or Conv layer of both models", where)
     means = _means(reference, reference_layers, batches)
-    without = [name for name in means if getattr(quantized_layers[name], "bias", None) is None]
+    without = [name for name in means if getattr(there[name], "bias", None) is None]
     keys = set(quantized.state_dict())
     corrected: dict[str, float] = {}
     for name, mean in means.items():
-        module = quantized_layers[name]
+        module = there[name]
         if name in without and not add_missing:
             continue
         # The shapes are those of the float layers: a quantised one may be of a class without channels.
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
             raise MatchError(where, f"{name!r} must be reached in the quantised model too", "correct the other layers")
-        # E[y_float - y_q] in float64: a mean over all batches and places of each output channel.
         correction = mean - found[name].to(mean)
         _add(module, correction)
         corrected[name] = correction.square().mean().sqrt().item()
@@ -114,22 +113,6 @@ def correct_bias(
         () if add_missing else tuple(without),
         tuple(key for key in quantized.state_dict() if key not in keys),
     )
-
-
-def _pair(
-    reference: nn.Module, quantized: nn.Module, layers: Sequence[str] | None
-) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    there = dict(quantized.named_modules())
-    able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
-    for name in layers or ():
-        if name not in able:
-            raise MatchError(
-                "correct_bias", f"{name!r} must be a Linear or Conv layer of both models{nearest(name, able)}"
-            )
-    chosen = able if layers is None else {name: able[name] for name in layers}
-    if not chosen:
-        raise MatchError("correct_bias", "must match at least one Linear or Conv layer that both models have, got none")
-    return chosen, {name: there[name] for name in chosen}
 
 
 def _means(
@@ -198,18 +181,10 @@ _HOMOGENEOUS = frozenset(
 )
 # the same within one channel of a convolution; behind a Linear layer they would mix channels
 _POOLING = frozenset(
-    f"{prefix}{name}"
+    f"{name}{dims}d"
     for dims in "123"
-    for prefix, name in (
-        ("MaxPool", f"{dims}d"),
-        ("AvgPool", f"{dims}d"),
-        ("AdaptiveAvgPool", f"{dims}d"),
-        ("AdaptiveMaxPool", f"{dims}d"),
-        ("max_pool", f"{dims}d"),
-        ("avg_pool", f"{dims}d"),
-        ("adaptive_avg_pool", f"{dims}d"),
-        ("adaptive_max_pool", f"{dims}d"),
-    )
+    for kind in ("Max", "Avg")
+    for name in (f"{kind}Pool", f"Adaptive{kind}Pool", f"{kind.lower()}_pool", f"adaptive_{kind.lower()}_pool")
 )
 
 
@@ -250,10 +225,6 @@ class EqualizationReport:
 def find_links(model: nn.Module, example_inputs: Any = None) -> tuple[dict[str, Link], dict[str, str]]:
     """Return (first layer → link, layer → why there is none).
 
-    Args:
-        model: Searched through, not changed.
-        example_inputs: As `trace` takes them; without, torch.fx traces the model.
-
     Example:
         >>> links, refused = find_links(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.GELU()))
         >>> links["0"].second, refused["2"]
@@ -283,7 +254,8 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
         if node.label == "output" and node.module is None:
             return None
         if type(node.module) in LAYERS:
-            return _refusal(flow, node) or _join(start, node, flat)
+            reason = flow.why_not(node)
+            return f"{node} follows it: {reason}" if reason else _join(start, node, flat)
         # Behind a flatten each channel becomes a block of features: the scale must repeat for each of them.
         if _is_flatten(node):
             flat = True
@@ -293,11 +265,6 @@ def _follow(flow: Flow, start: Node) -> Link | str | None:
             return f"{node} follows it; fuse batch norm first"
         elif node.kind not in _HOMOGENEOUS:
             return f"{node} follows it, for which f(sx) = s·f(x) does not hold"
-
-
-def _refusal(flow: Flow, node: Node) -> str | None:
-    reason = flow.why_not(node)
-    return None if reason is None else f"{node} follows it: {reason}"
 
 
 def _join(start: Node, end: Node, flat: bool) -> Link | str:
@@ -328,8 +295,6 @@ def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple
     for name, link in links.items():
         if name in joined:
             continue
-        # A depthwise layer between two others has one scale for its inputs and outputs: the three are equalised
-        # together.
         behind = links.get(link.second)
         if behind is not None and is_depthwise(modules[link.second]):
             joined.add(link.second)
@@ -378,7 +343,6 @@ class _Weights:
             new.append((module.weight, self.weights[name]))  # type: ignore[arg-type]
             if module.bias is not None and name in self.divisors:
                 new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
-        # Only if every value is finite in the model's dtype is anything written.
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
                 raise CompatibilityError(
@@ -451,7 +415,6 @@ def equalize(
         moved = max(_sweep(weights, chain) for chain in chains)
         iterations += 1
     expected = None if example_inputs is None else run(model, example_inputs)
-    # The function must not change: checked on the example, undone if it did.
     held = weights.write()
     if expected is not None:
         try:
@@ -498,7 +461,6 @@ def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
         live = (first > 0) & (middle > 0) & (last > 0)
     largest = 0.0
     for link, scale in zip(chain, scales, strict=True):
-        # A channel of zeros keeps its scale: nothing can be equalised there.
         scale = torch.where(live, scale, 1.0)
         weights.divide(link, scale)
         largest = max(largest, scale.log().abs().max().item())

@@ -16,9 +16,9 @@ from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import call_model, has_rows, solve_in_order
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
-from shared_core.numerics.noise import sqnr
+from shared_core.numerics.rounding import sqnr
 from shared_core.numerics.second_order import compensated
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layer_quantizer import LayerQuantizer
 
 WHERE = "quantize: gptq"
 

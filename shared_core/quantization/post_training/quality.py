@@ -1,19 +1,33 @@
-"""Judge the cost of quantisation: bytes of each layer, and loss of quality by rules of thumb."""
+"""Judge the cost of quantisation: bytes of each layer, noise of outputs, time of a forward, and loss of quality."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib.util
 import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, EffError
+from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.quantization.layers.fake_quant_layers import layer_entry
-from shared_core.quantization.post_training.quantize import code_bytes
+from shared_core.numerics.block_formats import NVFP4_GROUP
+from shared_core.numerics.rounding import SignalToNoise
+from shared_core.quantization.batch_norm import run
+from shared_core.quantization.fake_quant_layers import layer_entry
+from shared_core.quantization.integer.convert import convert
+from shared_core.quantization.layer_graph import output_tensor
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
+from shared_core.quantization.schemes import LayerScheme
 
 RULES: dict[str, tuple[float, float]] = {"default": (0.005, 0.01), "recommender": (0.0001, 0.0001)}
 """Name → (largest loss that is acceptable, largest that is not unacceptable), as shares of the float quality."""
@@ -37,12 +51,7 @@ class Verdict:
 
 
 def thresholds(accept: str | float) -> tuple[float, float]:
-    """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both.
-
-    Example:
-        >>> thresholds("default"), thresholds("0.02")
-        ((0.005, 0.01), (0.02, 0.02))
-    """
+    """Return (largest acceptable loss, largest that is not unacceptable) of a rule's name, or of a number for both."""
     if accept in RULES:
         return RULES[str(accept)]
     try:
@@ -68,9 +77,6 @@ def judge_loss(
         accept: As in `thresholds`.
         mode: Whether quality is better when larger or when smaller.
 
-    Raises:
-        ConfigError: If an option breaks its rule.
-
     Example:
         >>> judge_loss(0.98, 0.978).judgement, judge_loss(0.98, 0.978, "recommender").judgement
         ('acceptable', 'unacceptable')
@@ -88,26 +94,157 @@ def judge_loss(
     return Verdict(loss, "unacceptable" if loss > bad + _ROUNDING else "borderline", rule)
 
 
+_MX_GROUP = 32
+
+
+def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
+    """Return the bytes of one weight's codes and scales, codes packed without gaps.
+
+    float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
+    and NVFP4 and four for the whole tensor of the latter.
+    """
+    codes = -(-channels * width * scheme.weight_bits // 8)  # packed across rows
+    if scheme.weight == "group":
+        return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
+    if scheme.weight == "fp8_block":
+        return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
+    if scheme.weight == "mxfp4":
+        return codes + channels * -(-width // _MX_GROUP)
+    if scheme.weight == "nvfp4":
+        return codes + channels * -(-width // NVFP4_GROUP) + 4
+    return codes + 4 * channels
+
+
+def _coded(model: nn.Module, where: str) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield (layer, one of its weights, bytes of the weight's codes and scales) of quantised layers."""
+    for name, module in model.named_modules():
+        if (entry := layer_entry(module)) is not None:
+            scheme = saved_scheme(entry, where)
+            for weight in weights_of(module).values():
+                channels, width = as_rows(module, weight.detach()).shape
+                yield name, weight, code_bytes(channels, width, scheme)
+
+
+def quantized_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's state dict with the weights of its quantised layers as codes."""
+    # By address: tied weights count once.
+    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
+    tensors |= {weight.data_ptr(): codes for _, weight, codes in _coded(model, "quantized_bytes")}
+    return sum(tensors.values())
+
+
 def layer_bytes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return layer → (bytes of its weights in float, bytes of their codes and scales), of quantised layers.
 
     A weight that two layers share counts in both.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> layer_bytes(quantize(nn.Sequential(nn.Linear(64, 10)), "int8_weight"))
-        {'0': (2560, 680)}
     """
     found: dict[str, tuple[int, int]] = {}
-    for name, module in model.named_modules():
-        entry = layer_entry(module)
-        if entry is None:
-            continue
-        scheme = saved_scheme(entry, "layer_bytes")
-        in_float = codes = 0
-        for weight in weights_of(module).values():
-            channels, width = as_rows(module, weight.detach()).shape
-            in_float += weight.numel() * weight.element_size()
-            codes += code_bytes(channels, width, scheme)
-        found[name] = in_float, codes
+    for name, weight, codes in _coded(model, "layer_bytes"):
+        before = found.get(name, (0, 0))
+        found[name] = before[0] + weight.numel() * weight.element_size(), before[1] + codes
     return found
+
+
+def _add(sums: SignalToNoise, exact: Tensor, rounded: Tensor) -> None:
+    finite = torch.isfinite(exact)  # masked logits are infinite
+    sums.add(exact[finite], rounded[finite])
+
+
+@torch.no_grad()
+def output_noise(
+    reference: nn.Module,
+    quantized: nn.Module,
+    layers: Iterable[str],
+    batches: list[Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[float, dict[str, float]]:
+    """Return the SQNR in dB of the quantised model's output, and that of each layer's alone.
+
+    A layer is given the inputs that it has in the float model, so that its figure holds no other layer's error.
+
+    Example:
+        >>> exact, rounded = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        >>> _ = exact.weight.data.fill_(1.0), rounded.weight.data.fill_(0.9)
+        >>> whole, layers = output_noise(exact, rounded, [""], [torch.ones(4, 1)])
+        >>> round(whole, 4), round(layers[""], 4)
+        (20.0, 20.0)
+    """
+    whole, found = SignalToNoise(), dict[str, SignalToNoise]()
+
+    def compared(name: str) -> Callable[..., None]:
+        other = quantized.get_submodule(name)
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            sums = found.setdefault(name, SignalToNoise())
+            _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
+
+        return hook
+
+    where = "quantize: calibration"
+    with evaluating(reference), evaluating(quantized):
+        for done, batch in enumerate(batches, 1):
+            with contextlib.ExitStack() as stack:
+                for name in layers:
+                    handle = reference.get_submodule(name).register_forward_hook(compared(name), with_kwargs=True)
+                    stack.callback(handle.remove)
+                exact = output_tensor(call_model(reference, batch, where))
+            rounded = output_tensor(call_model(quantized, batch, where))
+            if exact.shape != rounded.shape:
+                raise ConfigError(
+                    where,
+                    f"outputs must have one shape in float and quantised, got {tuple(exact.shape)} and "
+                    f"{tuple(rounded.shape)}",
+                    "give inputs whose outputs do not depend on small changes",
+                )
+            _add(whole, exact, rounded)
+            if progress is not None:
+                progress(done, len(batches))
+    return whole.decibels, {name: sums.decibels for name, sums in found.items()}
+
+
+def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, repeats: int = 15) -> dict[str, float]:
+    """Return milliseconds of CPU time for one forward: of the float model, in bf16, and of the quantised model's forms.
+
+    One thread, `time.process_time`, the median of `repeats` rounds in which the forms take turns, after one round that
+    is not counted. ``int8 reference`` is `convert`'s exact model, not made to be fast; ``torchao`` its kernels, where
+    torchao is installed. A form that cannot run is left out.
+    """
+    run(model, example_inputs, "latencies: example_inputs")  # below, a form that cannot run is left out
+    narrow = tree_map(_to_bf16, example_inputs)
+    makers: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+        "float32": (lambda: model, example_inputs),
+        "bfloat16": (lambda: copy.deepcopy(model).to(torch.bfloat16), narrow),
+        "int8 reference": (lambda: convert(quantized), example_inputs),
+    }
+    if importlib.util.find_spec("torchao") is not None:
+        makers["torchao"] = (lambda: convert(quantized, backend="torchao"), example_inputs)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        forms = {name: form for name, (make, inputs) in makers.items() if (form := _form(make, inputs)) is not None}
+        times: dict[str, list[float]] = {name: [] for name in forms}
+        for _ in range(repeats):
+            for name, forward in forms.items():
+                start = time.process_time()
+                forward()
+                times[name].append(1e3 * (time.process_time() - start))
+    finally:
+        torch.set_num_threads(threads)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _form(make: Callable[[], nn.Module], inputs: Any) -> Callable[[], Any] | None:
+    @torch.no_grad()
+    def forward() -> Any:
+        return call_model(made, inputs)
+
+    try:
+        made = make().eval()
+        forward()
+    except (EffError, RuntimeError, NotImplementedError, TypeError):  # this form has no kernel for it here
+        return None
+    return forward
+
+
+def _to_bf16(value: Any) -> Any:
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,7 +1,4 @@
-"""Quantisation of a trained model: ranges from a few batches, no training.
-
-How large a quantised model is once its weights are stored as codes.
-"""
+"""Quantisation of a trained model: ranges from a few batches, no training."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,21 +28,17 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Trai
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, weights_of
-from shared_core.numerics.block_formats import NVFP4_GROUP
 from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.post_training import equalization
-from shared_core.quantization.post_training import equalization as bias_correction
 from shared_core.quantization.post_training.gptq import GptqConfig, solve_weights, solved_note
-from shared_core.quantization.post_training.output_noise import output_noise
+from shared_core.quantization.post_training.quality import output_noise
 from shared_core.quantization.ranges.histogram import Histogram
 from shared_core.quantization.ranges.kv_cache import KvCacheReport, calibrate_kv_cache, check_kv_cache
 from shared_core.quantization.ranges.learned_scales import WeightScale
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.quantization.ranges.policy import OWN_SCALES
-from shared_core.quantization.ranges.saved_ranges import apply_ranges, saved_scheme
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.ranges.saved_ranges import apply_ranges
 from shared_core.quantization.technique import QuantizationAwareTraining
 
 WHERE = "quantize"
@@ -181,7 +174,11 @@ def quantize_with_report(
     if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
-        _try("equalisation", notes, lambda: _equalized(quantized, example))
+        _try(
+            "equalisation",
+            notes,
+            lambda: f"{len(equalization.equalize(quantized, example).chains)} chains of layers equalised",
+        )
     compares = batches is not None and (correct_bias or measure_outputs)
     # The reference is the float model after fusing and equalising, so that layers compare one to one.
     reference = copy.deepcopy(quantized) if compares else None
@@ -199,7 +196,9 @@ def quantize_with_report(
     if solver is not None and batches is not None:
         solved = solve_weights(quantized, technique.layers, batches, solver, progress)
         notes.append(solved_note(solved))
-    report = _finish(quantized, technique, context)
+    technique.finish(context)
+    apply_ranges(quantized, technique.ranges())  # `finish` leaves plain layers
+    report = technique.report()
     layers, whole = [{**entry, **solved.get(entry["name"], {})} for entry in report["per_layer"]], None
     if reference is not None and batches is not None:
         if correct_bias:
@@ -237,18 +236,13 @@ def _fused(model: nn.Module, example: Any) -> str:
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return "no batch norms"
     report = fuse_batch_norm(model, example)
-    return f"{len(report.fused)} batch norms fused" + "".join(
-        f"; {name}: {why}" for name, why in report.refused.items()
+    return "; ".join(
+        [f"{len(report.fused)} batch norms fused", *(f"{one}: {why}" for one, why in report.refused.items())]
     )
 
 
-def _equalized(model: nn.Module, example: Any) -> str:
-    report = equalization.equalize(model, example)
-    return f"{len(report.chains)} chains of layers equalised"
-
-
 def _corrected(quantized: nn.Module, reference: nn.Module, batches: list[Any]) -> str:
-    report = bias_correction.correct_bias(quantized, reference, batches)
+    report = equalization.correct_bias(quantized, reference, batches)
     return f"biases of {len(report.corrected)} layers corrected, {len(report.without_bias)} have none"
 
 
@@ -281,7 +275,9 @@ def _calibrate(
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
     windows, mine = dict[int, Tensor](), list[int]()
-    with _observing(technique), evaluated(model):
+    with contextlib.ExitStack() as stack, evaluated(model):
+        bank.observing = bank.observes_in_eval = True
+        stack.callback(vars(bank).update, observing=False, observes_in_eval=False)
         for done, number in enumerate(job.tickets("calibration", len(batches)), 1):
             with technique.policy.calibrating(model):
                 call_model(model, batches[number], f"{WHERE}: calibration")
@@ -342,15 +338,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256("\n".join(map(digest, leaves)).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _observing(technique: QuantizationAwareTraining) -> Iterator[None]:
-    technique.bank.observing = technique.bank.observes_in_eval = True
-    try:
-        yield
-    finally:
-        technique.bank.observing = technique.bank.observes_in_eval = False
-
-
 def _search_weights(technique: QuantizationAwareTraining) -> None:
     """Give weights of few bits the scale of least squared error, which bakes and deploys like a learned one."""
     owners = Counter(id(weight) for layer in technique.layers.values() for weight in weights_of(layer).values())
@@ -372,18 +359,7 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
 
 @torch.no_grad()
 def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100) -> Tensor:
-    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero.
-
-    Args:
-        rows: A weight (channels, elements).
-        qmin: Smallest code.
-        qmax: Largest code.
-        candidates: How many are tried; the largest clips nothing.
-
-    Example:
-        >>> least_error_scale(torch.tensor([[0.5, -0.5, 0.5, 0.5, 1.0, 0.5]]), -2, 1)
-        tensor([0.5800])
-    """
+    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero."""
     rows = rows.to(kernels.compute_dtype(rows.dtype))
     peak = rows.abs().amax(1, keepdim=True) / qmax
     peak = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -395,57 +371,3 @@ def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best.squeeze(1)
-
-
-def _finish(model: nn.Module, technique: QuantizationAwareTraining, context: Context) -> dict[str, Any]:
-    technique.finish(context)
-    apply_ranges(model, technique.ranges())  # `finish` leaves plain layers
-    return technique.report()
-
-
-_MX_GROUP = 32
-
-
-def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
-    """Return the bytes of one weight's codes and scales, codes packed without gaps.
-
-    float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
-    and NVFP4 and four for the whole tensor of the latter.
-
-    Example:
-        >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
-        (680, 400)
-    """
-    # Codes are packed across rows, rounded up to a byte.
-    codes = -(-channels * width * scheme.weight_bits // 8)
-    if scheme.weight == "group":
-        # int4 groups: a float32 scale for each, and a zero point of one byte where there is one.
-        return codes + channels * (width // scheme.group_of(width)) * (5 if scheme.affine else 4)
-    if scheme.weight == "fp8_block":
-        return codes + 4 * -(-channels // 128) * (width // scheme.group_of(width))
-    if scheme.weight == "mxfp4":
-        return codes + channels * -(-width // _MX_GROUP)
-    if scheme.weight == "nvfp4":
-        return codes + channels * -(-width // NVFP4_GROUP) + 4
-    return codes + 4 * channels
-
-
-def quantized_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's state dict with the weights of its quantised layers as codes.
-
-    Example:
-        >>> from shared_core.quantization import quantize
-        >>> quantized_bytes(quantize(nn.Linear(64, 10), "int8_weight"))  # 640 codes, 10 scales, 10 biases
-        720
-    """
-    # By address: tied weights count once.
-    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
-    for module in model.modules():
-        entry = layer_entry(module)
-        if entry is None:
-            continue
-        scheme = saved_scheme(entry, "quantized_bytes")
-        for weight in weights_of(module).values():
-            rows = as_rows(module, weight.detach())
-            tensors[weight.data_ptr()] = code_bytes(rows.shape[0], rows.shape[1], scheme)
-    return sum(tensors.values())

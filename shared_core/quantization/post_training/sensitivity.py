@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.config.options import checked
-from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.errors import ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.matching import is_transformers_conv1d
-from shared_core.quantization.functional.quantizers import quantize_weight
-from shared_core.quantization.layer_graph import LAYERS, output_tensor
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.layer_graph import LAYERS, chosen_layers, output_tensor
+from shared_core.quantization.schemes import LayerScheme, quantize_weight
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, a scalar."""
@@ -51,12 +50,7 @@ class TraceEstimate:
 
 
 def round_weight(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
-    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding).
-
-    Example:
-        >>> round_weight(nn.Linear(2, 1), torch.tensor([[3.0, 1.4]]), 3)
-        tensor([[3., 1.]])
-    """
+    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding)."""
     return quantize_weight(module, weight, LayerScheme(weight_bits=bits))
 
 
@@ -104,8 +98,6 @@ def hessian_trace(
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
     generator = torch.Generator().manual_seed(seed)
-    # tr(H) = E[vᵀHv] for random signs v; each probe is one sample, for the error bar (Dong et al. 2020, HAWQ-V2,
-    # arXiv:1911.03852).
     samples = torch.zeros(probes, len(weights), dtype=torch.float64)
     with _twice_differentiable(model, weights):
         for probe in range(probes):
@@ -214,8 +206,8 @@ def layer_sensitivity(
     """
     where = "layer_sensitivity"
     checked(metric, Literal["hessian", "kl", "rmse"], where, "metric")
-    if not bits or any(isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8 for width in bits):
-        raise ConfigError(where, f"bits must be whole numbers from 2 to 8, got {list(bits)}")
+    for width in bits or (0,):
+        checked(width, int, where, "bits", low=2, high=8)
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     if metric == "hessian":
@@ -275,7 +267,6 @@ def _output_costs(
 def _distance(exact: Tensor, rounded: Tensor, metric: Metric) -> float:
     if metric == "rmse":
         return (rounded - exact).square().sum().item()
-    # KL(p || p̂) of the distributions along the last axis.
     target = F.log_softmax(exact, -1)
     return F.kl_div(F.log_softmax(rounded, -1), target, reduction="sum", log_target=True).item()
 
@@ -299,13 +290,7 @@ def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) 
         known = isinstance(module, (*LAYERS, nn.Embedding)) or is_transformers_conv1d(module)
         if known and weight is not None and weight.is_floating_point() and weight.numel():
             able[name] = module
-    for name in layers or ():
-        if name not in able:
-            raise MatchError(where, f"{name!r} must be a Linear, Conv or Embedding layer{nearest(name, able)}")
-    chosen = able if layers is None else {name: able[name] for name in layers}
-    if not chosen:
-        raise MatchError(where, "must match at least one Linear, Conv or Embedding layer, got none")
-    return chosen
+    return chosen_layers(able, layers, "Linear, Conv or Embedding layer", where)
 
 
 def _held(batches: Iterable[Any], where: str) -> list[Any]:

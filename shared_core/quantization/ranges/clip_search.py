@@ -52,7 +52,6 @@ def percentile_range(histogram: Histogram, percentile: float, symmetric: bool) -
     upper = first + (counts.flip(1).cumsum(1).flip(1) > cut).sum(1)
     high = torch.minimum(upper * width, high)
     if symmetric:
-        # Symmetric: rows are of |x|, so one tail is all.
         return torch.stack([-high, high], 1)
     lower = first + (counts.cumsum(1) <= cut).sum(1)
     return torch.stack([torch.maximum(lower * width, low), high], 1)
@@ -97,7 +96,6 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
         >>> low == -high and 0.99 < high < 1.1
         True
     """
-    # Values of one side of a symmetric grid share qmax + 1 codes, 0 included.
     levels = qmax + 1 if symmetric else qmax - qmin + 1
     low, high = _extrema(histogram)
     clip = torch.cat(
@@ -141,7 +139,6 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     reference = reference + sum(_xlogx(own + beyond) - _xlogx(own) for own, beyond in ends)
     # cell j is in group ⌊j·L/n⌋, so that group g begins with cell ⌈g·n/L⌉
     group = torch.arange(levels + 1, device=counts.device)
-    # `levels` groups of nearly equal length, each a code; edges are indices of cells.
     edges = start[..., None] + (group * length.clamp(min=0)[..., None] + levels - 1) // levels
     edges = edges.clamp(max=bins).view(rows, -1)
     shape = (rows, bins, levels + 1)
@@ -150,18 +147,15 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     # An end cell that was empty is occupied once it receives what was clipped.
     cells[..., 0] += (ends[0][0] == 0) & (left > 0)
     cells[..., -1] += (ends[1][0] == 0) & (right > 0)
-    # Q spreads each group's mass evenly over its occupied cells (the TensorRT calibration).
     height = mass / cells.clamp(min=1)
     cross = torch.xlogy(mass, height).sum(2)
     cross = cross + torch.xlogy(left, height[..., 0]) + torch.xlogy(right, height[..., -1])
-    # KL(P || Q) = Σ p log(p/q), P normalised by all values, Q by those inside the window.
     divergence = (reference - cross) / total - torch.log(total) + torch.log(inside)
     # A sample of n values differs from its own distribution by half a degree of freedom / n on average.
     divergence = (divergence - (cells.sum(2) - (cells > 0).sum(2)) / (2 * total)).clamp(min=0)
     divergence = torch.where(valid & (inside > 0), divergence, math.inf)
     least = divergence.amin(1)
     # equal divergences differ by the rounding of the sums, so that they are equal up to a tolerance
-    # Of equal divergences the widest window: it clips least.
     best = torch.where(divergence <= least[:, None] + 1e-10, threshold, 0).amax(1)
     return torch.where(torch.isfinite(least), best, bins)
 
@@ -234,7 +228,6 @@ def _mse_clip(
 ) -> Tensor:
     """Return the best (low, high) of each row in cells; all arguments are in cells too."""
     rows, bins = counts.shape
-    # Ranges contain 0, so that 0 has a code.
     low, high = low.clamp(max=0)[:, None], high.clamp(min=0)[:, None]
     edges = first[:, None] + torch.arange(bins + 1, device=counts.device)
     # the outermost cells reach as far as the values do, and no empty cell has an extent
@@ -245,7 +238,6 @@ def _mse_clip(
     shares_low, shares_high = _grid(_COARSE_SYMMETRIC if symmetric else _COARSE, symmetric, counts)
     shares_low, shares_high = shares_low.expand(rows, -1), shares_high.expand(rows, -1)
     step = 1.0 / (_COARSE_SYMMETRIC if symmetric else _COARSE)
-    # A coarse grid over both ends, then two refinements around the best, each four times finer.
     for round_ in range(_ROUNDS + 1):
         grid = _candidates(shares_low * low, shares_high * high, qmin, qmax, symmetric)
         error = _squared_error(edges, density, grid) + _squared_error_at(extrema, held, grid)
@@ -305,9 +297,7 @@ def _squared_error(edges: Tensor, density: Tensor, grid: _Grid) -> Tensor:
     # u = t/s: edges in steps of the grid.
     u = edges[:, None] / grid.scale[..., None]
     code = _codes(u, grid)
-    # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3): a twelfth for each whole code passed and the rest from the nearest
-    # F(t) = ∫ from 0: whole codes passed give 1/12 each, the last piece (u - n)³ / 3. Clipped codes keep n fixed, so
-    # the same formula grows as the cube beyond the range.
+    # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3), n the nearest code; clipped, n stays and the cube grows.
     integral = u.sub_(code).pow_(3).div_(3).add_(code.div_(12))
     # Σ over cells of density · (F(upper) - F(lower)), times s³ by the substitution.
     error = torch.einsum("rce,re->rc", integral.diff(dim=2), density) * grid.scale**3

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import MatchError
-from shared_core.quantization.layers.layer_quantizer import ClippedQuantizer
+from shared_core.quantization.layer_quantizer import ClippedQuantizer
 from shared_core.quantization.ranges.observers import RangeBank
 
 # They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.
@@ -117,19 +117,14 @@ class GeluInputs:
         return False
 
     def settle(self, device: torch.device) -> bool:
-        """Agree with the other ranks on the layers that were reached; every rank must call it before an optimizer step.
+        """Agree with the other ranks on the layers reached; return whether what this step observed must be forgotten.
 
-        Returns:
-            Whether what was observed of this step must be forgotten: a layer saw values before it was judged.
-
-        Raises:
-            MatchError: If a step has passed and no layer reads a GELU's output.
+        Every rank must call it before an optimizer step.
         """
         if not self.searches:
             return False
         names = list(self.quantizers)
         flags = [[name in self._seen, self.quantizers[name].clip is not None] for name in names]
-        # All ranks must clip the same layers: a layer that one rank reached is judged for all.
         agreed = all_reduce_(torch.tensor([*flags, [self._late, False]], dtype=torch.int32, device=device), "max")
         *rows, (late, _) = agreed.tolist()
         for name, (seen, clipped) in zip(names, rows, strict=True):

@@ -8,16 +8,17 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
 from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import plain_name
-from shared_core.numerics.noise import SignalToNoise
+from shared_core.numerics.rounding import SignalToNoise
 
 _WHERE = "calibrate_kv_cache"
 _CACHE = "past_key_values"  # what transformers' models call it
@@ -97,8 +98,7 @@ def calibrate_kv_cache(
 
     loss = run(observe, 0)
     scales = {name: dict(zip(_SCALES, (found / _LARGEST).tolist(), strict=True)) for name, found in largest.items()}
-    if not scales:
-        raise _no_attention(_WHERE)
+    _check_attention(scales, _WHERE)
     for name, entry in scales.items():
         _check(entry, f"{_WHERE}: {name}", TrainingError)
     take_cache_scales_(model, scales)
@@ -109,21 +109,20 @@ def calibrate_kv_cache(
 
 def check_kv_cache(model: nn.Module, kv_cache: str, where: str) -> None:
     """Refuse what `calibrate_kv_cache` cannot serve, before anything runs."""
-    if kv_cache != "fp8":
-        raise ConfigError(where, f"kv_cache must be fp8, got {kv_cache!r}")
+    checked(kv_cache, Literal["fp8"], where, "kv_cache")
     generates = getattr(model, "can_generate", lambda: True)()  # encoders of transformers take a cache and fill none
     if not generates or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise CompatibilityError(
             where, f"kv_cache must come with a decoder that generates text, got {type(model).__name__}", "drop it"
         )
-    if not _attention_layers(model):
-        raise _no_attention(where)
+    _check_attention(_attention_layers(model), where)
 
 
-def _no_attention(where: str) -> CompatibilityError:
-    return CompatibilityError(
-        where, f"kv_cache must come with attention layers that fill a cache ({_CACHE}), got none", "drop it"
-    )
+def _check_attention(layers: Mapping[str, Any], where: str) -> None:
+    if not layers:
+        raise CompatibilityError(
+            where, f"kv_cache must come with attention layers that fill a cache ({_CACHE}), got none", "drop it"
+        )
 
 
 def cache_scales(model: nn.Module) -> dict[str, dict[str, float]]:
@@ -167,14 +166,11 @@ def _check(entry: Mapping[str, Any], where: str, error: type[ConfigError | Train
 
 
 def _rounded(scales: Mapping[str, float], *states: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
+    def on_grid(state: Tensor, scale: float) -> Tensor:
+        codes = (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)  # the cast alone gives NaN
+        return (codes.float() * scale).to(state.dtype)
 
-
-def _on_grid(state: Tensor, scale: float) -> Tensor:
-    codes = (
-        (state.float() / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
-    )  # the cast alone gives NaN beyond
-    return (codes.float() * scale).to(state.dtype)
+    return tuple(on_grid(state, scales[name]) for name, state in zip(_SCALES, states, strict=True))
 
 
 def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:

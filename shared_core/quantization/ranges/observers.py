@@ -14,8 +14,9 @@ import torch
 from eff_kernels.quantization import affine as kernels
 from torch import Tensor
 
+from shared_core.config.options import checked
 from shared_core.distributed.collectives import all_reduce_
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError
 from shared_core.quantization.ranges.clip_search import kl_range, mse_range, percentile_range
 from shared_core.quantization.ranges.histogram import Histogram
 
@@ -132,7 +133,6 @@ class RangeBank:
         window = all_reduce_(self.window.clone(), "min")
         if self.totals is not None:
             totals = all_reduce_(self.totals.clone(), "sum")
-            # The mean of a layer that nothing reached stays what it was.
             self.taken_mean = torch.where(totals[:, 1] > 0, totals[:, 0] / totals[:, 1], self.mean)
         self.clear_window()
         return window
@@ -142,9 +142,7 @@ class RangeBank:
 
         A layer that saw nothing keeps its range, and so does one that saw NaN or infinity, which is counted.
         """
-        # A window that is still infinite: no input came in this step.
         seen = ~(window == math.inf).all(1)
-        # NaN or infinity in a step: it is counted and moves no range.
         finite = torch.isfinite(window).all(1)
         new = torch.stack([window[:, 0], -window[:, 1]], 1)
         if self.ema_constant is None:
@@ -165,7 +163,6 @@ class RangeBank:
         self.ranges.copy_(ranges)
         self.known.copy_(known)
         qmin, qmax = self.codes.unbind(1)
-        # Scales for all layers at once, on the device.
         scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], qmin, qmax)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
@@ -194,9 +191,6 @@ class RangeBank:
         for name, value in saved.items():
             getattr(self, name).copy_(value)
         self.num_updates = int(state["num_updates"])
-
-
-_KINDS = ("percentile", "kl", "mse")
 
 
 class EstimatorBank(RangeBank):
@@ -241,14 +235,9 @@ class EstimatorBank(RangeBank):
         rounded_gate: bool = False,
     ) -> None:
         super().__init__(codes, ema_constant=None, rounded_gate=rounded_gate)
-        if kind not in _KINDS:
-            raise ConfigError(
-                "estimator bank", f"kind must be one that exists, got {kind!r}{nearest(str(kind), _KINDS)}"
-            )
-        if not 50 < percentile <= 100:
-            raise ConfigError("estimator bank", f"percentile must be above 50 and at most 100, got {percentile!r}")
-        if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-            raise ConfigError("estimator bank", f"refresh_every must be a whole number from 1, got {refresh_every!r}")
+        checked(kind, Literal["percentile", "kl", "mse"], "estimator bank", "kind")
+        checked(percentile, float, "estimator bank", "percentile", above=50, high=100)
+        checked(refresh_every, int, "estimator bank", "refresh_every", low=1)
         levels = max((qmax - qmin + 1 for qmin, qmax in codes), default=0)
         if kind == "kl" and bins < 2 * levels:
             raise ConfigError("estimator bank", f"bins must be at least twice the {levels} codes, got {bins!r}")
@@ -286,7 +275,6 @@ class EstimatorBank(RangeBank):
         self.non_finite += added.non_finite > 0
         self.num_updates += 1
         self.num_commits += 1
-        # After 1, 2, 4, 8, ... commits too: early ranges follow quickly, later ones every `refresh_every`.
         if self.num_commits % self.refresh_every == 0 or self.num_commits & (self.num_commits - 1) == 0:
             self.refresh()
 

@@ -20,14 +20,14 @@ from shared_core.errors import CheckpointError, CompatibilityError, TrainingErro
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import RECURRENT, weights_of
 from shared_core.numerics.deferred_checks import checked_together
+from shared_core.quantization.batch_norm import LEARNED
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layers.layer_quantizer import (
+from shared_core.quantization.layer_quantizer import (
     ClippedLearnedQuantizer,
     ClippedQuantizer,
     LayerQuantizer,
     LearnedQuantizer,
 )
-from shared_core.quantization.layers.plain_state import LEARNED
 from shared_core.quantization.ranges.gelu import GeluInputs
 from shared_core.quantization.ranges.learned_scales import SMALLEST_MAGNITUDE, InputRange, WeightScale, learned_value
 from shared_core.quantization.ranges.observers import EstimatorBank, RangeBank
@@ -135,7 +135,6 @@ class ObservedRanges:
         try:
             calibrate()
             bank.commit(bank.take_window())
-            # Batches that miss a layer would leave it without a range it had: refused, and undone.
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat",
@@ -414,7 +413,6 @@ class LearnedRanges(ObservedRanges):
             return False
         for _, quantizer in self._learning():
             if quantizer.learned_input is not None:
-                # The input parameters start again from the new ranges.
                 quantizer.learned_input.started = False
         if self.bank.quantizing:
             self.start()

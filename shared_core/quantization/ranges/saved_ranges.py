@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
+from shared_core.config.options import checked
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.modules.matching import plain_name
 from shared_core.modules.own_forward import fast_paths_off
 from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
-from shared_core.quantization.layers.fake_quant_layers import (
+from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
     STOCK,
     fold_and_swap,
@@ -24,7 +24,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
     restore,
     swap,
 )
-from shared_core.quantization.layers.layer_quantizer import SavedQuantizer
+from shared_core.quantization.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
@@ -103,27 +103,22 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
     if not isinstance(entry, Mapping):
         raise ConfigError(where, f"range must be a mapping, got {entry!r}")
     fields = {field.name: entry[field.name] for field in dataclasses.fields(LayerScheme) if field.name in entry}
-    for name, kinds in (("weight", get_args(Weight)), ("input", get_args(Input))):
-        if fields.get(name, kinds[0]) not in kinds:
-            raise ConfigError(where, f"{name} must be one of {', '.join(kinds)}, got {fields[name]!r}")
-    for name, low in (("weight_bits", 1), ("activation_bits", 0), ("group_size", 0)):
-        value = fields.get(name, 8)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or ("bits" in name and value > 8):
-            raise ConfigError(where, f"{name} must be a whole number from {low} to 8, got {value!r}")
-    scheme = LayerScheme(**fields)
-    if scheme.input == "static" and scheme.activation_bits < 2:
-        raise ConfigError(where, f"activation_bits must be a whole number from 2 to 8, got {scheme.activation_bits!r}")
-    return scheme
+    for name, kinds in (("weight", Weight), ("input", Input)):
+        if name in fields:
+            checked(fields[name], kinds, where, name)
+    least = {"weight_bits": 1, "activation_bits": 2 if fields.get("input", "static") == "static" else 0}
+    for name in ("weight_bits", "activation_bits", "group_size"):
+        if name in fields:
+            high = {"high": 8} if "bits" in name else {}
+            checked(fields[name], int, where, name, low=least.get(name, 0), **high)
+    return LayerScheme(**fields)
 
 
 def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
     """Return (min, max) of a saved range."""
-    try:
-        minimum, maximum = float(entry["min"]), float(entry["max"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(where, f"range must have a min and a max, got {entry!r}") from error
-    if not (math.isfinite(minimum) and math.isfinite(maximum) and minimum <= maximum):
-        raise ConfigError(where, f"min and max must be finite and in this order, got {minimum} and {maximum}")
+    minimum, maximum = (checked(entry.get(name), float, where, name) for name in ("min", "max"))
+    if minimum > maximum:
+        raise ConfigError(where, f"min and max must be in this order, got {minimum} and {maximum}")
     return minimum, maximum
 
 
@@ -131,10 +126,6 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
     """Fuse the batch norms that quantised layers compute into them, in a model that is not trained on.
 
     Layers go on quantising their inputs; their weights hold the values of their codes.
-
-    Args:
-        model: Changed in place.
-        ranges: As in `apply_ranges`; None: what the layers of `model` carry.
     """
     if ranges is None:
         plain = {name: module for name, module in model.named_modules() if not is_quantized(module)}

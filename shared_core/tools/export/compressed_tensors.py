@@ -24,8 +24,8 @@ from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.experts import StackedExperts
 from shared_core.modules.weight_views import as_rows, output_axis, weights_of
 from shared_core.numerics.block_formats import mx_encode, nvfp4_binary_scale, nvfp4_encode, nvfp4_round_to
-from shared_core.numerics.encoding import decode
-from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.numerics.rounding import decode
+from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import rounding_kv_cache
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.served import (

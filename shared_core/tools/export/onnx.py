@@ -30,7 +30,7 @@ from shared_core.config.options import checked
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
-from shared_core.quantization.layers.fake_quant_layers import is_quantized
+from shared_core.quantization.fake_quant_layers import is_quantized
 from shared_core.quantization.ranges.kv_cache import cache_scales
 from shared_core.tools.export.onnx_blocks import export_around_blocks, repeated_blocks
 from shared_core.tools.export.onnx_files import (

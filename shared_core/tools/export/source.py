@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, from_rows, weights_of
 from shared_core.quantization.batch_norm import fuse_batch_norm
-from shared_core.quantization.layers.cells_as_linear import cells_as_linear
-from shared_core.quantization.layers.fake_quant_layers import (
+from shared_core.quantization.fake_quant_layers import (
     FAKE_QUANT,
     STOCK,
     bake_,
+    cells_as_linear,
     conv1d_as_linear,
     is_quantized,
     layer_entry,

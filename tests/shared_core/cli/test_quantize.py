@@ -292,7 +292,7 @@ def test_a_form_without_kernels_is_left_out():
         def forward(self, x):
             return super().forward(x.float())  # a bf16 weight meets a float32 input
 
-    from shared_core.quantization.post_training.latency import latencies
+    from shared_core.quantization.post_training.quality import latencies
 
     model = nn.Sequential(Wide(8, 8), nn.Linear(8, 4))
     found = latencies(model, quantize(model, "int8_weight", allow_partial=True), torch.ones(2, 8), repeats=1)

@@ -18,8 +18,7 @@ from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.arithmetic import cast_for
-from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.recipes import cast_16bit
+from shared_core.fp8.recipes import SharedExponentBank, cast_16bit
 
 start = partial(start_fp8, optimizer=torch.optim.AdamW)
 CASTS = ["s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
@@ -79,7 +78,7 @@ def test_products_are_those_of_the_cast_operands_in_their_roles(recipe, dtype):
     cast = cast_for(recipe, 0, SharedExponentBank(1))
 
     def value(matrix, role):
-        return cast.cast(matrix.detach().contiguous(), role, False).double()
+        return cast(matrix.detach().contiguous(), role, False).double()
 
     w = layer.weight
     padded_g, padded_x = (torch.nn.functional.pad(m.detach(), (0, 0, 0, 7)).t() for m in (g, x))

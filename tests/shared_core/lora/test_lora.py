@@ -15,7 +15,7 @@ from shared_core.lora import LoraConfig
 from shared_core.lora import quantized_base as lora_base
 from shared_core.lora.adapters import adapters, select_layers
 from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, on_grid
-from shared_core.numerics.noise import sqnr
+from shared_core.numerics.rounding import sqnr
 
 # QuantState.code of NF4: the quantiles of a normal distribution in appendix E of arXiv:2305.14314.
 NF4 = torch.tensor(

@@ -13,7 +13,7 @@ from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.lora.adapters import adapters
 from shared_core.quantization import apply_ranges, convert
-from shared_core.quantization.layers.plain_state import LEARNED
+from shared_core.quantization.batch_norm import LEARNED
 
 SCHEMES = [
     {"scheme": "int8"},

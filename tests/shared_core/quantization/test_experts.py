@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import apply_ranges, convert, quantize, quantize_with_report
-from shared_core.quantization.functional.quantizers import quantize_input, quantize_weight
-from shared_core.quantization.post_training.quantize import quantized_bytes
-from shared_core.quantization.schemes import SCHEMES
+from shared_core.quantization.post_training.quality import quantized_bytes
+from shared_core.quantization.schemes import SCHEMES, quantize_input, quantize_weight
 
 EXPERTS = "model.layers.0.mlp.experts"
 IDS = torch.stack([row["input_ids"] for row in rows(2)])

@@ -220,7 +220,7 @@ def test_compiles_as_one_graph():
     ({"zero_point": 0.5}, "zero_point must be a whole number in"),
     ({"qmin": 127}, "qmin must be below qmax"),
     ({"qmax": 1.5}, "qmax must be a whole number"),
-    ({"scale": torch.ones(3)}, "one number each without an axis"),
+    ({"scale": torch.ones(3)}, "scale must be one number without an axis"),
     ({"scale": torch.ones(3), "axis": 0}, "one value for each of the 2 channels"),
     ({"axis": 1}, "axis must name one of the 1 axes"),
     ({"gate": "soft"}, "gate must be"),

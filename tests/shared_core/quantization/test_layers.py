@@ -15,14 +15,13 @@ from shared_core.engine.services import BareServices
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
-from shared_core.quantization.functional.quantizers import quantize_weight
-from shared_core.quantization.layers.fake_quant_layers import FakeQuantConv2d
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.fake_quant_layers import FAKE_QUANT
+from shared_core.quantization.schemes import LayerScheme, quantize_weight
 
 
 def test_detach_twice_gives_stock_classes_and_untouched_weights():
     run = Run(conv_net())
-    assert type(run.model[0]) is FakeQuantConv2d
+    assert type(run.model[0]) is FAKE_QUANT[nn.Conv2d]
     assert list(run.model.state_dict()) == list(conv_net().state_dict())
     assert not list(run.model.buffers())
     run.context.undo.close()

@@ -121,7 +121,7 @@ def test_recomputation_in_backward_is_not_counted_again(reentrant):
         ({"kind": "minmax"}, "kind"),
         ({"kind": "kl", "bins": 16}, "twice"),
         ({"kind": "mse", "refresh_every": 0}, "refresh_every"),
-        ({"kind": "percentile", "percentile": 101.0}, "at most 100"),
+        ({"kind": "percentile", "percentile": 101.0}, r"percentile must be in \(50, 100\]"),
     ],
 )
 def test_a_bank_refuses(options, message):

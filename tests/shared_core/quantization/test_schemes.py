@@ -16,7 +16,8 @@ from shared_core.numerics import mx_round_to, nvfp4_round_to
 from shared_core.quantization import QatConfig, apply_ranges, convert, quantize
 from shared_core.quantization.config import Scheme
 from shared_core.quantization.post_training.quality import layer_bytes
-from shared_core.quantization.schemes import LayerScheme, layer_schemes
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.selection import layer_schemes
 
 SCHEMES = list(Scheme.__args__)
 

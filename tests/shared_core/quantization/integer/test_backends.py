@@ -14,8 +14,8 @@ from torchao.quantization import Int8Tensor
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.quantization import conversion_report, convert, quantize
-from shared_core.quantization.integer import backends as fast_convert
-from shared_core.quantization.integer.backends import TorchaoLinear, grid_of_groups
+from shared_core.quantization.integer import convert as fast_convert
+from shared_core.quantization.integer.convert import TorchaoLinear, grid_of_groups
 from shared_core.quantization.integer.layers import IntLinear
 
 

@@ -231,7 +231,7 @@ def test_refusals():
     for entry in ({"min": 0.0}, {"min": 1.0, "max": 0.0}, {"min": 0.0, "max": float("nan")}):
         with pytest.raises(ConfigError, match="convert: 0: "):
             convert(plain, {"0": entry})
-    with pytest.raises(ConfigError, match="weight_bits must be a whole number"):
+    with pytest.raises(ConfigError, match=r"weight_bits must be in \[1, 8\], got 16"):
         convert(plain, {"0": {"min": 0.0, "max": 1.0, "weight_bits": 16}})
     wide = nn.Sequential(nn.Linear(70_000, 1))
     with pytest.raises(CompatibilityError, match="overflow 32 bits"):

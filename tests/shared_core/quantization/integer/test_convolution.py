@@ -9,7 +9,7 @@ from codes import WIDEST
 from torch import nn
 
 from shared_core.quantization import conversion_report, convert, quantize
-from shared_core.quantization.integer import backends as fast_convert
+from shared_core.quantization.integer import convert as fast_convert
 from shared_core.quantization.integer.layers import IntConv2d
 from shared_core.quantization.integer.onednn import OneDnnConv2d
 

@@ -10,7 +10,7 @@ from codes import WIDEST
 from torch import nn
 
 from shared_core.quantization import conversion_report, convert, quantize
-from shared_core.quantization.integer import backends as fast_convert
+from shared_core.quantization.integer import convert as fast_convert
 from shared_core.quantization.integer import onednn as onednn_layer
 from shared_core.quantization.integer.layers import IntLinear
 from shared_core.quantization.integer.onednn import OneDnnLinear, OneDnnTokenLinear

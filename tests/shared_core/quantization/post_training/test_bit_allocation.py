@@ -71,7 +71,7 @@ def test_planning_refuses():
     costs, sizes = {"a": {4: 1.0, 8: 0.0}}, {"a": 10}
     with pytest.raises(ConfigError, match=r"budget must be at least 4 bits.*lower floor"):
         plan_bits(costs, sizes, 3)
-    with pytest.raises(ConfigError, match="budget must be a finite"):
+    with pytest.raises(ConfigError, match="budget must be a finite number"):
         plan_bits(costs, sizes, math.nan)
     with pytest.raises(ConfigError, match="floor = 9"):
         plan_bits(costs, sizes, 8, floor=9)
@@ -227,7 +227,7 @@ def test_selective_planning_refuses():
         plan_by_quality(model, lambda net: 0.0, costs, largest_loss=math.nan)
     with pytest.raises(ConfigError, match="start"):
         plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, start="half")
-    with pytest.raises(ConfigError, match="'0' has a finite cost, got 4"):
+    with pytest.raises(ConfigError, match="'0' must have a finite cost at 4 bits"):
         plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, bits=4)
     with pytest.raises(ConfigError, match="keep does not"):
         plan_by_quality(model, lambda net: 0.0, costs, largest_loss=0, keep=("0", "1"))

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.quantization import apply_ranges, quantize_with_report
-from shared_core.quantization.functional.affine import fake_quantize_groups, quantize_groups
+from shared_core.quantization.affine import fake_quantize_groups, quantize_groups
 from shared_core.quantization.post_training.gptq import GptqConfig
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, convert, quantize, quantize_with_report
 from shared_core.quantization.config import Scheme
-from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.fake_quant_layers import STOCK
 
 SCHEMES = list(Scheme.__args__)
 SEEDS = (0, 1, 2)

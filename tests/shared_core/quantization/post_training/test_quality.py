@@ -8,8 +8,7 @@ from torch import nn
 
 from shared_core.errors import ConfigError
 from shared_core.quantization import quantize
-from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
-from shared_core.quantization.post_training.quantize import quantized_bytes
+from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, quantized_bytes, thresholds
 
 
 @pytest.mark.parametrize(("before", "after", "options", "judgement"), [

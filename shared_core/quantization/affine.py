@@ -1,6 +1,8 @@
 """Scales from values, and fake quantisation: what a value becomes when it is stored as a small integer.
 
 Ranges of their own for groups, tokens, output channels and rows: fake quantisation, and the codes it stands for.
+Results have the shape and type of the values; float16 and bfloat16 are computed in float32. Arguments that break their
+rule raise `ConfigError`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from eff_kernels.quantization import affine as kernels
 from eff_kernels.quantization import group as grouped
 from torch import Tensor
 
-from shared_core.errors import ConfigError
+from shared_core.config.options import checked
+from shared_core.errors import ConfigError, did_you_mean
 from shared_core.modules.weight_views import output_channels_first
+
+LARGEST_CODE = 2**16
 
 
 def fake_quantize(
@@ -51,12 +56,6 @@ def fake_quantize(
         generator: Source of the randomness, on the device of `x`; torch's global one if None. Activation
             checkpointing computes twice and restores the global one alone.
 
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Jacob et al. 2018, arXiv:1712.05877; the gate: Bengio et al. 2013, arXiv:1308.3432; rounding: ONNX
     QuantizeLinear.
 
@@ -67,30 +66,11 @@ def fake_quantize(
     where = "fake_quantize"
     check_floats(where, x)
     check_codes(where, qmin, qmax)
-    check_gate(where, gate)
-    dtype = kernels.compute_dtype(x.dtype)
-    scales = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
+    check_choice(where, "gate", gate, ("unrounded", "rounded"))
+    scales = torch.as_tensor(scale, dtype=kernels.compute_dtype(x.dtype), device=x.device).detach()
     zeros = torch.as_tensor(zero_point, device=x.device).detach()
-    if axis is None:
-        if scales.numel() != 1 or zeros.numel() != 1:
-            raise ConfigError(
-                where,
-                f"scale and zero_point must be one number each without an axis, got shapes {tuple(scales.shape)} and "
-                f"{tuple(zeros.shape)}",
-                "pass axis for one a channel",
-            )
-        scales, zeros = scales.reshape(()), zeros.reshape(())
-    else:
-        check_axis(where, x, axis)
-        channels = x.shape[axis]
-        if scales.shape != (channels,) or zeros.shape not in ((channels,), ()):
-            raise ConfigError(
-                where,
-                f"scale and zero_point must have one value for each of the {channels} channels along axis {axis}, got "
-                f"shapes {tuple(scales.shape)} and {tuple(zeros.shape)}",
-            )
-        scales = kernels.along(scales, x.dim(), axis)
-        zeros = kernels.along(zeros, x.dim(), axis) if zeros.dim() else zeros
+    scales = by_axis(where, "scale", scales, x, axis)
+    zeros = by_axis(where, "zero_point", zeros, x, axis if zeros.dim() else None)
     # A compiled graph cannot look at values; there the caller's own first, eager call has checked them.
     if not torch.compiler.is_compiling():
         _check_values(where, scales, zeros, qmin, qmax)
@@ -120,13 +100,11 @@ def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 1
         tensor([0.0200, 1.0000])
     """
     where = "choose_qparams_symmetric"
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
-        raise ConfigError(where, f"weight must be a floating-point tensor with elements, got {weight!r:.80}")
-    check_axis(where, weight, axis, "weight")
+    check_floats(where, weight, "weight", elements=True)
+    check_axis(where, weight.dim(), axis)
     check_codes(where, -qmax, qmax)
     scale = kernels.symmetric_scale(weight.detach(), axis, qmax)
-    if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(where, "weight must be finite, got NaN or infinity", "look for the step that diverged")
+    _check_finite(where, "weight", scale)
     return scale
 
 
@@ -162,11 +140,11 @@ def choose_qparams_affine(
     if not low.is_floating_point():
         low = low.to(torch.float32)
     high = high.to(low)
-    if low.shape != high.shape:
-        raise ConfigError(where, f"maximum must have the shape of minimum, got {high.shape} and {low.shape}")
-    if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
+    if low.shape != high.shape or not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
         raise ConfigError(
-            where, f"minimum and maximum must be finite and in this order, got {minimum!r:.80} and {maximum!r:.80}"
+            where,
+            "minimum and maximum must be of one shape, finite and in this order, got "
+            f"{minimum!r:.80} and {maximum!r:.80}",
         )
     return kernels.affine_qparams(low, high, qmin, qmax)
 
@@ -198,9 +176,6 @@ def choose_qparams_activation(
         bits: Width of a code, 2 to 8.
         clip: Largest value to represent, above 0; None: `maximum`.
 
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Wu et al. 2020, arXiv:2004.09602 (GELU10); Jacob et al. 2018, arXiv:1712.05877.
 
     Example:
@@ -213,60 +188,79 @@ def choose_qparams_activation(
     check_bits(where, bits)
     low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
     if clip is not None:
-        if not 0 < clip < math.inf:
-            raise ConfigError(where, f"clip must be positive and finite, got {clip}", "GELU outputs take 10")
+        checked(clip, float, where, "clip", above=0)
         # both: a range that lies beyond the clip as a whole would be turned round
         low, high = low.clamp(max=clip), high.clamp(max=clip)
-    # Values that are never negative get all codes on their side: unsigned, twice as fine as signed ones.
     qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
 
 
 def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
     """Return what stochastic rounding of `x` draws, or None for rounding to nearest."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ConfigError(where, f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    check_choice(where, "rounding", rounding, ("nearest", "stochastic"))
+    if generator is not None and (rounding == "nearest" or generator.device.type != x.device.type):
+        wanted = "None where nothing is drawn" if rounding == "nearest" else f"on the device of x, {x.device}"
+        raise ConfigError(where, f"generator must be {wanted}, got one on {generator.device}")
     if rounding == "nearest":
-        if generator is not None:
-            raise ConfigError(where, "generator must be None where rounding is 'nearest', which draws nothing")
         return None
-    if generator is not None and generator.device.type != x.device.type:
-        raise ConfigError(where, f"generator must be on the device of x, {x.device}, got {generator.device}")
     return torch.rand(x.shape, dtype=kernels.compute_dtype(x.dtype), device=x.device, generator=generator)
 
 
-def check_floats(where: str, x: Tensor, name: str = "x") -> None:
-    """Refuse what is no floating-point tensor."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ConfigError(where, f"{name} must be a floating-point tensor, got {got}", "quantise values, not codes")
+def check_floats(where: str, x: Tensor, name: str = "x", *, elements: bool = False) -> None:
+    """Refuse what is no floating-point tensor, or none with elements."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or (elements and not x.numel()):
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        wanted = "a floating-point tensor with elements" if elements else "a floating-point tensor"
+        raise ConfigError(where, f"{name} must be {wanted}, got {got}", "quantise values, not codes")
 
 
-def check_axis(where: str, x: Tensor, axis: int | None, name: str = "x") -> None:
-    """Refuse an axis that the tensor does not have; None is none."""
-    if axis is not None and not -x.dim() <= axis < x.dim():
-        raise ConfigError(where, f"axis must name one of the {x.dim()} axes of {name}, got {axis}")
+def check_axis(where: str, dims: int, axis: int | None) -> None:
+    """Refuse an axis that a tensor of so many does not have; None is none."""
+    if axis is not None and not -dims <= axis < dims:
+        raise ConfigError(where, f"axis must name one of the {dims} axes, got {axis}")
 
 
-def check_gate(where: str, gate: str) -> None:
-    """Refuse a gate that is not known."""
-    if gate not in ("unrounded", "rounded"):
-        raise ConfigError(where, f"gate must be 'unrounded' or 'rounded', got {gate!r}")
+def by_axis(where: str, name: str, values: Tensor, x: Tensor, axis: int | None) -> Tensor:
+    """Return values, one or with an axis one for each channel along it, shaped to broadcast with `x`."""
+    check_axis(where, x.dim(), axis)
+    if axis is None:
+        fits, wanted = values.numel() == 1, "be one number without an axis"
+    else:
+        fits = values.shape == (x.shape[axis],)
+        wanted = f"have one value for each of the {x.shape[axis]} channels along axis {axis}"
+    if not fits:
+        raise ConfigError(where, f"{name} must {wanted}, got shape {tuple(values.shape)}")
+    return values.reshape(()) if axis is None else kernels.along(values, x.dim(), axis)
+
+
+def check_choice(where: str, name: str, value: str, known: tuple[str, ...]) -> None:
+    """Refuse a name that is not known; where a graph may be traced, which `checked` breaks."""
+    if value not in known:
+        raise ConfigError(where, f"{name} must be one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
+
+
+def check_whole(where: str, name: str, value: int, low: int, high: int) -> None:
+    """Refuse what is no whole number in a range; where a graph may be traced, which `checked` breaks."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(where, f"{name} must be a whole number from {low} to {high}, got {value!r}")
 
 
 def check_bits(where: str, bits: int) -> None:
     """Refuse a width that is no whole number from 2 to 8."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(where, f"bits must be a whole number from 2 to 8, got {bits!r}")
+    check_whole(where, "bits", bits, 2, 8)
 
 
 def check_codes(where: str, qmin: int, qmax: int) -> None:
-    """Refuse codes that are no whole numbers or the wrong way round."""
-    for name, value in (("qmin", qmin), ("qmax", qmax)):
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**16:
-            raise ConfigError(where, f"{name} must be a whole number of at most 16 bits, got {value!r}")
+    """Refuse codes that are no whole numbers of 16 bits or the wrong way round."""
+    check_whole(where, "qmin", qmin, -LARGEST_CODE, LARGEST_CODE)
+    check_whole(where, "qmax", qmax, -LARGEST_CODE, LARGEST_CODE)
     if not qmin < qmax:
         raise ConfigError(where, f"qmin must be below qmax, got {qmin} and {qmax}")
+
+
+def _check_finite(where: str, name: str, scale: Tensor) -> None:
+    if not bool(torch.isfinite(scale).all()):
+        raise ConfigError(where, f"{name} must be finite, got NaN or infinity", "look for the step that diverged")
 
 
 def _check_values(where: str, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> None:
@@ -309,12 +303,6 @@ def fake_quantize_groups(
             affine range excepted, where the zero point was rounded).
         generator: Source of the randomness, on the device of `x`; torch's global one if None.
 
-    Returns:
-        Of the shape and type of `x`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Jacob et al. 2018, arXiv:1712.05877; groups: Shen et al. 2019, arXiv:1909.05840.
 
     Example:
@@ -344,9 +332,6 @@ def fake_quantize_tokens(
         symmetric: Zero point 0.
         rounding: To the nearest code or, without bias, to one of the two around the value.
         generator: Source of the randomness, on the device of `x`; torch's global one if None.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
 
     Source: Yao et al. 2022 (ZeroQuant), arXiv:2206.01861.
 
@@ -388,8 +373,7 @@ def quantize_groups(
     _check_groups(where, x, group_size, bits)
     x = x.detach()
     scale, zero_point = grouped.group_qparams(x, group_size, bits, symmetric)
-    if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(where, "x must be finite, got NaN or infinity", "an integer code cannot stand for either")
+    _check_finite(where, "x", scale)
     codes = grouped.group_codes(x, scale, None if symmetric else zero_point, group_size, bits)
     return codes.flatten(-2).to(torch.int8), scale, zero_point.to(torch.int8)
 
@@ -436,9 +420,6 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     Returns:
         Of the shape and type of `weight`; NaN in a channel that holds a value that is not finite.
 
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Krishnamoorthi 2018, arXiv:1806.08342.
 
     Example:
@@ -447,14 +428,13 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
         tensor([3., 1.])
     """
     where = "fake_quantize_weight"
-    check_floats(where, weight, "weight")
+    check_floats(where, weight, "weight", elements=True)
     check_bits(where, bits)
-    if weight.dim() < 2 or weight.numel() == 0:
-        raise ConfigError(where, f"weight must have at least two axes and an element, got {tuple(weight.shape)}")
+    if weight.dim() < 2:
+        raise ConfigError(where, f"weight must have at least two axes, got {tuple(weight.shape)}")
     qmax = 2 ** (bits - 1) - 1
     if not transposed:
         return kernels.fake_quantize_symmetric(weight, 0, qmax)
-    # Transposed convolutions hold (in, out / groups, ...): rows of outputs first, rounded, and back.
     rows = kernels.fake_quantize_symmetric(output_channels_first(weight, groups), 0, qmax)
     return output_channels_first(rows, groups)
 

@@ -10,9 +10,9 @@ from eff_kernels.quantization import group as group_kernels
 from eff_kernels.quantization import low_bit as low_bit_kernels
 from torch import Tensor
 
-from shared_core.errors import ConfigError, did_you_mean
+from shared_core.errors import ConfigError
 from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
-from shared_core.quantization.functional.affine import check_axis, check_floats
+from shared_core.quantization.affine import check_axis, check_choice, check_floats
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -27,9 +27,6 @@ class _StraightThrough(torch.autograd.Function):
 
 def mxfp4_fake_quantize(x: Tensor) -> Tensor:
     """Return `x` rounded to MXFP4 in blocks of 32 along the last axis, see `mx_round_to`; gradient 1.
-
-    Args:
-        x: At least one axis, floating point.
 
     Source: Rouhani et al. 2023, arXiv:2310.10537.
 
@@ -46,9 +43,6 @@ def nvfp4_fake_quantize(x: Tensor) -> Tensor:
     The tensor scale is a power of two, see `nvfp4_binary_scale`: engines that have one for several matrices, or a fixed
     one for inputs, then compute with the same values.
 
-    Args:
-        x: At least one axis, floating point.
-
     Source: NVIDIA 2025, arXiv:2509.25149.
 
     Example:
@@ -64,10 +58,6 @@ _E4M3_MAX = 448.0
 
 def to_blocks(rows: Tensor, width: int) -> Tensor:
     """Return a matrix as one row for each block of 128 rows and `width` columns, missing rows as zeros.
-
-    Args:
-        rows: (outputs, inputs).
-        width: Divides the inputs.
 
     Example:
         >>> to_blocks(torch.ones(200, 6), 3).shape
@@ -116,10 +106,6 @@ def fp8_scale(largest: Tensor) -> Tensor:
 def fp8_fake_quantize_in_range(x: Tensor, largest: Tensor) -> Tensor:
     """Return `x` rounded to e4m3 under the scale of a range; what lies outside saturates and has no gradient.
 
-    Args:
-        x: Any shape and floating type; computed in float32.
-        largest: Magnitude of the range, a scalar.
-
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
     Example:
@@ -146,12 +132,6 @@ def fp8_fake_quantize(
         format: ``"fp8_e4m3"`` for weights and activations, ``"fp8_e5m2"`` for gradients.
         axis: One scale for each channel along this axis; None: one for all.
 
-    Returns:
-        Of the shape and type of `x`.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Micikevicius et al. 2022, arXiv:2209.05433.
 
     Example:
@@ -159,14 +139,9 @@ def fp8_fake_quantize(
         tensor([448.,  16.,   1.])
     """
     where = "fp8_fake_quantize"
-    check_floats(where, x)
-    check_axis(where, x, axis)
-    if x.numel() == 0:
-        raise ConfigError(where, f"x must have elements, got shape {tuple(x.shape)}")
-    if format not in _DTYPES:
-        raise ConfigError(
-            where, f"format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
-        )
+    check_floats(where, x, elements=True)
+    check_axis(where, x.dim(), axis)
+    check_choice(where, "format", format, (*_DTYPES,))
     return group_kernels.fake_quantize_fp8(x, _DTYPES[format], axis)
 
 
@@ -182,12 +157,6 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
         axis: Δ and α for each channel along this axis; None: for the whole tensor.
         threshold: Δ over the mean magnitude, in [0, 1).
 
-    Returns:
-        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Li and Liu 2016, arXiv:1605.04711.
 
     Example:
@@ -195,7 +164,8 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
         >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]))
         tensor([[ 2., -2.,  0.]])
     """
-    _check("ternarize", weight, axis)
+    check_floats("ternarize", weight, "weight", elements=True)
+    check_axis("ternarize", weight.dim(), axis)
     if not 0 <= threshold < 1:
         raise ConfigError("ternarize", f"threshold must be in [0, 1), got {threshold}", "from 1 on nothing may survive")
     return low_bit_kernels.ternarize(weight, axis, float(threshold))
@@ -212,12 +182,6 @@ def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
         weight: Any shape and floating type, with elements.
         axis: One α for each channel along this axis; None: for the whole tensor.
 
-    Returns:
-        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
-
-    Raises:
-        ConfigError: If an argument breaks its rule.
-
     Source: Rastegari et al. 2016, arXiv:1603.05279; the gate: Courbariaux et al. 2016, arXiv:1602.02830.
 
     Example:
@@ -225,7 +189,8 @@ def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
         >>> binarize(torch.tensor([[0.5, -1.0, 0.0]]))
         tensor([[ 0.5000, -0.5000,  0.5000]])
     """
-    _check("binarize", weight, axis)
+    check_floats("binarize", weight, "weight", elements=True)
+    check_axis("binarize", weight.dim(), axis)
     return low_bit_kernels.binarize(weight, axis, True)
 
 
@@ -249,10 +214,3 @@ def binarize_activation(x: Tensor) -> Tensor:
     """
     check_floats("binarize_activation", x)
     return low_bit_kernels.binarize(x, None, False)
-
-
-def _check(where: str, weight: Tensor, axis: int | None) -> None:
-    check_floats(where, weight, "weight")
-    check_axis(where, weight, axis, "weight")
-    if weight.numel() == 0:
-        raise ConfigError(where, f"weight must have elements, got shape {tuple(weight.shape)}")

@@ -16,25 +16,17 @@ from torch import Tensor, nn
 from shared_core.distributed.sharded_tensors import apply_in_parts, is_sharded
 from shared_core.modules.weight_views import as_rows, output_axis
 from shared_core.quantization.batch_norm import folded_weight, unfolded_weight
-from shared_core.quantization.functional.low_bit import fp8_fake_quantize_in_range, fp8_scale
-from shared_core.quantization.functional.quantizers import on_grid, quantize_input, quantize_weight
+from shared_core.quantization.low_bit import fp8_fake_quantize_in_range, fp8_scale
 from shared_core.quantization.ranges.learned_scales import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.ranges.observers import RangeBank
-from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.schemes import LayerScheme, on_grid, quantize_input, quantize_weight
 
 if TYPE_CHECKING:
     from shared_core.quantization.ranges.gelu import GeluInputs
 
 
 class LayerQuantizer:
-    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range.
-
-    Args:
-        bank: The ranges of all layers, and the switches.
-        index: This layer's row; None if its input has no range.
-        scheme: How it is quantised.
-        number: This layer's place among all of them.
-    """
+    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range."""
 
     baked = False
     """Whether the weight holds the values of its codes: quantising it again could move one by an ulp."""
@@ -194,15 +186,7 @@ class ClippedLearnedQuantizer(LearnedQuantizer, ClippedQuantizer):
 
 
 class SavedQuantizer(LayerQuantizer):
-    """Quantises a layer that was put back together from saved ranges.
-
-    Args:
-        bank: The ranges of all layers.
-        index: This layer's row; None if its input has no range.
-        scheme: How it is quantised.
-        saved: What `entry` returns beside the scheme: learned scales are not derived anew.
-        fixed_scale: Scales of the folded weight, one a channel; None: the weight is baked.
-    """
+    """Quantises a layer that was put back together from saved ranges."""
 
     def __init__(
         self,

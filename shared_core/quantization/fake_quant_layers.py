@@ -1,10 +1,11 @@
 """Layers that fake-quantise weight and input: a stock layer becomes one by a change of class, and back.
 
-Quantised weights in place, and what the quantisation costs them.
+Quantised weights in place, what the quantisation costs them, and layers as linear ones for runtimes that have no other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -20,16 +21,18 @@ from shared_core.modules.experts import StackedExperts, gates_between_products
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
 from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, compute, weights_of
-from shared_core.numerics.noise import SignalToNoise
+from shared_core.numerics.rounding import SignalToNoise
+from shared_core.quantization.batch_norm import LEARNED, PlainState, fold_pair_, importable, unfold_pair_
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
-from shared_core.quantization.batch_norm import fold_pair_, unfold_pair_
-from shared_core.quantization.functional.low_bit import to_blocks
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
-from shared_core.quantization.layers.plain_state import LEARNED, PlainState
+from shared_core.quantization.layer_graph import LAYERS
+from shared_core.quantization.layer_quantizer import LayerQuantizer, SavedQuantizer
+from shared_core.quantization.low_bit import to_blocks
 from shared_core.quantization.schemes import LayerScheme
 
 
 class _FakeQuant(PlainState):
+    """Computes with fake-quantised weight and input."""
+
     quantizer: LayerQuantizer
 
     def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
@@ -56,30 +59,6 @@ class FakeQuantLinear(_FakeQuant, nn.Linear):
     """`torch.nn.Linear` on fake-quantised weight and input."""
 
 
-class FakeQuantConv1d(_FakeQuant, nn.Conv1d):
-    """`torch.nn.Conv1d` on fake-quantised weight and input."""
-
-
-class FakeQuantConv2d(_FakeQuant, nn.Conv2d):
-    """`torch.nn.Conv2d` on fake-quantised weight and input."""
-
-
-class FakeQuantConv3d(_FakeQuant, nn.Conv3d):
-    """`torch.nn.Conv3d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose1d(_FakeQuant, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose2d(_FakeQuant, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` on fake-quantised weight and input."""
-
-
-class FakeQuantConvTranspose3d(_FakeQuant, nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` on fake-quantised weight and input."""
-
-
 class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
     """`torch.nn.Embedding` whose vectors are fake-quantised; those alone that are looked up."""
 
@@ -100,6 +79,8 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
 
 
 class _FakeQuantRecurrent(_FakeQuant):
+    """Computes with fake-quantised weights and input; states between steps stay in float."""
+
     # cuDNN and oneDNN take the whole sequence at once, and dynamo cannot look into them either
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
@@ -118,14 +99,6 @@ class _FakeQuantRecurrent(_FakeQuant):
             return STOCK[own_class(self)].forward(self, input, hx)
         finally:
             self._flat_weights = flat
-
-
-class FakeQuantLSTM(_FakeQuantRecurrent, nn.LSTM):
-    """`torch.nn.LSTM` on fake-quantised weights and input; states between steps stay in float."""
-
-
-class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
-    """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
 
 
 class _FakeQuantCell(_FakeQuant):
@@ -165,15 +138,12 @@ class _FakeQuantExperts(_FakeQuant):
 
 FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FakeQuantLinear,
-    nn.Conv1d: FakeQuantConv1d,
-    nn.Conv2d: FakeQuantConv2d,
-    nn.Conv3d: FakeQuantConv3d,
-    nn.ConvTranspose1d: FakeQuantConvTranspose1d,
-    nn.ConvTranspose2d: FakeQuantConvTranspose2d,
-    nn.ConvTranspose3d: FakeQuantConvTranspose3d,
+    **{
+        kind: importable(f"FakeQuant{kind.__name__}", (base, kind), __name__)
+        for base, kinds in ((_FakeQuant, LAYERS[1:]), (_FakeQuantRecurrent, (nn.LSTM, nn.GRU)))
+        for kind in kinds
+    },
     nn.Embedding: FakeQuantEmbedding,
-    nn.LSTM: FakeQuantLSTM,
-    nn.GRU: FakeQuantGRU,
     nn.LSTMCell: FakeQuantLSTMCell,
     nn.GRUCell: FakeQuantGRUCell,
 }
@@ -216,7 +186,6 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         layer._parameters = dict(module._parameters)
         old: Any = module.weight
         if id(old) not in weights:
-            # Tied Conv1D weights stay one parameter after the transpose.
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
         made[module] = layer
@@ -323,3 +292,66 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
         any_step=is_folded,
         holds=Where.SAVED,
     )
+
+
+class _LinearCell(nn.Module):
+    """A cell whose products with its input and with its state are layers of their own."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self.hidden_size = cell.hidden_size
+        of_cell: LayerQuantizer = cell.quantizer
+        scheme = dataclasses.replace(of_cell.scheme, input="none")  # the state stays in float
+        bank = of_cell.bank
+        of_state = SavedQuantizer(bank, None, scheme, {}) if of_cell.baked else LayerQuantizer(bank, None, scheme)
+        for part, quantizer in (("ih", of_cell), ("hh", of_state)):
+            weight, bias = getattr(cell, f"weight_{part}"), getattr(cell, f"bias_{part}")
+            layer: Any = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+            layer._parameters |= {"weight": weight, "bias": bias}
+            swap(layer, quantizer)
+            setattr(self, part, layer)
+        for name in LEARNED:
+            if name in cell._parameters:
+                self.ih._parameters[name] = cell._parameters[name]  # type: ignore[union-attr]
+        self.train(cell.training)
+
+
+class LinearLSTMCell(_LinearCell):
+    """`torch.nn.LSTMCell` on two linear layers."""
+
+    def forward(self: Any, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the new hidden state and the new cell state."""
+        hidden, cell = hx if hx is not None else (input.new_zeros(*input.shape[:-1], self.hidden_size),) * 2
+        into, forget, candidate, out = (self.ih(input) + self.hh(hidden)).chunk(4, -1)
+        cell = forget.sigmoid() * cell + into.sigmoid() * candidate.tanh()
+        return out.sigmoid() * cell.tanh(), cell
+
+
+class LinearGRUCell(_LinearCell):
+    """`torch.nn.GRUCell` on two linear layers."""
+
+    def forward(self: Any, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """Return the new hidden state."""
+        hidden = hx if hx is not None else input.new_zeros(*input.shape[:-1], self.hidden_size)
+        (reset, update, candidate), state = self.ih(input).chunk(3, -1), self.hh(hidden).chunk(3, -1)
+        new = torch.tanh(candidate + (reset + state[0]).sigmoid() * state[2])
+        mixed: Tensor = new + (update + state[1]).sigmoid() * (hidden - new)
+        return mixed
+
+
+def cells_as_linear(model: nn.Module) -> nn.Module:
+    """Return a model whose fake-quantising cells of LSTM and GRU are ``ih`` and ``hh``, two linear layers; in place.
+
+    The weights have the codes that they had, the input is quantised as it was, and the state stays in float.
+
+    Example:
+        >>> from shared_core.quantization import apply_ranges
+        >>> cell = apply_ranges(nn.GRUCell(4, 3), {"": {"input": "none"}})
+        >>> [name for name, _ in cells_as_linear(cell).named_children()]
+        ['ih', 'hh']
+    """
+    kinds: dict[type[nn.Module], type[_LinearCell]] = {
+        FakeQuantLSTMCell: LinearLSTMCell, FakeQuantGRUCell: LinearGRUCell
+    }  # fmt: skip
+    found = [module for module in model.modules() if type(module) in kinds]
+    return replaced(model, {module: kinds[type(module)](module) for module in found})

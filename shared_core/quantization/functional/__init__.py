@@ -1,1 +1,0 @@
-"""Fake quantization: tensors in, tensors out."""

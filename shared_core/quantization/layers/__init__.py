@@ -1,1 +1,0 @@
-"""Layers that quantize while they train."""
