@@ -28,7 +28,6 @@ from shared_core.quantization import (
     quantize_with_report,
 )
 from shared_core.quantization.batch_norm import run
-from shared_core.quantization.functional.quantizers import quantize_weight
 from shared_core.quantization.post_training.adversarial import adversarial_accuracy
 from shared_core.quantization.post_training.gptq import GptqConfig
 from shared_core.quantization.post_training.quality import (
@@ -40,8 +39,8 @@ from shared_core.quantization.post_training.quality import (
 )
 from shared_core.quantization.ranges.kv_cache import check_kv_cache
 from shared_core.quantization.ranges.saved_ranges import saved_scheme
-from shared_core.quantization.schemes import layer_schemes
-from shared_core.quantization.selection import select_layers
+from shared_core.quantization.schemes import quantize_weight
+from shared_core.quantization.selection import layer_schemes, select_layers
 from shared_core.tools.measuring import state_bytes
 from shared_core.tools.quantize_options import StudyOptions
 

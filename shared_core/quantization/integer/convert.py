@@ -16,16 +16,9 @@ import torch.nn.functional as F
 from eff_kernels.quantization.exact_sums import sums_exactly
 from torch import Tensor, nn
 
-from shared_core.errors import MatchError
+from shared_core.errors import ConfigError, MatchError, MissingExtraError, nearest
 from shared_core.modules.matching import check_model, plain_name, replaced
 from shared_core.modules.own_forward import fast_paths_off, stock_kind
-from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
-from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
-from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore
-from shared_core.errors import ConfigError, MatchError, MissingExtraError, nearest
-from shared_core.modules.fused_encoder import fast_paths_off
-from shared_core.modules.matching import check_model, plain_name, replaced
-from shared_core.modules.own_forward import stock_kind
 from shared_core.quantization.fake_quant_layers import (
     STOCK,
     FakeQuantLinear,
@@ -34,6 +27,7 @@ from shared_core.quantization.fake_quant_layers import (
     layer_entry,
     restore,
 )
+from shared_core.quantization.integer.convert import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import (
     INTEGER,
     CodeModule,
@@ -44,6 +38,7 @@ from shared_core.quantization.integer.layers import (
     channel_codes,
 )
 from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLayer, OneDnnLinear, OneDnnTokenLinear
+from shared_core.quantization.layers.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.modules.matching import change_class
 from shared_core.modules.weight_views import TRANSPOSED, compute, from_rows, weights_of
-from shared_core.quantization.layers.fake_quant_layers import restore
-from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows, weights_of
-from shared_core.quantization.fake_quant_layers import STOCK, restore
+from shared_core.quantization.fake_quant_layers import restore
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.tools.export.source import Quantized, bias_codes, shared_grid
 
