@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from hf_eff._adapters.teacher import load_teacher
+from hf_eff._adapters.distillation import load_teacher
 from hf_eff.evaluation.images import ImageExamples
 from hf_eff.evaluation.metrics import class_score, regression_score
 from hf_eff.evaluation.tables import first_line

@@ -9,12 +9,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.distillation.chunked.loss import divergence_sum, fits_fused_sum
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, counted_positions
-from shared_core.distillation.losses.divergences import mean_logits, mean_teacher
+from shared_core.distillation.losses.divergences import kd_topk_sum, mean_logits, mean_teacher
 from shared_core.distillation.losses.features import hidden_cosine_sum
-from shared_core.distillation.losses.topk import kd_topk_sum
 from shared_core.distillation.outputs import (
     EMBEDDINGS,
     LOGITS,
@@ -30,7 +28,14 @@ from shared_core.distillation.outputs import (
     num_classes,
     over_positions,
 )
-from shared_core.distillation.task_gradient import HardTerm, TaskLoss, cross_entropy_of, hard_term
+from shared_core.distillation.task_gradient import (
+    HardTerm,
+    TaskLoss,
+    cross_entropy_of,
+    divergence_sum,
+    fits_fused_sum,
+    hard_term,
+)
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context

@@ -63,60 +63,6 @@ class TopK(NamedTuple):
     tail_log_mass: Tensor
 
 
-class CachedTargets(NamedTuple):
-    """A teacher's stored outputs in the layout of a batch: ``(B, L)``, or ``(B,)`` for one output an example.
-
-    Attributes:
-        indices: ``(..., k)`` int64, the classes.
-        log_probs: ``(..., k)`` float32, their log-probabilities among all classes at the store's temperature.
-        tail_log_mass: ``(...)`` float32, the log-probability of all other classes together; -inf where there is none.
-        mask: ``(...)`` bool, True where a target is stored; the others hold zeros.
-    """
-
-    indices: Tensor
-    log_probs: Tensor
-    tail_log_mass: Tensor
-    mask: Tensor
-
-    @property
-    def tail_mass(self) -> Tensor:
-        """The probability of all other classes together, ``(...)``, as `kd_topk_sum` takes it."""
-        return self.tail_log_mass.exp()
-
-    def counted(self, mask: Tensor | None) -> Tensor:
-        """Return which positions the loss runs over: those that count, all of which must be stored.
-
-        Args:
-            mask: ``(...)`` bool, True where a position counts for the loss; None: all that are stored.
-
-        Raises:
-            TrainingError: If one that counts has no target, or the shapes differ.
-
-        Example:
-            >>> zeros, stored = torch.zeros(1, 3), torch.tensor([[True, True, False]])
-            >>> targets = CachedTargets(zeros.long(), zeros, zeros, stored)
-            >>> targets.counted(torch.tensor([[False, True, False]])).tolist()
-            [[False, True, False]]
-        """
-        if mask is None:
-            return self.mask
-        if mask.shape != self.mask.shape:
-            raise TrainingError(
-                "cached teacher",
-                f"the student must have outputs of the teacher's shape {tuple(self.mask.shape)}, got "
-                f"{tuple(mask.shape)}",
-            )
-        mask = mask.to(self.mask.device)
-        lacking = int((mask & ~self.mask).sum())
-        if lacking:
-            raise TrainingError(
-                "cached teacher",
-                f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none",
-                "write the cache without --labelled, or with these labels",
-            )
-        return mask
-
-
 def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
     r"""Return the k most probable classes of :math:`softmax(z / T)` and the log-mass of the others.
 
@@ -191,13 +137,6 @@ def to_stored(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
     # A class that is merely improbable must not become impossible (-inf), and an impossible one must stay so.
     low = torch.finfo(dtype).min
     return torch.where(torch.isneginf(log_probs), log_probs, log_probs.clamp(min=low)).to(dtype)
-
-
-def normalised(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rounded log-probabilities and tail with their sum of probabilities, about 1 ± 2e-4, brought back to 1."""
-    # Rounded values sum to 1 ± 2e-4; as a distribution they must sum to 1, or the KL has a floor that is not 0.
-    total = torch.logsumexp(torch.cat([log_probs, tail_log_mass.unsqueeze(-1)], -1), -1)
-    return log_probs - total.unsqueeze(-1), tail_log_mass - total
 
 
 TOP_K = 64

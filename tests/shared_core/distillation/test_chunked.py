@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from chunked_distillation_runs import assert_same_gradients, chunked, leaves, problem, whole
 from torch import nn
 
-from shared_core.distillation.chunked.loss import chunked_kd_loss, chunked_kd_sum
+from shared_core.distillation.chunked_loss import chunked_kd_loss, chunked_kd_sum
 from shared_core.distillation.losses.divergences import kd_loss
 from shared_core.errors import ConfigError
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from chunked_distillation_runs import chunked, leaves, problem, whole
 
-from shared_core.distillation.chunked.loss import chunked_kd_loss, chunked_kd_sum
+from shared_core.distillation.chunked_loss import chunked_kd_loss, chunked_kd_sum
 from shared_core.distillation.losses.divergences import kd_loss
 
 INF, NAN = float("inf"), float("nan")

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from shared_core.distillation.forward_capture import Forward
-from shared_core.distillation.fused_head import FusedHead
+from shared_core.distillation.task_gradient import FusedHead
 
 TEXT = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip

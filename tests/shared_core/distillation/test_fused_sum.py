@@ -9,10 +9,9 @@ from plain_loop import plain_step
 from torch import nn
 
 from shared_core.distillation import comparison
-from shared_core.distillation.chunked import loss as module
-from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
+from shared_core.distillation import task_gradient as module
 from shared_core.distillation.losses.divergences import DIVERGENCES
-from shared_core.distillation.task_gradient import TaskLoss, cross_entropy_of, hard_term
+from shared_core.distillation.task_gradient import TaskLoss, cross_entropy_of, fits_fused_sum, fused_sum, hard_term
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from shared_core.distillation import Distillation, DistillConfig
-from shared_core.distillation.chunked.deferred_logits import DeferredLogits
+from shared_core.distillation.deferred_logits import DeferredLogits
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError
 

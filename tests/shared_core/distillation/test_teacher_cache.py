@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shared_core.distillation.losses.divergences import kd_loss
-from shared_core.distillation.losses.topk import kd_topk_sum
+from shared_core.distillation.losses.divergences import kd_loss, kd_topk_sum
 from shared_core.distillation.teacher_cache import TeacherCache, example_rows, top_k_targets, write_teacher_cache
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 

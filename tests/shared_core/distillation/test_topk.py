@@ -8,9 +8,8 @@ import pytest
 import torch
 from divergence_references import INF, NAN, SOFT, kl, mean, soft
 
-from shared_core.distillation.losses.divergences import kd_loss
+from shared_core.distillation.losses.divergences import kd_loss, kd_topk_sum
 from shared_core.distillation.losses.softened_pair import mean_of
-from shared_core.distillation.losses.topk import kd_topk_sum
 from shared_core.errors import ConfigError
 
 

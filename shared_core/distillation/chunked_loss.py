@@ -15,33 +15,27 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
-from eff_kernels._triton.launch import compiles_for, is_plain
 from eff_kernels.distillation import DIVERGENCES as FUSED
-from eff_kernels.distillation import arithmetic_dtype, kd_rows, kd_rows_, tile_rows
+from eff_kernels.distillation import arithmetic_dtype, tile_rows
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shared_core.distillation.chunked.autograd import (
+from shared_core.distillation.chunked_autograd import (
     ChunkedDistillation,
     Head,
     HeadGradients,
     Terms,
-    check_first_backward,
     even_rows,
-    graph_is_kept,
-    multiplied,
     product,
     rows_in_budget,
 )
-from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
+from shared_core.distillation.losses.divergences import without_ends
 from shared_core.distillation.losses.softened_pair import (
     check_fraction,
     check_mask,
     check_temperature,
-    counted_rows,
     mean_of,
 )
-from shared_core.distillation.task_gradient import HardTerm
 from shared_core.errors import ConfigError
 
 HeadLike = nn.Module | Tensor | tuple[Tensor, Tensor | None]
@@ -498,138 +492,3 @@ def _capped(logits: Tensor, softcap: float) -> Tensor:
 
 def _in(weight: Tensor | None, like: Tensor) -> Tensor | None:
     return None if weight is None else weight.to(like)
-
-
-SMALLEST = 1 << 19
-"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU); where a kernel
-takes all rows at once, none are too few."""
-
-
-def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
-    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
-    return (
-        divergence in FUSED
-        and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))
-        and torch.is_grad_enabled()
-        # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
-        # compiled graphs and functorch need autograd's own operations.
-        and student.requires_grad
-        and is_plain(student)
-        and is_plain(teacher)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def divergence_sum(
-    divergence: str,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float,
-    softened: bool = False,
-    hard: HardTerm | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits."""
-    options["temperature"] = temperature
-    if fits_fused_sum(divergence, student, teacher):
-        # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
-        return fused_sum(divergence, student, teacher * temperature if softened else teacher, hard=hard, **options)
-    if softened:
-        return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
-    return DIVERGENCES[divergence](student, teacher, **options)
-
-
-def fused_sum(
-    divergence: str,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    scale_by_temperature: bool = True,
-    beta: float = 0.5,
-    hard: HardTerm | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
-
-    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save.
-
-    Args:
-        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
-        student: ``(..., C)``, any float dtype.
-        teacher: ``(..., C)``, any float dtype and device; no gradient flows through it.
-        temperature: T, finite and > 0.
-        mask: ``(...)`` bool, True = the row counts; None: all.
-        scale_by_temperature: Multiply by T².
-        beta: β of ``"jsd"``, in [0, 1].
-        hard: A cross-entropy whose gradient, times its ratio, is to be added to that of the sum.
-
-    Returns:
-        The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
-
-    Example:
-        >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
-        >>> total, count = fused_sum("forward_kl", student, teacher, temperature=1.0)
-        >>> total.backward()
-        >>> round(total.item(), 4), count.item(), student.grad[0]
-        (0.9834, 3, tensor([-0.3808,  0.3808]))
-    """
-    check_temperature(divergence, temperature)
-    check_fraction(divergence, "beta", beta)
-    divergence = without_ends(divergence, beta)
-    check_mask(divergence, mask, tuple(student.shape[:-1]))
-    # The mask is applied below, by index: boolean indexing here would copy both sides first.
-    rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
-    labels, ratio = (None, 0.0) if hard is None else (hard.labels, hard.ratio)
-    places = None
-    if mask is not None:  # found once: on a GPU the host waits for it, unless it knows how many there are
-        flat = mask.to(student.device).flatten()
-        places = (flat.nonzero() if hard is None else torch.nonzero_static(flat, size=hard.count)).squeeze(1)
-        count = torch.full_like(count, len(places))
-    # The kernel multiplies by T² itself; without scaling its inverse takes that out.
-    factor = 1.0 if scale_by_temperature else temperature**-2
-    rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
-    terms = labels, temperature, factor, ratio, divergence, beta
-    # `student` carries the graph, `rows` its detached values.
-    total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
-    return total, count
-
-
-class _FusedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        places: Tensor | None,
-        terms: tuple[Tensor | None, float, float, float, str, float],
-    ) -> Tensor:
-        labels, temperature, factor, *_ = terms
-        with torch.autocast(student.device.type, enabled=False):
-            if places is None:
-                soft, _, gradient = kd_rows(rows, targets, *terms)
-            else:
-                # What is chosen is a copy, and can become the gradient.
-                gradient = rows.index_select(0, places).to(arithmetic_dtype(student.dtype, temperature))
-                labels = None if labels is None else labels.index_select(0, places)
-                soft, _ = kd_rows_(gradient, targets.index_select(0, places), labels, *terms[1:])
-        ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
-        total: Tensor = soft.sum() * factor
-        return total.to(arithmetic_dtype(student.dtype, 1.0))
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_backward("distill", ctx.gradient)
-        kept = graph_is_kept()
-        gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
-        if not kept:
-            ctx.gradient = None
-        if ctx.places is not None:
-            # Rows that do not count get gradient 0: the compact (rows that count, C) gradient is put back in its
-            # places.
-            whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
-            gradient = whole.index_copy_(0, ctx.places, gradient)
-        return gradient.view(ctx.shape), *[None] * 4
