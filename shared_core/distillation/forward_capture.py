@@ -123,7 +123,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         None if name in FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
-    accepted = _keywords(teacher)
+    accepted = keywords_of(teacher)
     kwargs = {
         name: _on(value, like)
         for name, value in forward.kwargs.items()
@@ -300,7 +300,7 @@ def _positional_names(module: nn.Module) -> list[str]:
     return _names_of(module)[0]
 
 
-def _keywords(module: nn.Module) -> set[str] | None:
+def keywords_of(module: nn.Module) -> set[str] | None:
     """Return the keywords that forward takes, None for any."""
     return _names_of(module)[1]
 
