@@ -65,18 +65,13 @@ class Distillation(Adapter):
         columns = getattr(data, "column_names", None)
         if columns is None and isinstance(data, list | tuple) and data and isinstance(data[0], Mapping):
             columns = list(data[0])
+        rule = remedy = ""
         if isinstance(columns, list) and self.field not in columns:
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be a column of the training data, got {self.field!r}",
-                f"they have {', '.join(columns)}",
-            )
-        if self._trainer.label_names and "labels" not in self._trainer.label_names:
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be none where labels are called {', '.join(self._trainer.label_names)}, not "
-                f"labels, got {self.field!r}",
-            )
+            rule, remedy = "a column of the training data", f"they have {', '.join(columns)}"
+        elif (names := self._trainer.label_names) and "labels" not in names:
+            rule = f"none where labels are called {', '.join(names)}, not labels"
+        if rule:
+            raise ConfigError("distill", f"unlabelled_field must be {rule}, got {self.field!r}", remedy)
 
     def _keep_column(self, method: Callable[..., None]) -> None:
         """Fill the trainer's list of columns that it does not drop."""
@@ -163,64 +158,53 @@ class Distillation(Adapter):
 
     def check(self) -> None:
         """Refuse a trainer or a model that computes other logits than those of the batch, or none."""
-        trainer, chunked = self._trainer, self._window.lacks_logits
-        self._check_trl()
+        owner, config = loss_of_trl(self._trainer), self.technique.config
+        if owner == "RewardTrainer" and config.divergence != "logit_mse":
+            rule = f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}"
+            raise ConfigError("distill", rule)
+        if owner in (None, "SFTTrainer", "RewardTrainer"):
+            self.technique.fuses_head = fuses_head(self._trainer)
+        for rule, remedy in self._misfits(owner):
+            raise CompatibilityError("distill", rule, remedy)
+
+    def _misfits(self, owner: str | None) -> Iterator[tuple[str, str]]:
+        """Yield what no soft term can join: of TRL's trainers, losses of their own; PEFT's prompts; lacking logits."""
+        trainer, config = self._trainer, self.technique.config
+        fuses, chunked = self.technique.fuses_head, self._window.lacks_logits
+        if owner not in (None, "SFTTrainer", "RewardTrainer"):
+            own = hasattr(trainer, "teacher_model")
+            yield (
+                f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
+                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
+                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
+            )
+        if fuses and (config.mutual or config.student is not None):
+            yield (
+                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
+                f"whole model, got {'mutual' if config.mutual else config.student}",
+                "train with transformers' own Trainer",
+            )
+        if fuses and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            got = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+            yield f"TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got {got}", "use DDP"
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
         if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
-            raise CompatibilityError(
-                "distill",
+            yield (
                 f"logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
                 f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees",
                 "take prefix tuning or LoRA",
             )
         if chunked and trainer.label_smoother is not None:
-            raise CompatibilityError(
-                "distill",
+            yield (
                 f"label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: the "
                 "trainer smooths the log-probabilities of all classes, which do not exist",
                 "drop one of the two",
             )
-        if (chunked or self.technique.fuses_head) and trainer.args.torch_compile:
-            raise CompatibilityError(
-                "distill",
+        if (chunked or fuses) and trainer.args.torch_compile:
+            yield (
                 "torch_compile must be False with chunked and TRL's SFTTrainer, got True: a compiled head computes "
                 "logits",
                 "drop one of the two",
-            )
-
-    def _check_trl(self) -> None:
-        """Refuse a trainer of TRL whose loss no soft term can join, and find out whether it fuses its head."""
-        trainer, owner = self._trainer, loss_of_trl(self._trainer)
-        if owner not in (None, "SFTTrainer", "RewardTrainer"):
-            own = hasattr(trainer, "teacher_model")
-            raise CompatibilityError(
-                "distill",
-                f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
-                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
-                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
-            )
-        config = self.technique.config
-        if owner == "RewardTrainer" and config.divergence != "logit_mse":
-            raise ConfigError(
-                "distill",
-                f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}",
-            )
-        self.technique.fuses_head = fuses = fuses_head(trainer)
-        if not fuses:
-            return
-        if config.mutual or config.student is not None:
-            raise CompatibilityError(
-                "distill",
-                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
-                f"whole model, got {'mutual' if config.mutual else config.student}",
-                "train with transformers' own Trainer",
-            )
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise CompatibilityError(
-                "distill",
-                "TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got "
-                f"{'FSDP' if trainer.is_fsdp_enabled else 'DeepSpeed'}",
-                "use DDP",
             )
 
 
@@ -254,18 +238,12 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
         except Exception as error:  # transformers, safetensors and the Hub client each raise their own
             if not trust_remote_code and _TRUST in str(error):
                 raise _untrusted(name) from error
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                "distill", f"teacher must be a readable model folder or Hub name, got {name!r}: {first_line[:300]}"
-            ) from error
-    lacking = [*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])]
+            rule = f"teacher must be a readable model folder or Hub name, got {name!r}: {_first_line(error)}"
+            raise CheckpointError("distill", rule) from error
+    lacking = sorted([*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])])
     if lacking:
-        raise CheckpointError(
-            "distill",
-            f"teacher's files must hold every weight, got {name!r} without {sorted(lacking)[0]} ({len(lacking)} in "
-            "all)",
-            "it would teach from random weights",
-        )
+        rule = f"teacher's files must hold every weight, got {name!r} without {lacking[0]} ({len(lacking)} in all)"
+        raise CheckpointError("distill", rule, "it would teach from random weights")
     check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
     return teacher.to(device)  # type: ignore[no-any-return]
 
@@ -276,13 +254,15 @@ def empty_model(name: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked
     except Exception as error:  # transformers and the Hub client each raise their own
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            "distill", f"teacher must have a readable config.json, got {name!r}: {first_line[:300]}"
-        ) from error
+        rule = f"teacher must have a readable config.json, got {name!r}: {_first_line(error)}"
+        raise CheckpointError("distill", rule) from error
     with torch.device("meta"):
         model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _is_composed(student: nn.Module) -> bool:
@@ -297,17 +277,13 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
     written = path / "config_sentence_transformers.json"
     told: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
     if (theirs := told.get("model_type", ours)) != ours:
-        raise CheckpointError(
-            "distill", f"teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}"
-        )
+        rule = f"teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}"
+        raise CheckpointError("distill", rule)
     if ours == "CrossEncoder" and not (path / "modules.json").is_file():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be drawn
-            raise CheckpointError(
-                "distill",
-                f"teacher must be a {ours}, got {name!r} of {config.architectures}",
-                "it would teach from random weights",
-            )
+            rule = f"teacher must be a {ours}, got {name!r} of {config.architectures}"
+            raise CheckpointError("distill", rule, "it would teach from random weights")
     device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
     place = str(path) if path.exists() else name
     teacher: nn.Module = kind(place, device=device, trust_remote_code=trust_remote_code)
@@ -317,15 +293,14 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
 def _check_path(name: str, *files: str) -> None:
     path = Path(name).expanduser()
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name
-    if path.exists():
-        if not any((path / file).is_file() for file in files):
-            raise CheckpointError(
-                "distill",
-                f"teacher must be a folder with {' or '.join(files)}, got {name!r} without",
-                "give the folder that save_model or save_pretrained wrote",
-            )
-    elif looks_like_path:
-        raise CheckpointError("distill", f"teacher must be an existing folder or a Hub name, got {name!r}")
+    rule = remedy = ""
+    if path.exists() and not any((path / file).is_file() for file in files):
+        rule = f"teacher must be a folder with {' or '.join(files)}, got {name!r} without"
+        remedy = "give the folder that save_model or save_pretrained wrote"
+    elif looks_like_path and not path.exists():
+        rule = f"teacher must be an existing folder or a Hub name, got {name!r}"
+    if rule:
+        raise CheckpointError("distill", rule, remedy)
 
 
 _TRUST = "trust_remote_code"  # what transformers names in its refusal
@@ -356,8 +331,5 @@ def _class_of(config: Any, student: nn.Module, name: str, trust_remote_code: boo
         return kind
     if own:
         raise _untrusted(name)
-    raise CheckpointError(
-        "distill",
-        f"teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}",
-        "load it yourself and pass the object",
-    )
+    rule = f"teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}"
+    raise CheckpointError("distill", rule, "load it yourself and pass the object")

@@ -8,10 +8,9 @@ Cross-entropy of a head's input is computed in the same way. Inputs are checked 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ from shared_core.distillation.losses.divergences import without_ends
 from shared_core.distillation.losses.softened_pair import (
     check_fraction,
     check_mask,
+    check_positive,
     check_temperature,
     mean_of,
 )
@@ -68,33 +68,14 @@ def checked_terms(
 
 def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | None) -> Head:
     """Return a head's weight, bias and type of product, checked against the hidden states that go into it."""
-    name = f"{whose}_head"
-    if isinstance(head, nn.Module):
-        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise ConfigError(
-                _WHERE,
-                f"{name} must be an nn.Linear with its own forward, got {type(head).__name__}",
-                "give the weight and bias that its forward multiplies with and adds",
-            )
-        head = head.weight, head.bias
     weight, bias = head if isinstance(head, tuple) else (head, None)
-    if hasattr(weight, "full_tensor"):
-        raise ConfigError(_WHERE, f"{name} must be whole, got a sharded weight", "call inside unshard() and reshard()")
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
-        got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ConfigError(_WHERE, f"{name} must have a floating point weight (classes, features), got {got}")
-    if not hidden.is_floating_point() or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ConfigError(
-            _WHERE,
-            f"{whose}_hidden must be floating point of shape (..., {weight.shape[1]}), the features of its head, got "
-            f"{hidden.dtype} {tuple(hidden.shape)}",
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ConfigError(_WHERE, f"{name} must have a bias ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if hidden.device != weight.device:
-        raise ConfigError(_WHERE, f"{name} must be on the device of its input, {hidden.device}, got {weight.device}")
-    if softcap is not None and not (0 < softcap < math.inf):
-        raise ConfigError(_WHERE, f"softcap must be finite and above 0, got {softcap}")
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        weight, bias = head.weight, head.bias
+    if wrong := _wrong_head(f"{whose}_head", f"{whose}_hidden", hidden, weight, bias):
+        raise ConfigError(_WHERE, wrong)
+    if softcap is not None:
+        check_positive(_WHERE, "softcap", softcap)
+    weight = cast(Tensor, weight)
     kind, dtype = hidden.device.type, weight.dtype
     # as autocast itself, which leaves float64 alone
     if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, hidden.dtype):
@@ -103,23 +84,36 @@ def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | No
     return Head(weight, bias, dtype, weight.shape[0], softcap or 0.0)
 
 
+def _wrong_head(name: str, its_input: str, hidden: Tensor, weight: Any, bias: Tensor | None) -> str:
+    if isinstance(weight, nn.Module):
+        remedy = "give the weight and bias that its forward multiplies with and adds"
+        return f"{name} must be an nn.Linear with its own forward, got {type(weight).__name__}; {remedy}"
+    if hasattr(weight, "full_tensor"):
+        return f"{name} must be whole, got a sharded weight; call inside unshard() and reshard()"
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        return f"{name} must have a floating point weight (classes, features), got {got}"
+    classes, features = weight.shape
+    if not hidden.is_floating_point() or hidden.dim() < 1 or hidden.shape[-1] != features:
+        rule = f"{its_input} must be floating point of shape (..., {features}), the features of its head"
+        return f"{rule}, got {hidden.dtype} {tuple(hidden.shape)}"
+    if bias is not None and tuple(bias.shape) != (classes,):
+        return f"{name} must have a bias ({classes},), got {tuple(bias.shape)}"
+    if hidden.device != weight.device:
+        return f"{name} must be on the device of its input, {hidden.device}, got {weight.device}"
+    return "" if classes else f"{name} must have classes, got none"
+
+
 def with_same_classes(student: Head, teacher: Head, vocab_size: int | None) -> tuple[Head, Head]:
     """Return both heads with the number of classes that count."""
     sizes = student.classes, teacher.classes
     if vocab_size is None and sizes[0] != sizes[1]:
-        raise ConfigError(
-            _WHERE,
-            f"teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}",
-            "with one tokenizer and padded vocabularies give the tokenizer's size as vocab_size",
-        )
+        rule = f"teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}"
+        remedy = "with one tokenizer and padded vocabularies give the tokenizer's size as vocab_size"
+        raise ConfigError(_WHERE, rule, remedy)
     if vocab_size is not None and not 0 < vocab_size <= min(sizes):
-        raise ConfigError(
-            _WHERE,
-            f"vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} classes, "
-            f"got {vocab_size}",
-        )
-    if min(sizes) == 0:
-        raise ConfigError(_WHERE, "student_head must have classes, got none")
+        rule = f"vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} classes"
+        raise ConfigError(_WHERE, f"{rule}, got {vocab_size}")
     classes = vocab_size or sizes[0]
     return replace(student, classes=classes), replace(teacher, classes=classes)
 
@@ -140,11 +134,8 @@ def checked_rows(
     kept, labelled = None if mask is None else mask.to(device).reshape(-1), 0
     if labels is not None:
         if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != shape:
-            raise ConfigError(
-                _WHERE,
-                f"labels must be integers of shape {shape}, one for each row of student_hidden, got {labels.dtype} of "
-                f"shape {tuple(labels.shape)}",
-            )
+            rule = f"labels must be integers of shape {shape}, one for each row of student_hidden"
+            raise ConfigError(_WHERE, f"{rule}, got {labels.dtype} of shape {tuple(labels.shape)}")
         labels = labels.to(device).reshape(-1).long()
         ignored = labels == ignore_index
         # Out-of-range labels would read outside the buffer on a GPU.
@@ -152,11 +143,8 @@ def checked_rows(
         kept = ~ignored if kept is None else kept
         refused, number, labelled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
         if refused:
-            wrong = labels[~ignored]
-            raise ConfigError(
-                _WHERE,
-                f"labels must be in 0 to {classes - 1} or {ignore_index}, got {int(wrong.min())} to {int(wrong.max())}",
-            )
+            got = "{} to {}".format(*map(int, labels[~ignored].aminmax()))
+            raise ConfigError(_WHERE, f"labels must be in 0 to {classes - 1} or {ignore_index}, got {got}")
         labels = labels.masked_fill(ignored, -1)
     elif kept is not None:
         number = int(kept.sum())
@@ -172,8 +160,8 @@ def checked_chunk_rows(
     """Return the rows of a chunk: as given, or what the budget holds."""
     if chunk_rows is not None and (isinstance(chunk_rows, bool) or chunk_rows < 1):
         raise ConfigError(_WHERE, f"chunk_rows must be at least 1, got {chunk_rows}")
-    if budget_mib is not None and not 0 < budget_mib < math.inf:
-        raise ConfigError(_WHERE, f"budget_mib must be finite and above 0, got {budget_mib}")
+    if budget_mib is not None:
+        check_positive(_WHERE, "budget_mib", budget_mib)
     budget = None if budget_mib is None else int(budget_mib * 2**20)
     # Both buffers have as many rows, so the wider dtype decides.
     wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
@@ -325,10 +313,8 @@ def _sums(
     student, teacher = with_same_classes(student, teacher, vocab_size)
     shape = tuple(student_hidden.shape[:-1])
     if shape != tuple(teacher_hidden.shape[:-1]):
-        raise ConfigError(
-            _WHERE,
-            f"teacher_hidden must have the rows of student_hidden, {shape}, got {tuple(teacher_hidden.shape[:-1])}",
-        )
+        got = tuple(teacher_hidden.shape[:-1])
+        raise ConfigError(_WHERE, f"teacher_hidden must have the rows of student_hidden, {shape}, got {got}")
     labels, rows, labelled = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
@@ -367,26 +353,10 @@ class CrossEntropyTerms:
 def chunked_cross_entropy_rows(
     hidden: Tensor, head: Head, targets: Tensor, terms: CrossEntropyTerms, chunk_rows: int
 ) -> Tensor:
-    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give.
+    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give, ``(rows,)``.
 
     Chunks are computed again in backward, so that no gradient of the head exists before it, and none at all where the
-    loss is only looked at.
-
-    Args:
-        hidden: ``(rows, features)``, any float dtype.
-        head: Its weight and bias get gradients.
-        targets: int64 ``(rows,)``, the class of each.
-        terms: Weights of classes and label smoothing.
-        chunk_rows: At most so many rows of logits exist at a time, and scratch for a sixteenth of them.
-
-    Returns:
-        ``(rows,)``, float32 (float64 if the logits are).
-
-    Example:
-        >>> weight = torch.zeros(4, 2)
-        >>> head = Head(weight, None, weight.dtype, 4, 0.0)
-        >>> chunked_cross_entropy_rows(torch.ones(1, 2), head, torch.tensor([3]), CrossEntropyTerms(), 8)
-        tensor([1.3863])
+    loss is only looked at. At most `chunk_rows` rows of logits exist at a time, and scratch for a sixteenth of them.
     """
     rows: Tensor = _CrossEntropyRows.apply(hidden, head.weight, head.bias, targets, head, terms, chunk_rows)  # type: ignore[no-untyped-call]
     return rows

@@ -74,11 +74,8 @@ class StudentBatch:
 
     def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
         """Return which rows of the logits count, True = it does; None for all of them."""
-        numbers = (
-            isinstance(self.labels, Tensor) and self.labels.is_floating_point()
-        )  # regression, multi-label: no -100
-        if not of_classes and numbers:
-            return None
+        if not of_classes and isinstance(self.labels, Tensor) and self.labels.is_floating_point():
+            return None  # regression, multi-label: no -100
         mask = self.inputs.get("attention_mask")
         return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
 
@@ -131,9 +128,8 @@ class Comparison:
         config = self.config
         divergence = divergence_of(outputs.kind, config.divergence, outputs.parts[0].shape[-1])
         if config.confidence and not is_of_classes(divergence):
-            raise ConfigError(
-                "distill", f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
-            )
+            rule = f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
+            raise ConfigError("distill", rule)
         if outputs.kind != LOGITS:
             self.told |= {"outputs": outputs.kind, "divergence": divergence}
         return divergence
@@ -207,9 +203,8 @@ class CachedComparison(Comparison):
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
         if (kind := kind_ahead(student, config.logits, "student")) in (SPANS, EMBEDDINGS):
-            raise ConfigError(
-                "distill", f"teacher must not be cached for {kind}, as a cache holds classes", "give the model"
-            )
+            rule = f"teacher must not be cached for {kind}, as a cache holds classes"
+            raise ConfigError("distill", rule, "give the model")
         ours = num_classes(student)
         if config.vocab_size is not None and ours is not None:
             check_sizes(ours, config.vocab_size, config.vocab_size)
@@ -251,15 +246,7 @@ def difference(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a divergence over the rows that count, and their number.
 
-    Args:
-        config: The other options.
-        divergence: What `divergence_of` returned.
-        student: ``(..., classes)``, or embeddings.
-        teacher: The same; log-probabilities at `temperature` if `softened`.
-        mask: Which rows count, None for all.
-        temperature: Of both.
-        softened: What `teacher` holds.
-        hard: As in `divergence_sum`.
+    The teacher's are ``(..., classes)`` as the student's, or embeddings; log-probabilities at this T if `softened`.
     """
     if divergence == "cosine":
         return hidden_cosine_sum(student, teacher, mask=mask)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -87,22 +87,17 @@ class Made:
 
 
 class DeferredLogits(Tensor):
-    """A head's output in place of logits: their shape, type and device, and no numbers.
+    """A head's output in place of logits: their shape ``(..., classes)``, type and device, and no numbers.
 
     Casts, reshapes, choices of rows, scalars, class biases and soft-caps are remembered; cross-entropy is computed in
     chunks of rows; everything else is an error, for it would need the numbers.
-
-    Args:
-        made: How they would be computed.
-        shape: ``(..., classes)``.
-        dtype: What a cast made of them.
-        budget: Bytes of logits that may exist at a time; None: as `rows_in_budget`.
-        channels_first: Whether classes are dimension 1.
     """
 
     made: Made
     budget: int | None
+    """Bytes of logits that may exist at a time, as of `rows_in_budget`."""
     channels_first: bool
+    """Whether classes are dimension 1."""
 
     @staticmethod
     def __new__(
@@ -240,12 +235,9 @@ class DeferredLogits(Tensor):
         # As torch: class indices in the logits' shape without classes. Probabilities as targets need all classes of a
         # row.
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
-            raise ConfigError(
-                "distill",
-                "with chunked, cross_entropy's target must be class indices, one for each of the logits' rows "
-                f"{lead}, got {target.dtype} {tuple(target.shape)}",
-                "flatten both to (rows, classes) and (rows,)",
-            )
+            rule = f"class indices, one for each of the logits' rows {lead}, got {target.dtype} {tuple(target.shape)}"
+            remedy = "flatten both to (rows, classes) and (rows,)"
+            raise ConfigError("distill", f"with chunked, cross_entropy's target must be {rule}", remedy)
         if size_average is not None or reduce is not None:
             raise _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
         hidden, head, softcap = self.made.operands()
@@ -320,32 +312,34 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     """Return a model's output head, able to defer from now on; parameters and keys stay as they are."""
     # A wrapper (PEFT, encoder-decoder) and the model inside both define it; they name one head, so count by identity.
     asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
-    heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}
-    if len(heads) != 1:
-        raise ConfigError(
-            "distill",
-            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
-            f"{type(model).__name__}",
-            "define that method to return the nn.Linear that makes the logits",
-        )
-    (head,) = heads.values()
-    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
-    changed = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-    if type(head) is not nn.Linear or changed:
-        got = f"{type(head).__name__}{' with a forward or hooks put on it' if changed else ''}"
-        raise ConfigError(
-            "distill",
-            f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {got}",
-            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
-        )
-    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
-           for part in model.modules()):  # fmt: skip
-        raise ConfigError("distill", f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile")
+    heads = [*{id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}.values()]
+    for rule, remedy in _not_deferrable(model, whose, heads):
+        raise ConfigError("distill", rule, remedy)
+    (head,) = heads
     # A class swap: the module object, its parameters, their names and every reference to it stay the same.
     head.__class__ = DeferringLinear
     deferring = cast("DeferringLinear", head)
     deferring.when, deferring.budget = "never", budget
     return deferring
+
+
+def _not_deferrable(model: nn.Module, whose: str, heads: list[Any]) -> Iterator[tuple[str, str]]:
+    if len(heads) != 1:
+        yield (
+            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
+            f"{type(model).__name__}",
+            "define that method to return the nn.Linear that makes the logits",
+        )
+    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
+    changed = "forward" in vars(heads[0]) or heads[0]._forward_hooks or heads[0]._forward_pre_hooks
+    if type(heads[0]) is not nn.Linear or changed:
+        yield (
+            f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {type(heads[0]).__name__}"
+            f"{' with a forward or hooks put on it' if changed else ''}",
+            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
+        )
+    if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in model.modules()):
+        yield f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile"
 
 
 def make_stock(head: DeferringLinear) -> None:

@@ -66,19 +66,12 @@ class WatchedPairs:
             found, target = ours.take(), theirs.take()
             if found is None or target is None:
                 whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
-                raise TrainingError(
-                    "distill", f"{self._option} module {name} of the {whose} must run in every forward, and did not"
-                )
+                rule = f"{self._option} module {name} of the {whose} must run in every forward, and did not"
+                raise TrainingError("distill", rule)
             yield names, found.output, target
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
-        """Return the sum over pairs for the latest forward.
-
-        Args:
-            mask: Which positions count in the loss; None: one for each example.
-            inputs: The student's, whose attention masks tell padding.
-            normalise: As of `shared_core.engine.technique.Context`.
-        """
+        """Return the sum over pairs for the latest forward; `mask`: which positions the loss counts, None: examples."""
         raise NotImplementedError
 
     def check_shards(self, student: nn.Module) -> None:
@@ -101,13 +94,8 @@ class WatchedPairs:
 def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return which positions of features count: those of the loss where it has the same, else all but padding.
 
-    Args:
-        shape: ``(B, ...)``, that of the features without their width.
-        counted: ``(B,)`` or ``(B, S)`` bool, the positions of the loss; None: one for each example.
-        inputs: The student's; an attention mask of this shape tells padding.
-
-    Returns:
-        ``shape`` bool; None: all count, or nothing tells.
+    Of features of a shape ``(B, ...)`` without their width; None: all count, or nothing tells. `counted`, ``(B,)`` or
+    ``(B, S)``, are the positions of the loss, None: one for each example.
     """
     # Features may have another length than the logits (encoder and decoder): the padding mask of that length serves
     # then.
@@ -125,12 +113,7 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
 
     Where an example has one position in the loss and many here (tokens of a classifier, pixels), or others (an
     encoder's), its mean over its real ones stands for each position that it has in the loss. So padding adds nothing,
-    and the sum is averaged as the trainer averages its loss.
-
-    Args:
-        distances: ``(B, ...)``, finite.
-        real: What `real_positions` returned for their shape.
-        counted: As there.
+    and the sum is averaged as the trainer averages its loss. `real` and `counted` are those of `real_positions`.
 
     Example:
         >>> distances = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
@@ -395,24 +378,20 @@ class HiddenPairs(WatchedPairs):
             # `total` is of this process's examples; over `count` it is the mean loss, times positions what the
             # trainer divides.
             return normalise(total / count.clamp(min=1) * positions, positions)
+        wrong = remedy = ""
         if index in self._projections:
             # W: (teacher's width, student's width), FitNets' regressor without a bias.
-            weight = self._projections[index]
-            if features.shape[-1] != weight.shape[1]:  # of an activation inside a block, say
-                raise ConfigError(
-                    "distill",
-                    f"hidden features of {names[0]} must have the width of the layer registered last before them, "
-                    f"{weight.shape[1]}, got {features.shape[-1]}",
-                    "name the layer or the block that gives them out",
-                )
-            features = F.linear(features, weight)
-        if features.shape != targets.shape:
-            raise ConfigError(
-                "distill",
-                f"hidden features of {names[0]} must have the teacher's shape {tuple(targets.shape)}, got "
-                f"{tuple(features.shape)}",
-                "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples",
-            )
+            weight, width = self._projections[index], features.shape[-1]
+            if width == weight.shape[1]:
+                features = F.linear(features, weight)
+            else:  # of an activation inside a block, say
+                wrong = f"the width of the layer registered last before them, {weight.shape[1]}, got {width}"
+                remedy = "name the layer or the block that gives them out"
+        if not wrong and features.shape != targets.shape:
+            wrong = f"the teacher's shape {tuple(targets.shape)}, got {tuple(features.shape)}"
+            remedy = "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples"
+        if wrong:
+            raise ConfigError("distill", f"hidden features of {names[0]} must have {wrong}", remedy)
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
         distance = hidden_mse if self._kind == "mse" else hidden_cosine

@@ -28,23 +28,18 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
         >>> chosen_layers("last", 2, 12), chosen_layers("0, 5", 2, 12)
         ([10, 11], [0, 5])
     """
-    if layers in (EVEN, "first", "last"):
-        if student > teacher:
-            raise ConfigError(
-                "distill",
-                f"init_layers must be numbers for a student with more layers than its teacher, got {layers!r} with "
-                f"{student} and {teacher} layers",
-            )
-        if layers == EVEN:
-            # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
-            return [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
-        return list(range(student) if layers == "first" else range(teacher - student, teacher))
-    numbers = parse_layers(layers)
-    if len(numbers) != student or max(numbers) >= teacher:
+    if layers == EVEN:
+        # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
+        numbers = [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
+    elif layers in ("first", "last"):
+        numbers = list(range(student) if layers == "first" else range(teacher - student, teacher))
+    else:
+        numbers = parse_layers(layers)
+    if len(numbers) != student or max(numbers) >= teacher or (student > teacher and layers in (EVEN, "first", "last")):
         raise ConfigError(
             "distill",
             f"init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), one for each of "
-            f"the student's, got {layers!r}",
+            f"the student's, in numbers where it has more, got {layers!r}",
         )
     return numbers
 
@@ -104,11 +99,9 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         elif stack is None:
             left.append(name)
         else:
-            found = (
-                "none of that name"
-                if source is None
-                else f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
-            )
+            found = "none of that name"
+            if source is not None:
+                found = f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
             raise ConfigError(
                 "distill",
                 f"init_layers needs layers of the student's widths, got {found} in the teacher for {name} "

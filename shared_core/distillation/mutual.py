@@ -466,15 +466,13 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):
+        wrong = ""
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError("distill", f"peers must have weights that train, got none in peer {number}")
-        if any(_same(module, other) for other in [model, *modules[: number - 1]]):
-            raise ConfigError(
-                "distill",
-                f"peers must differ from the student and each other, but peer {number} has the same weights as "
-                "another student",
-                "draw its weights from another seed",
-            )
+            wrong = f"have weights that train, got none in peer {number}"
+        elif any(_same(module, other) for other in [model, *modules[: number - 1]]):
+            wrong = f"differ, but peer {number} has the same weights as another student; draw them from another seed"
+        if wrong:
+            raise ConfigError("distill", f"peers must {wrong}")
     return Peers(modules, config.student or "")
 
 

@@ -159,21 +159,18 @@ def _check_tokens(ours: dict[str, int], theirs: dict[str, int], teacher: str) ->
 
 def _check_tokens_known(ours: int, theirs: int, vocabulary: dict[str, int] | None, teacher: str) -> None:
     """Refuse a teacher whose embedding lacks tokens that the student's inputs may hold."""
-    if vocabulary is not None:
-        needed = min(max(vocabulary.values()) + 1, ours)
-        if theirs < needed:
-            raise ConfigError(
-                "distill",
-                f"teacher must know the student's {needed} tokens, got {teacher!r} with {theirs}",
-                "add them to it (resize_token_embeddings), or take them out of the student's tokenizer",
+    needed = ours if vocabulary is None else min(max(vocabulary.values()) + 1, ours)
+    if theirs < needed or (vocabulary is None and theirs != ours):
+        verb = "have" if vocabulary is None else "know"
+        rule = f"teacher must {verb} the student's {needed} tokens, got {teacher!r} with {theirs}"
+        remedy = "add them to it (resize_token_embeddings), or take them out of the student's tokenizer"
+        if vocabulary is None:
+            rule += ", and no tokenizers that would tell whether only padding differs"
+            remedy = (
+                "give the Trainer the student's as processing_class and save the teacher's in its folder. With another "
+                f"tokenizer {_WAY_OUT}"
             )
-    elif ours != theirs:
-        raise ConfigError(
-            "distill",
-            f"teacher must have the student's vocabulary of {ours} tokens, got {teacher!r} with {theirs}, and no "
-            "tokenizers that would tell whether only padding differs. Give the Trainer the student's as "
-            f"processing_class and save the teacher's in its folder. With another tokenizer {_WAY_OUT}",
-        )
+        raise ConfigError("distill", rule, remedy)
 
 
 def _text_model(module: nn.Module) -> Any:

@@ -52,14 +52,9 @@ class HardTerm:
 
 
 def hard_term(task: TaskLoss, found: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> HardTerm | None:
-    """Return the cross-entropy that a task loss is; None if rows without a soft term have labels.
+    """Return the cross-entropy that a task loss is, as `cross_entropy_of` found it.
 
-    The host waits for the device once.
-
-    Args:
-        task: The loss.
-        found: Labels and factor, as `cross_entropy_of` returns them.
-        mask: Which rows have a soft term, None for all.
+    None if rows without a soft term (that are not in `mask`) have labels. The host waits for the device once.
     """
     if found is None:
         return None
@@ -225,14 +220,7 @@ class Task:
 
 
 def routed(value: Tensor, other: Tensor, weight: Tensor | float) -> Tensor:
-    """Return a scalar whose gradient goes to itself and, times `weight`, to `other`.
-
-    Example:
-        >>> value, other = torch.tensor(3.0, requires_grad=True), torch.tensor([5.0, 7.0], requires_grad=True)
-        >>> routed(value, other, torch.tensor([1.0, 2.0])).backward()
-        >>> value.grad, other.grad
-        (tensor(1.), tensor([1., 2.]))
-    """
+    """Return a scalar whose gradient goes to itself and, times `weight`, to `other`."""
     result: Tensor = _Routed.apply(value, other, weight)  # type: ignore[no-untyped-call]
     return result
 
@@ -313,20 +301,8 @@ def fused_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
 
-    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save.
-
-    Args:
-        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
-        student: ``(..., C)``, any float dtype.
-        teacher: ``(..., C)``, any float dtype and device; no gradient flows through it.
-        temperature: T, finite and > 0.
-        mask: ``(...)`` bool, True = the row counts; None: all.
-        scale_by_temperature: Multiply by T².
-        beta: β of ``"jsd"``, in [0, 1].
-        hard: A cross-entropy whose gradient, times its ratio, is to be added to that of the sum.
-
-    Returns:
-        The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
+    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save. That of
+    `hard`, a cross-entropy, is added to it, times its ratio.
 
     Example:
         >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)

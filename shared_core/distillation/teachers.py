@@ -40,17 +40,7 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
     ``int8`` (one scale a row, torchao) and ``nf4`` (64 weights a scale, bitsandbytes) are of linear layers alone, but
     for the output head; what else there is stays as it was saved.
 
-    Args:
-        teacher: Any model; its parameters are frozen.
-        dtype: Of its weights.
-
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
-
-    Example:
-        >>> teacher = nn.Linear(2, 2)
-        >>> change_dtype_(teacher, "bfloat16")
-        >>> teacher.weight.dtype
-        torch.bfloat16
     """
     if dtype == "as_saved":
         return
@@ -76,12 +66,7 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is of floating point and not packed by a library.
-
-    Example:
-        >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, dtype=torch.int8))
-        (True, False)
-    """
+    """Return whether a weight is of floating point and not packed by a library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
 
 
@@ -105,16 +90,6 @@ def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
 
     Each layer of a stack (``nn.ModuleList``) is gathered by itself, like the rest of the model. A teacher that is
     sharded already, or quantised, stays as it is. Products are made in the student's dtype.
-
-    Args:
-        teacher: A whole model, on every process.
-        student: Sharded by FSDP2, or not.
-
-    Example:
-        >>> teacher = nn.Linear(2, 2)
-        >>> shard_like_(teacher, nn.Linear(2, 2))
-        >>> type(teacher).__name__
-        'Linear'
     """
     mesh = next((part.device_mesh for part in student.parameters() if isinstance(part, DTensor)), None)
     # packed weights have no rows to share: every process holds them, as they are few
@@ -147,9 +122,7 @@ _ALIKE_IN_BOTH_MODES = frozenset(
 class Teachers:
     """Frozen models outside of the student: in no state dict, no optimizer, always in eval mode.
 
-    Args:
-        modules: The models; their parameters are set to ``requires_grad=False``.
-        weights: How much each counts; empty for equally.
+    `weights` tell how much each counts; empty for equally.
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
@@ -323,13 +296,6 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
     Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
     original's.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2)
-        >>> model.forward = torch.compile(model.forward, backend="eager")
-        >>> "forward" in vars(copied(model))
-        False
     """
     refuse_scripted(model, "distill")
     for name, module in model.named_modules():

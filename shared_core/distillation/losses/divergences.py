@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Protocol, TypedDict, Unpack, get_args, overload
+from typing import Literal, Protocol, Unpack, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from shared_core.distillation.losses.regression import (
     teacher_bounded_mse_sum,
 )
 from shared_core.distillation.losses.softened_pair import (
+    Options,
     check_fraction,
     check_mask,
     check_temperature,
@@ -38,12 +39,7 @@ Softened = Literal["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"]
 
 
 def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """Return one divergence of each row from log-probabilities ``(..., C)`` of both sides, ``(...)``.
-
-    Example:
-        >>> round(softened_rows("forward_kl", torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
-        0.6931
-    """
+    """Return one divergence of each row from log-probabilities ``(..., C)`` of both sides, ``(...)``."""
     one = without_ends(kind, beta)
     if one == "soft_cross_entropy":
         # -Σ p_t log p_s
@@ -70,15 +66,6 @@ def without_ends(kind: str, beta: float) -> str:
 def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
     # terms of probability 0 are taken out before they are multiplied: 0 times an infinite log is NaN
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
-
-
-class Options(TypedDict, total=False):
-    """The options of `divergence` that `reverse_kl` and `jsd` pass on."""
-
-    temperature: float
-    mask: Tensor | None
-    teacher_log_probs: Tensor | None
-    scale_by_temperature: bool
 
 
 @overload
@@ -331,15 +318,7 @@ def mean_teacher(
 
 
 def mean_logits(logits_list: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """Return the weighted mean of the teachers' logits or regression outputs.
-
-    Returns:
-        ``(..., C)`` on the first teacher's device, without gradient, float32 at least.
-
-    Example:
-        >>> mean_logits([torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 0.0])], [3, 1]).tolist()
-        [1.0, 0.0]
-    """
+    """Return the weighted mean of the teachers' logits or regression outputs; arguments as of `mean_teacher`."""
     read = _weighted("mean_logits", logits_list, weights)
     dtype, device = compute_dtype(_widest(read)), read[0][0].device
     return torch.stack([weight * logits.detach().to(device, dtype) for logits, weight in read]).sum(0)
@@ -349,19 +328,16 @@ def _weighted(where: str, logits_list: Sequence[Tensor], weights: Sequence[float
     """Return the teachers whose weight is above 0, with weights that sum to 1."""
     teachers = list(logits_list)
     given = [1.0] * len(teachers) if weights is None else [float(weight) for weight in weights]
-    if not teachers:
-        raise ConfigError(where, "logits_list must hold at least one teacher, got none")
-    if len(given) != len(teachers):
-        raise ConfigError(where, f"weights must be {len(teachers)}, one a teacher, got {len(given)}")
-    if not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
-        raise ConfigError(where, f"weights must be finite and at least 0, not all 0, got {given}")
-    for number, logits in enumerate(teachers):
-        if not logits.is_floating_point() or logits.shape != teachers[0].shape or not logits.ndim:
-            raise ConfigError(
-                where,
-                f"logits_list must hold floating-point tensors (..., classes) of one shape, got {teachers[0].dtype} "
-                f"{tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}",
-            )
+    wrong = ""
+    if not teachers or len(given) != len(teachers):
+        wrong = f"logits_list must hold at least one teacher, weights {len(teachers)}, one a teacher, got {len(given)}"
+    elif not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
+        wrong = f"weights must be finite and at least 0, not all 0, got {given}"
+    elif not all(each.is_floating_point() and each.shape == teachers[0].shape and each.ndim for each in teachers):
+        got = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in teachers)
+        wrong = f"logits_list must hold floating-point tensors (..., classes) of one shape, got {got}"
+    if wrong:
+        raise ConfigError(where, wrong)
     total = sum(given)
     # A teacher of weight 0 is dropped here: log 0 would be -inf, and its NaN must not count.
     return [(logits, weight / total) for logits, weight in zip(teachers, given, strict=True) if weight > 0]
@@ -417,10 +393,12 @@ def kd_topk_sum(
         (0.2662, 1)
     """
     check_temperature("kd_topk", temperature)
+    wrong = _wrong_topk(student_logits, topk_indices, topk_log_probs, tail_mass)
     if divergence not in get_args(Softened):
-        near = nearest(divergence, get_args(Softened))
-        raise ConfigError("kd_topk", f"divergence must be one of them, got {divergence!r}{near}")
-    _check(student_logits, topk_indices, topk_log_probs, tail_mass, mask)
+        wrong = f"divergence must be one of them, got {divergence!r}{nearest(divergence, get_args(Softened))}"
+    if wrong:
+        raise ConfigError("kd_topk", wrong)
+    check_mask("kd_topk", mask, tuple(student_logits.shape[:-1]))
     device = student_logits.device
     topk_indices, topk_log_probs = topk_indices.to(device), topk_log_probs.detach().to(device)
     tail_mass = None if tail_mass is None else tail_mass.detach().to(device)
@@ -443,16 +421,7 @@ def with_tail(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return both sides' log-probabilities of the k classes and, last, of all the others together.
-
-    Returns:
-        The student's and the teacher's ``(..., k + 1)``, float32 or float64. If k is C the last is -inf in both.
-
-    Example:
-        >>> student, teacher = with_tail(torch.zeros(4), torch.tensor([2]), torch.tensor([0.7]).log())
-        >>> [round(p, 4) for p in student.exp().tolist()], [round(p, 4) for p in teacher.exp().tolist()]
-        ([0.25, 0.75], [0.7, 0.3])
-    """
+    """Return both sides' log-probabilities ``(..., k + 1)``: last, of all other classes (-inf if k is C)."""
     classes, known = student_logits.shape[-1], topk_indices.shape[-1]
     # The student's log-probabilities of all C classes first: normalising over the k alone would drop the tail's mass.
     dtype = compute_dtype(student_logits.dtype, temperature)
@@ -478,35 +447,21 @@ def with_tail(
     return torch.cat([top, tail], -1), torch.cat([log_p, left.log().to(dtype)], -1)
 
 
-def _check(
-    student_logits: Tensor,
-    topk_indices: Tensor,
-    topk_log_probs: Tensor,
-    tail_mass: Tensor | None,
-    mask: Tensor | None,
-) -> None:
-    shape, known = tuple(student_logits.shape), tuple(topk_indices.shape)
+def _wrong_topk(student_logits: Tensor, indices: Tensor, log_probs: Tensor, tail_mass: Tensor | None) -> str:
+    shape, known = tuple(student_logits.shape), tuple(indices.shape)
     if not shape or known[:-1] != shape[:-1] or len(known) != len(shape) or not 1 <= known[-1] <= shape[-1]:
-        raise ConfigError(
-            "kd_topk",
-            f"topk_indices must have the shape (..., k) with k at most the student's classes, student_logits {shape}, "
-            f"got {known}",
-        )
-    if tuple(topk_log_probs.shape) != known:
-        raise ConfigError(
-            "kd_topk", f"topk_log_probs must have the shape of topk_indices, {known}, got {tuple(topk_log_probs.shape)}"
-        )
-    for name, value in (("student_logits", student_logits), ("topk_log_probs", topk_log_probs)):
+        return f"topk_indices must be (..., k) with k at most the student's classes, of {shape}, got {known}"
+    if tuple(log_probs.shape) != known:
+        return f"topk_log_probs must have the shape of topk_indices, {known}, got {tuple(log_probs.shape)}"
+    for name, value in (("student_logits", student_logits), ("topk_log_probs", log_probs)):
         if not value.is_floating_point():
-            raise ConfigError("kd_topk", f"{name} must be floating point, got {value.dtype}")
-    if topk_indices.is_floating_point() or topk_indices.dtype == torch.bool:
-        raise ConfigError("kd_topk", f"topk_indices must be integers, got {topk_indices.dtype}")
-    if tail_mass is None and known[-1] < shape[-1] and topk_log_probs.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(
-            "kd_topk",
-            f"topk_log_probs must be float32 or float64 where tail_mass is not given, got {topk_log_probs.dtype}",
-            "what is left to 1 would be rounding: store the tail's mass",
-        )
-    if tail_mass is not None and tuple(tail_mass.shape) != shape[:-1]:
-        raise ConfigError("kd_topk", f"tail_mass must have the shape {shape[:-1]}, got {tuple(tail_mass.shape)}")
-    check_mask("kd_topk", mask, shape[:-1])
+            return f"{name} must be floating point, got {value.dtype}"
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        return f"topk_indices must be integers, got {indices.dtype}"
+    if tail_mass is None:
+        if known[-1] == shape[-1] or log_probs.dtype in (torch.float32, torch.float64):
+            return ""
+        rule = "topk_log_probs must be float32 or float64 where tail_mass is not given, got"
+        return f"{rule} {log_probs.dtype}; what is left to 1 would be rounding: store the tail's mass"
+    got = tuple(tail_mass.shape)
+    return "" if got == shape[:-1] else f"tail_mass must have the shape {shape[:-1]}, got {got}"

@@ -122,7 +122,7 @@ def _wrong_in(content: Any) -> str:
     if not isinstance(content, dict):
         return type(content).__name__
     version = content.get("format")
-    if not _is_int(version, 1):
+    if not isinstance(version, int) or not _is_int(version, 1):
         return f"format {version!r}"
     if version > FORMAT:
         return ""

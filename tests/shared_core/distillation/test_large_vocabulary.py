@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels.distillation import DIVERGENCES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -354,20 +353,3 @@ class TestRefusals:
         student(**batch())
         with pytest.raises(TrainingError, match="must be what its head returns"):
             technique.loss(torch.ones((), requires_grad=True), context)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (
-                {"divergence": "hard_label"},
-                "with divergence={}, {} or {}, got".format(*DIVERGENCES),
-            ),
-            ({"teacher": "a, b"}, "chunked must come with teacher=one model or ema"),
-            ({"teacher": "cache:x"}, "chunked must come with teacher=one model or ema"),
-            ({"confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
-            ({"chunked": False, "budget_mib": 1.0}, "budget_mib must come with chunked"),
-        ],
-    )
-    def test_options(self, options, message):
-        with pytest.raises(ConfigError, match=message):
-            DistillConfig(**{"teacher": "runs/t", "chunked": True, **options})
