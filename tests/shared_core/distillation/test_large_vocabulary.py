@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from distillation_steps import attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -25,9 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from shared_core.distillation import Distillation, DistillConfig
 from shared_core.distillation.deferred_logits import DeferredLogits
-from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError
 
 VOCAB = 61
@@ -80,14 +79,6 @@ def batch(rows=4, length=7, seed=5):
     labels = ids.clone()
     labels[0, 3:] = labels[2, :5] = -100  # ragged
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def attached(model, teacher, **options):
-    technique = Distillation(DistillConfig(teacher=teacher, **options))
-    context = Context(model, total_steps=10)
-    technique.attach(context)
-    technique.begin(context, None)
-    return technique, context
 
 
 def step(model, teacher, inputs, forward=None, **options):
