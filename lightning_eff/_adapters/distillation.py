@@ -42,17 +42,13 @@ def loss_of_peer(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Return the loss of a module's ``training_step`` on a batch."""
     kind = type(model)
     if not hasattr(kind, "training_step"):
-        raise TrainingError(
-            "distill",
-            f"peers must be LightningModules with a training_step, got {kind.__name__}",
-            "or set distill.student to the submodule that a peer takes the place of",
-        )
+        rule = f"peers must be LightningModules with a training_step, got {kind.__name__}"
+        raise TrainingError("distill", rule, "or set distill.student to the submodule that a peer takes the place of")
     output = model.training_step(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise TrainingError(
-            "distill", f"a peer's training_step must return a loss wherever the student's does, got {loss!r}"
-        )
+        rule = f"a peer's training_step must return a loss wherever the student's does, got {loss!r}"
+        raise TrainingError("distill", rule)
     return loss
 
 

@@ -63,33 +63,26 @@ def rows_in_budget(classes: int, dtype: torch.dtype, device: torch.device, budge
     return max(8, budget // (2 * classes * dtype.itemsize))
 
 
+def product_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type that `F.linear` multiplies in: under autocast its own, which leaves float64 alone."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, input.dtype):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
 class ChunkedDistillation(torch.autograd.Function):
     """Sum of both losses over rows; its gradients exist when forward returns, and backward multiplies them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student_hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_hidden: Tensor,
-        student: Head,
-        teacher: Head,
-        labels: Tensor | None,
-        rows: Tensor | None,
-        terms: Terms,
-        chunk_rows: int,
+        ctx: Any, student_hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: Terms, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted total and, without gradients, the sums of the soft and of the hard loss."""
-        needs = ctx.needs_input_grad[:3]
         # The head's dtype follows autocast already (`checked_head`). Autocast on top would cast operands once more.
         with torch.autocast(student_hidden.device.type, enabled=False):
-            soft, hard, grads = _chunks(
-                student_hidden.detach(), teacher_hidden.detach(), student, teacher, labels, rows, terms, chunk_rows,
-                needs,
-            )  # fmt: skip
-        # On the context, not in save_for_backward: backward writes over them, which the version check of saved
-        # tensors forbids.
+            soft, hard, grads = _chunks(student_hidden.detach(), terms, *arguments, needs=ctx.needs_input_grad[:3])
+        # Not in save_for_backward: backward writes over them, which the version check forbids.
         ctx.grads = grads
         ctx.dtypes = [None if value is None else value.dtype for value in (student_hidden, weight, bias)]
         ctx.mark_non_differentiable(soft, hard)
@@ -113,8 +106,7 @@ class ChunkedDistillation(torch.autograd.Function):
 
 def check_first_backward(where: str, kept: object) -> None:
     """Refuse what gradients that were computed in forward cannot give."""
-    # In a backward with create_graph the results would have to carry a graph back to the inputs, and forward kept
-    # none.
+    # With create_graph the results would have to carry a graph back to the inputs, and forward kept none.
     if torch.is_grad_enabled():
         rule = "gradients must be first ones, got a backward with create_graph"
         raise TrainingError(where, rule, "they are computed in forward, so take second ones of kd_loss")
@@ -142,13 +134,14 @@ def graph_is_kept() -> bool:
 
 def _chunks(
     hidden: Tensor,
+    terms: Terms,
     teacher_hidden: Tensor,
     student: Head,
     teacher: Head,
     labels: Tensor | None,
     rows: Tensor | None,
-    terms: Terms,
     chunk_rows: int,
+    *,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return the sums of the soft and of the hard loss, and the total's gradients by hidden, weight and bias."""

@@ -26,6 +26,7 @@ from shared_core.distillation.chunked_autograd import (
     Terms,
     even_rows,
     product,
+    product_dtype,
     rows_in_budget,
 )
 from shared_core.distillation.losses.divergences import without_ends
@@ -76,12 +77,8 @@ def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | No
     if softcap is not None:
         check_positive(_WHERE, "softcap", softcap)
     weight = cast(Tensor, weight)
-    kind, dtype = hidden.device.type, weight.dtype
-    # as autocast itself, which leaves float64 alone
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, hidden.dtype):
-        dtype = torch.get_autocast_dtype(kind)
     # softcap 0 means none: the kernels test it as a number.
-    return Head(weight, bias, dtype, weight.shape[0], softcap or 0.0)
+    return Head(weight, bias, product_dtype(hidden, weight), weight.shape[0], softcap or 0.0)
 
 
 def _wrong_head(name: str, its_input: str, hidden: Tensor, weight: Any, bias: Tensor | None) -> str:
@@ -319,23 +316,14 @@ def _sums(
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
     if reduction == "mean" and labelled:
-        # The soft term is divided by `count` at the end, the hard one must be by `labelled`: its weight makes up for
-        # it.
+        # Both are divided by `count` at the end, the hard one must be by `labelled`.
         terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
-        # a function's context does not tell that no gradient will be asked for
         # Detached inputs have needs_input_grad False, so forward computes no gradients.
         inputs = [None if value is None else value.detach() for value in inputs]
-    arguments = (
-        teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
-        student,
-        teacher,
-        labels,
-        rows,
-        terms,
-        chunk_rows,
-    )
+    theirs = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+    arguments = terms, theirs, student, teacher, labels, rows, chunk_rows
     total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
     # made there: a copy to the device would wait
     counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labelled)]
@@ -374,16 +362,14 @@ class _CrossEntropyRows(torch.autograd.Function):
         terms: CrossEntropyTerms,
         chunk_rows: int,
     ) -> Tensor:
-        # Only inputs are kept: logits are multiplied again in backward, two products in place of a (rows, classes)
-        # tensor.
+        # Only inputs are kept: logits are multiplied again in backward.
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.arguments = head, terms, chunk_rows
         losses = torch.empty(len(hidden), dtype=arithmetic_dtype(head.dtype, 1.0), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for here, logits, _ in _chunks(hidden.detach(), head.used, chunk_rows):
                 for tile in _tiles(logits):
-                    # `losses[here]` is a view, so the assignment fills `losses`. float32 exists for a tile of rows
-                    # only.
+                    # float32 exists for a tile of rows only
                     losses[here][tile] = F.cross_entropy(
                         _capped(logits[tile].to(losses.dtype), head.softcap), targets[here][tile],
                         _in(terms.class_weight, losses), reduction="none", label_smoothing=terms.label_smoothing,
@@ -440,8 +426,7 @@ def _to_gradient_(
     capped = _capped(logits.to(dtype), softcap)
     grad, spread = torch.softmax(capped, -1), terms.label_smoothing / logits.shape[-1]
     weight = _in(terms.class_weight, grad_losses)
-    # With L_i = (1-ε) w_y (-log p_y) + ε/C Σ_c w_c (-log p_c): p gets the sum of all these weights, each class its
-    # own.
+    # L_i = (1-ε) w_y (-log p_y) + ε/C Σ_c w_c (-log p_c): p gets the sum of these weights, each class its own.
     of_target = 1.0 - terms.label_smoothing if weight is None else weight[targets] * (1.0 - terms.label_smoothing)
     total = logits.shape[-1] if weight is None else weight.sum()
     grad.mul_((grad_losses * (of_target + spread * total))[:, None])

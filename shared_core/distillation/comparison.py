@@ -109,8 +109,7 @@ class Comparison:
         mine = _joined([find_outputs(forward.output, self.config.logits, "student") for forward in forwards])
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
-        # Teachers answer after the student: their activations, without a graph, then do not add to the forward's
-        # peak.
+        # After the student: the teachers' activations then do not add to the peak of its forward.
         theirs = self._targets(batch, mine, of_classes=of_classes)
         mask = batch.mask(mine, of_classes=of_classes)
         parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
@@ -295,8 +294,7 @@ def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remo
     """Return the module itself, or the one that the services find under a name."""
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
-            raise ConfigError(
-                "distill", f"teacher must be given again, got {teacher!r} from a saved recipe", "pass the module"
-            )
+            rule = f"teacher must be given again, got {teacher!r} from a saved recipe"
+            raise ConfigError("distill", rule, "pass the module")
         return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
     return cast("nn.Module", teacher)

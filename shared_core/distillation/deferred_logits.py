@@ -12,13 +12,13 @@ import copyreg
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.distillation.chunked_autograd import rows_in_budget
+from shared_core.distillation.chunked_autograd import product_dtype, rows_in_budget
 from shared_core.distillation.chunked_loss import (
     CrossEntropyTerms,
     checked_head,
@@ -73,11 +73,9 @@ class Made:
 
     def operands(self) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
         """Return input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)``, that make these logits."""
-        # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer: the factor goes into h, c into the
-        # bias.
+        # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer.
         outer = 1.0 if self.outer is None else self.outer
         factor, bias = self.factor * outer, self.bias
-        # a cap divides and multiplies by the same number
         # 1/c times c is not exactly 1: without the tolerance h would be copied and rounded for nothing.
         hidden = self.hidden if math.isclose(factor, 1.0, rel_tol=1e-9) else self.hidden * factor
         if self.rows is not None:
@@ -128,13 +126,12 @@ class DeferredLogits(Tensor):
             # Without the guard the call would come back to this function.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        # ``scalar_tensor * logits``: both orders mean the same, the deferred operand goes first. A quotient has no
-        # such case.
+        # ``scalar_tensor * logits``: the deferred operand goes first.
         if name in _TIMES and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
         logits = args[0] if args else kwargs.get("input")
         if not isinstance(logits, cls):
-            raise _needs_numbers(name)
+            _needs_numbers(name)
         if func is F.cross_entropy:
             return logits._cross_entropy(*args[1:], **{key: item for key, item in kwargs.items() if key != "input"})
         # ``__imul__`` becomes ``imul``, ``mul_`` ``mul``, ``__getitem__`` ``getitem``.
@@ -146,8 +143,7 @@ class DeferredLogits(Tensor):
                 return logits
             return logits._like(made)
         if plain in _AS_THEY_ARE:
-            # a cast rounds nothing, for softmaxes are float32 whatever the logits are
-            # torch itself says which dtype `to(...)` gives, in all its signatures, on a tensor without elements.
+            # torch says which dtype `to(...)` gives. A cast rounds nothing: softmaxes are float32 in any case.
             dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
             hidden = logits.made.hidden
             return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
@@ -166,18 +162,17 @@ class DeferredLogits(Tensor):
                 return cls(logits.made, shape, logits.dtype, logits.budget, True)
         if plain == "getitem" and not logits.channels_first:
             return logits._chosen(args[1])
-        raise _needs_numbers(name)
+        return _needs_numbers(name)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse: there are no numbers."""
-        raise _needs_numbers(str(func))
+        _needs_numbers(str(func))
 
     def _like(
         self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> DeferredLogits:
         if shape is not None and made.rows is not None:
-            # The same reshape for the index of rows, which is the logits' shape without classes.
             made = replace(made, rows=made.rows.reshape(shape[:-1]))
         return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
 
@@ -204,15 +199,14 @@ class DeferredLogits(Tensor):
     def _chosen(self, index: Any) -> DeferredLogits:
         lead = tuple(self.shape[:-1])
         parts = list(index) if isinstance(index, tuple) else [index]
-        # How many leading dimensions the index consumes: a bool mask its own number, None and `...` none, all others
-        # one.
+        # How many dimensions the index consumes: a bool mask its own number, None and `...` none, all others one.
         used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
                    for part in parts if part is not None and part is not Ellipsis)  # fmt: skip
         from_the_end = parts[-1] is not Ellipsis and any(part is Ellipsis for part in parts)
         # The index reaches the last dimension: allowed only if it takes all classes there (``[..., :]``).
         if used > len(lead) or from_the_end:
             if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
-                raise _needs_numbers("a choice of classes")
+                _needs_numbers("a choice of classes")
             parts.pop()
         rows = self.made.rows
         if rows is None:
@@ -232,14 +226,13 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
-        # As torch: class indices in the logits' shape without classes. Probabilities as targets need all classes of a
-        # row.
+        # Probabilities as targets need all classes of a row.
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
             rule = f"class indices, one for each of the logits' rows {lead}, got {target.dtype} {tuple(target.shape)}"
             remedy = "flatten both to (rows, classes) and (rows,)"
             raise ConfigError("distill", f"with chunked, cross_entropy's target must be {rule}", remedy)
         if size_average is not None or reduce is not None:
-            raise _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
+            _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
         hidden, head, softcap = self.made.operands()
         checked = checked_head("student", hidden, head, softcap)
         target = target.reshape(-1).to(hidden.device)
@@ -271,13 +264,12 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
         return None
     labels = target.new_full((logits.shape[:-1].numel(),), -1)
     labels[kept if made.rows is None else made.rows.flatten()[kept]] = target
-    # A row that was chosen twice has two terms.
     twice = made.rows is not None and int((labels >= 0).sum()) != len(target)
     return None if twice else (labels, weight)
 
 
-def _needs_numbers(what: str) -> TrainingError:
-    return TrainingError(
+def _needs_numbers(what: str) -> NoReturn:
+    raise TrainingError(
         "distill",
         f"with chunked, logits are not computed in training and must only reach the loss, got {what}",
         "compute metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off",
@@ -295,10 +287,7 @@ class DeferringLinear(nn.Linear):
         # dynamo cannot trace a wrapper subclass that refuses dispatch; evaluation wants real logits.
         if torch.compiler.is_compiling() or self.when == "never" or (self.when == "training" and not trains(self)):
             return super().forward(input)
-        kind, dtype = input.device.type, self.weight.dtype
-        # The dtype that `F.linear` would choose: autocast leaves float64 alone.
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, input.dtype):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = product_dtype(input, self.weight)
         made = Made(input, self.weight, self.bias, dtype)
         return DeferredLogits(made, (*input.shape[:-1], self.out_features), dtype, self.budget)
 
@@ -377,8 +366,7 @@ class ChunkedComparison(Comparison):
         config = self.config
         logits = _deferred(find_logits(batch.forward.output, config.logits, "student"), "student")
         mask = batch.counted(logits, of_classes=True)
-        # The teacher runs without gradients in eval mode, where "training" would never be met: always, for this call
-        # alone.
+        # The teacher runs in eval mode, where "training" would never be met.
         self._teacher.when = "always"
         try:
             (answer,) = self._targets(batch, Outputs(LOGITS, (logits,)), of_classes=True)

@@ -97,8 +97,7 @@ def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping
     Of features of a shape ``(B, ...)`` without their width; None: all count, or nothing tells. `counted`, ``(B,)`` or
     ``(B, S)``, are the positions of the loss, None: one for each example.
     """
-    # Features may have another length than the logits (encoder and decoder): the padding mask of that length serves
-    # then.
+    # Features may have another length than the logits (an encoder's): the padding mask of that length serves.
     if counted is not None and counted.shape == tuple(shape):
         return counted
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -127,7 +126,6 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
         means = distances.reshape(examples, -1).mean(1)
     else:
         real = real.to(distances.device)
-        # The loss counts positions of this very shape: sum over them directly, its own denominator.
         if counted is not None and counted.shape == distances.shape:
             return (distances * real).sum(), real.sum()
         means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
@@ -204,7 +202,6 @@ class AttentionPairs(WatchedPairs):
     def activate(self, active: bool) -> None:
         """Keep maps from now on, computed eagerly, or no longer."""
         super().activate(active)
-        # Fused attention (SDPA, flash) returns no maps. Only for as long as the soft term is on.
         if active and not self._switched:
             for owner in self._switchable:
                 before = owner.config._attn_implementation
@@ -235,8 +232,7 @@ class AttentionPairs(WatchedPairs):
             # (B, H, Q, K) on both sides; K may be padded, Q are the positions that count.
             student, teacher = _map(found, ours, "student"), _map(target, theirs, "teacher").detach()
             real = real_positions((len(student), student.shape[-2]), mask, inputs)
-            # A query of padding alone has NaN rows (softmax of all -inf); the mask later multiplies, and 0 * NaN is
-            # NaN.
+            # A query of padding alone has NaN rows (softmax of all -inf), and 0 * NaN is NaN.
             student, teacher = (
                 _certain_where_unread(student, real),
                 _certain_where_unread(teacher.to(student.device), real),
@@ -284,7 +280,6 @@ def _map(output: Any, name: str, whose: str) -> Tensor:
             f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
             "name the module that computes probabilities, such as layer.0.attention.self",
         )
-    # Models return (hidden, maps) or (hidden, maps, cache): the last tensor of four dimensions is the map.
     return maps[-1]
 
 
@@ -329,8 +324,7 @@ class HiddenPairs(WatchedPairs):
         for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
             modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
             inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
-            # A projection only where both widths are known and differ; unknown widths are compared in the first
-            # batch.
+            # Unknown widths are compared in the first batch.
             if inputs is not None and outputs is not None and inputs != outputs:
                 self._projections[index] = _projection(inputs, outputs, student, generator)
                 student.register_parameter(f"{_NAME}{index}", self._projections[index])
@@ -375,8 +369,6 @@ class HiddenPairs(WatchedPairs):
             total, count = relation_sum(*flat, relation=self._kind)
             # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
             positions = count if mask is None else mask.sum()
-            # `total` is of this process's examples; over `count` it is the mean loss, times positions what the
-            # trainer divides.
             return normalise(total / count.clamp(min=1) * positions, positions)
         wrong = remedy = ""
         if index in self._projections:
@@ -413,9 +405,8 @@ class HiddenPairs(WatchedPairs):
         for index, weight in self._projections.items():
             saved = state.get(str(index))
             if saved is None or saved.shape != weight.shape:
-                raise CheckpointError(
-                    "distill", "saved projections must be of these hidden pairs", "resume with the same"
-                )
+                rule = "saved projections must be of these hidden pairs"
+                raise CheckpointError("distill", rule, "resume with the same")
             weight.copy_(saved)
 
 
@@ -464,7 +455,6 @@ def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
-        # `prefix` is the student's path where it is part of a larger model.
         del state_dict[name]
 
 
@@ -520,7 +510,6 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
     if documents is not None:
         features, real = features.flatten(0, 1), real.flatten() & documents
         return real.to(features.dtype) @ _filled(features, real.any(0)) / real.sum(1, keepdim=True).clamp(min=1)
-    # Padding is zeroed and not counted: the mean over the real tokens of each example.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 

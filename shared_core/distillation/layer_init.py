@@ -48,9 +48,8 @@ def parse_layers(layers: str) -> list[int]:
     """Return the numbers in ``0,2,4``."""
     parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError(
-            "distill", f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
-        )
+        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        raise ConfigError("distill", rule)
     return [int(part) for part in parts]
 
 
@@ -90,8 +89,7 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
     ours, theirs = student.state_dict(), teacher.state_dict()
     left, sources = [], {}
     for name, tensor in ours.items():
-        # `left` takes what is outside of stacks and does not fit (a head of another size): that may stay; a layer may
-        # not.
+        # What is outside of stacks may stay where it does not fit (a head of another size); a layer may not.
         stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
         source = theirs.get(name if stack is None else _renamed(name, stack, chosen[stack]))
         if source is not None and _fits(tensor, source):

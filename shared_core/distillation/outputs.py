@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,8 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
         if holds(output, kind):
             parts = [_item(output, key) for key in keys]
             # a CrossEncoder may return one number for each pair of texts
-            # (B,) becomes (B, 1): the divergences want a dimension of classes.
             return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
-    raise _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
+    return _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
 
 
 def _others(name: str) -> dict[str, tuple[str, ...]]:
@@ -73,14 +72,13 @@ def holds(output: Any, kind: str) -> bool:
 def find_logits(output: Any, name: str, whose: str) -> Tensor:
     """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`."""
     if (logits := _logits(output, name)) is None:
-        raise _nothing(output, f"logits under {name!r}", whose)
+        _nothing(output, f"logits under {name!r}", whose)
     return logits
 
 
 def _logits(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    # A namedtuple has the attribute by name, and is looked up below.
     if isinstance(output, tuple | list) and not hasattr(output, name):
         # a model given labels puts its scalar loss first
         return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
@@ -92,13 +90,10 @@ def _item(output: Any, key: str) -> Any:
     return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
 
 
-def _nothing(output: Any, what: str, whose: str) -> TrainingError:
+def _nothing(output: Any, what: str, whose: str) -> NoReturn:
     keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-    return TrainingError(
-        "distill",
-        f"the {whose}'s output must hold {what}, got {type(output).__name__}{keys}",
-        "set distill.logits, and switch off fused losses that do not return logits",
-    )
+    rule = f"the {whose}'s output must hold {what}, got {type(output).__name__}{keys}"
+    raise TrainingError("distill", rule, "set distill.logits, and switch off fused losses that do not return logits")
 
 
 def _known() -> str:

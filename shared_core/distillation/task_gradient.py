@@ -327,7 +327,6 @@ def fused_sum(
     factor = 1.0 if scale_by_temperature else temperature**-2
     rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
     terms = labels, temperature, factor, ratio, divergence, beta
-    # `student` carries the graph, `rows` its detached values.
     total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
     return total, count
 
@@ -363,8 +362,7 @@ class _FusedSum(torch.autograd.Function):
         if not kept:
             ctx.gradient = None
         if ctx.places is not None:
-            # Rows that do not count get gradient 0: the compact (rows that count, C) gradient is put back in its
-            # places.
+            # The compact gradient of the rows that count is put back in its places; others get 0.
             whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
             gradient = whole.index_copy_(0, ctx.places, gradient)
         return gradient.view(ctx.shape), *[None] * 4

@@ -7,7 +7,7 @@ so that no process holds a whole one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -56,23 +56,19 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
     # a run attaches more than once
     found = [name for name, layer in linears.items() if is_plain(layer.weight)]
     try:
-        _to_int8_(teacher, found) if dtype == "int8" else _to_nf4_(teacher, found)
+        if dtype == "int8":
+            torchao: Any = optional("torchao.quantization", "torchao", "distill")
+            torchao.quantize_(teacher, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name in found)
+        else:
+            _to_nf4_(teacher, found)
     except (NotImplementedError, RuntimeError, OSError, ValueError) as error:
-        raise CompatibilityError(
-            "distill",
-            f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}",
-            "take bfloat16, which runs anywhere",
-        ) from error
+        rule = f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}"
+        raise CompatibilityError("distill", rule, "take bfloat16, which runs anywhere") from error
 
 
 def is_plain(weight: Tensor) -> bool:
     """Return whether a weight is of floating point and not packed by a library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
-
-
-def _to_int8_(teacher: nn.Module, names: list[str]) -> None:
-    torchao: Any = optional("torchao.quantization", "torchao", "distill")
-    torchao.quantize_(teacher, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name in names)
 
 
 def _to_nf4_(teacher: nn.Module, names: list[str]) -> None:
@@ -238,7 +234,7 @@ class StudentAverage(Teachers):
 
     def _check_same(self, student: nn.Module) -> None:
         (average,) = self.modules
-        kept, now = ({name: tuple(value.shape) for name, value in _named(module)} for module in (average, student))
+        kept, now = (shapes_of(tensors_of(module)) for module in (average, student))
         if [*kept.values()] == [*now.values()]:
             return
         name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
@@ -278,9 +274,8 @@ class StudentAverage(Teachers):
         self._freeze(self.modules)  # the copies are in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
-            raise CheckpointError(
-                "distill", "the saved average must be of this model", "resume with the model that wrote the checkpoint"
-            )
+            rule = "the saved average must be of this model"
+            raise CheckpointError("distill", rule, "resume with the model that wrote the checkpoint")
         for name, tensor in tensors.items():
             fill_(tensor, state[name])
 
@@ -289,6 +284,16 @@ class StudentAverage(Teachers):
         reshard_(average)  # its forward leaves the outermost module gathered
         parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
         return {**parameters, **dict(average.named_buffers())}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -321,11 +326,6 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied(module, {id(parameter): parameter for parameter in codes})
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _is_codes(parameter: Tensor | None) -> bool:
     """Return whether a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
     return parameter is not None and not parameter.is_floating_point()
@@ -340,8 +340,5 @@ def check_separate(model: nn.Module, teacher: nn.Module) -> None:
     """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model."""
     own = {id(parameter) for parameter in model.parameters()}
     if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
-        raise CompatibilityError(
-            "distill",
-            f"teacher must share no weights with the model, got {type(teacher).__name__} that does",
-            "pass a copy (copy.deepcopy), kept outside the model",
-        )
+        rule = f"teacher must share no weights with the model, got {type(teacher).__name__} that does"
+        raise CompatibilityError("distill", rule, "pass a copy (copy.deepcopy), kept outside the model")

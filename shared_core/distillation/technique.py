@@ -178,9 +178,8 @@ class Distillation(Technique):
             return model
         modules: dict[str, nn.Module] = dict(model.named_modules())
         if name not in modules:
-            raise MatchError(
-                "distill", f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
-            )
+            rule = f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
+            raise MatchError("distill", rule)
         return modules[name]
 
     # -- the loss
@@ -366,9 +365,8 @@ class Distillation(Technique):
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
         # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
-            raise TrainingError(
-                "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
-            )
+            rule = "each loss must come from session.loss (Trainer.compute_loss), got a step without"
+            raise TrainingError("distill", rule, "call it")
         # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
@@ -458,9 +456,8 @@ class Schedule:
         is_open = parse_position(end) == ParsedPosition(1.0, "fraction")
         last = math.inf if is_open else context.resolve(end, "distill.end")
         if last <= first:
-            raise ConfigError(
-                "distill", f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
-            )
+            rule = f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+            raise ConfigError("distill", rule)
         return cls(config, first, last)
 
     def is_active(self, context: Context) -> bool:

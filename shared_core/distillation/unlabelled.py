@@ -154,11 +154,8 @@ class Examples:
     def check(self, student: nn.Module) -> None:
         """Refuse a field for a model whose inputs are made of its labels."""
         if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}",
-                "give the teacher's texts as labels",
-            )
+            rule = f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}"
+            raise ConfigError("distill", rule, "give the teacher's texts as labels")
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch without the field and labels of unlabelled examples, which are kept for the next loss."""

@@ -66,8 +66,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # all_reduce works in place, and autograd may still own `gradient`.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        # Every rank's loss depends on every row: the sum over ranks is the row's whole gradient; this rank takes its
-        # own rows.
+        # Every rank's loss depends on every row: the sum over ranks is the row's whole gradient.
         dist.all_reduce(gradient)
         return gradient[ctx.start : ctx.start + ctx.rows]
 
@@ -400,7 +399,7 @@ def _angles(features: Tensor) -> Tensor:
     # (b, b, D): [i, j] is the unit vector of x_i - x_j, zeros where both are the same example.
     directions = unit_rows(features.unsqueeze(0) - features.unsqueeze(1))
     with _without_autocast(features):
-        # [i, j, k] is the cosine of the angle at x_i between x_j and x_k: a batch of b products (b, D) (D, b).
+        # [i, j, k] is the cosine of the angle at x_i between x_j and x_k.
         return directions @ directions.transpose(1, 2)
 
 

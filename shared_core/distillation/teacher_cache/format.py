@@ -409,11 +409,8 @@ class CachedTargets(NamedTuple):
             raise TrainingError(WHERE, f"the student must have outputs of the teacher's shape {shapes}")
         mask = mask.to(self.mask.device)
         if lacking := int((mask & ~self.mask).sum()):
-            raise TrainingError(
-                WHERE,
-                f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none",
-                "write the cache without --labelled, or with these labels",
-            )
+            rule = f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none"
+            raise TrainingError(WHERE, rule, "write the cache without --labelled, or with these labels")
         return mask
 
 
@@ -454,11 +451,8 @@ class TeacherCache:
         self.manifest = Manifest.read(self.path)
         """The description of the cache's contents."""
         if not self.manifest.complete:
-            raise CheckpointError(
-                WHERE,
-                f"{self.path} must be complete, got one whose writing was interrupted",
-                "run the same command again with --resume",
-            )
+            rule = f"{self.path} must be complete, got one whose writing was interrupted"
+            raise CheckpointError(WHERE, rule, "run the same command again with --resume")
         index = self.path / index_name(len(self.manifest.shards))
         self._index = Index(index)
         if len(self._index) != self.manifest.examples:

@@ -77,11 +77,8 @@ def tensors_of(inputs: Any) -> dict[str, Tensor]:
         named = dict(enumerate(inputs if isinstance(inputs, tuple | list) else [inputs]))
     found = {str(name): value for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
     if not found:
-        raise ConfigError(
-            WHERE,
-            f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without",
-            "let the collator return tensors",
-        )
+        rule = f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without"
+        raise ConfigError(WHERE, rule, "let the collator return tensors")
     return found
 
 
@@ -346,7 +343,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
         tokenizer: An object with ``get_vocab()``, such as a Transformers tokenizer or a processor that holds one, or
             the folder that one was saved in (its ``tokenizer.json``).
     """
-    return _hash_vocabulary(tokenizer_vocabulary(tokenizer))
+    vocabulary = tokenizer_vocabulary(tokenizer)
+    if not vocabulary:
+        return None
+    # By number: the order of a tokenizer's dictionary is not part of what it means.
+    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
+    return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 
 
 def tokenizer_vocabulary(tokenizer: Any) -> dict[str, int] | None:
@@ -387,14 +389,6 @@ def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
     step = 2**24
     for at in range(0, flat.numel(), step):
         digest.update(flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy())
-
-
-def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
-    if not vocabulary:
-        return None
-    # By number: the order of a tokenizer's dictionary is not part of what it means.
-    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
-    return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 
 
 def _vocabulary_in(folder: Path) -> dict[str, int] | None:

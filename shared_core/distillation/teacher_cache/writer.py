@@ -214,7 +214,14 @@ class StoreWriter:
             self._flush()
 
     def _logits(self, batch: Any, number: int) -> Tensor:
-        return find_logits(self._ask(batch, number), self._settings.logits, "teacher")
+        if self._takes_keywords(batch):
+            call = Forward((), dict(batch), None)
+        else:
+            call = Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
+        where = naming(batch, f"{WHERE}: batch {number}", "return others from the function of the data")
+        with where, without_cache(self._caches):
+            output = ask_teacher(self._teacher.eval(), self._teacher, call)
+        return find_logits(output, self._settings.logits, "teacher")
 
     def _begin_together(self, made: Manifest) -> None:
         """Write the manifest before any shard, and see that all processes have the same teacher and first batch."""
@@ -231,11 +238,8 @@ class StoreWriter:
 
     def _compare(self, name: str, mine: bytes) -> None:
         if any(other != mine for other in self._job.exchange(name, mine)):
-            raise TrainingError(
-                WHERE,
-                f"teacher and data must be the same in every process, got others by the {name}",
-                "seed what is random in the functions that return them",
-            )
+            rule = f"teacher and data must be the same in every process, got others by the {name}"
+            raise TrainingError(WHERE, rule, "seed what is random in the functions that return them")
 
     def _is_there(self, rows: ExampleRows, fresh: list[int]) -> bool:
         """Return whether these examples lie in a shard that was written before this start."""
@@ -247,11 +251,8 @@ class StoreWriter:
 
     def _check_there(self, is_next: bool) -> None:
         if not is_next:
-            raise CheckpointError(
-                WHERE,
-                f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others",
-                "remove it, or give the data that the writer had that was stopped",
-            )
+            rule = f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others"
+            raise CheckpointError(WHERE, rule, "remove it, or give the data that the writer had that was stopped")
 
     def finish(self) -> Manifest:
         """Write the last shard, the index, and the manifest that says that all is there."""
@@ -330,16 +331,6 @@ class StoreWriter:
     def _takes_keywords(self, batch: Any) -> bool:
         """Return whether the batch's names are the teacher's arguments; else a mapping is its only argument."""
         return isinstance(batch, Mapping) and (self._accepted is None or not self._accepted.isdisjoint(batch))
-
-    def _call(self, batch: Any) -> Forward:
-        if self._takes_keywords(batch):
-            return Forward((), dict(batch), None)
-        return Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
-
-    def _ask(self, batch: Any, number: int) -> Any:
-        where = naming(batch, f"cached teacher: batch {number}", "return others from the function of the data")
-        with where, without_cache(self._caches):
-            return ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
 
     def _labelled_positions(self, batch: Any) -> Array:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None

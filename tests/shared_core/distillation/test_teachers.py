@@ -2,6 +2,7 @@
 
 import copy
 
+import distillation_steps
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,46 +22,19 @@ def make(width, seed):
     return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
 
 
-class Run:
+class Run(distillation_steps.Run):
     def __init__(self, options, state=None):
-        self.model = make(8, 0)
-        options = {"teacher": [make(16, 1)], **options}
-        self.session = Session(Recipe.from_dict({"distill": options}), seed=2)
-        self.session.attach(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.taken = 0
-        if state:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.session.load_state_dict(state["session"])
-            self.taken = state["taken"]
-        self.session.begin([self.optimizer], total_steps=STEPS)
-
-    @property
-    def technique(self):
-        return self.session.techniques["distill"]
+        super().__init__(make(8, 0), {"distill": {"teacher": [make(16, 1)], **options}}, STEPS, state)
 
     def batch(self):
-        generator = torch.Generator().manual_seed(self.taken)
-        return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
+        return distillation_steps.batch(self.taken)
 
     def loss(self):
         x, y = self.batch()
         return self.session.loss(F.cross_entropy(self.model(x), y))
 
-    def step(self):
+    def backward(self):
         self.loss().backward()
-        self.session.before_step()
-        self.optimizer.step()
-        self.session.after_step()
-        self.optimizer.zero_grad()
-        self.taken += 1
-
-    def state(self):
-        return copy.deepcopy({
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "session": self.session.state_dict(), "taken": self.taken,
-        })  # fmt: skip
 
 
 VARIANTS = {
