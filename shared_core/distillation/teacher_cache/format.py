@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -108,9 +108,9 @@ class Manifest:
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise _damaged(path, str(error), "manifest") from error
+            _refuse(path, str(error), "manifest", error)
         if wrong := _wrong_in(content):
-            raise _damaged(path, wrong, "manifest")
+            _refuse(path, wrong, "manifest")
         if content.pop("format") > FORMAT:
             raise CheckpointError(WHERE, f"{path} was written by a newer efftrain", "update it to read this cache")
         del content["examples"]
@@ -171,8 +171,8 @@ def _are_fingerprints(value: Any) -> bool:
     )
 
 
-def _damaged(path: Path, what: str, kind: str = "file of this cache") -> CheckpointError:
-    return CheckpointError(WHERE, f"{path} must be a whole {kind}, got {what}", "write the cache again")
+def _refuse(path: Path, what: str, kind: str = "file of this cache", cause: Exception | None = None) -> NoReturn:
+    raise CheckpointError(WHERE, f"{path} must be a whole {kind}, got {what}", "write the cache again") from cause
 
 
 Array = npt.NDArray[Any]
@@ -261,7 +261,7 @@ class Shard:
         self.log_probs, self.tail = arrays["log_probs"], arrays["tail"]
         self.indices: Array | None = arrays.get("indices")
         if len(self.starts) != len(self) + 1:
-            raise _damaged(self.path, f"{len(self.starts)} bounds of {len(self)} examples")
+            _refuse(self.path, f"{len(self.starts)} bounds of {len(self)} examples")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -279,7 +279,7 @@ class Shard:
         rising = not places.size or (places[0] >= 0 and places[-1] < length and (np.diff(places) > 0).all())
         if length < 0 or not 0 <= start <= stop <= len(self.tail) or not rising:
             told = f"no example {row} of {len(self)} with rising positions in rows {start} to {stop}"
-            raise _damaged(self.path, f"{told} of {len(self.tail)}")
+            _refuse(self.path, f"{told} of {len(self.tail)}")
         return length, slice(start, stop), places
 
     def indices_of(self, rows: slice) -> Array | None:
@@ -288,7 +288,7 @@ class Shard:
             return None
         found: Array = self.indices[rows]
         if found.size and not (found.min() >= 0 and found.max() < self._vocabulary):
-            raise _damaged(self.path, f"a class that is not below {self._vocabulary}")
+            _refuse(self.path, f"a class that is not below {self._vocabulary}")
         return found
 
 
@@ -352,7 +352,7 @@ def _mapped(path: Path, expected: _Expected) -> dict[str, Array]:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise _damaged(path, str(error)) from error
+        _refuse(path, str(error), cause=error)
     sizes: dict[int | str, int] = {}
     if tensors.keys() != expected.keys() or not all(
         tensor.dtype == dtype
@@ -362,7 +362,7 @@ def _mapped(path: Path, expected: _Expected) -> dict[str, Array]:
         for tensor, (dtype, shape) in ((tensors[name], expected[name]) for name in expected)
     ):  # fmt: skip
         told = ", ".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise _damaged(path, told or "no tensors")
+        _refuse(path, told or "no tensors")
     # Views of the mapped file: pages are read when touched, and forks share them.
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
@@ -456,7 +456,7 @@ class TeacherCache:
         index = self.path / index_name(len(self.manifest.shards))
         self._index = Index(index)
         if len(self._index) != self.manifest.examples:
-            raise _damaged(index, f"{len(self._index)} of {self.manifest.examples} examples")
+            _refuse(index, f"{len(self._index)} of {self.manifest.examples} examples")
         # no lock of our own, which a fork could copy while it is held
         self._shard = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
 
