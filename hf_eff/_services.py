@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Trainer
 
-from hf_eff._adapters.teacher import load_teacher
+from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import checkpoint_folder, weights_of
 from shared_core.engine.services import SavedCheckpoint
 from shared_core.engine.state_file import rng_state, set_rng_state

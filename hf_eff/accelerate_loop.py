@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from hf_eff._adapters.teacher import load_teacher
+from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
 from hf_eff._gradient_scale import GradientScale
 from hf_eff._model_card import leave_section

@@ -57,13 +57,13 @@ class HuggingFace:
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the transformers model in a folder or on the Hub, for the other front end too."""
-        from hf_eff._adapters.teacher import load_teacher
+        from hf_eff._adapters.distillation import load_teacher
 
         return load_teacher(name, student, trust_remote_code=trust_remote_code)
 
     def empty_model(self, folder: str) -> nn.Module:
         """Return the transformers model that a folder's config describes, without values (on the meta device)."""
-        from hf_eff._adapters.teacher import empty_model
+        from hf_eff._adapters.distillation import empty_model
 
         return empty_model(folder)
 

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_eff._adapters.distillation import loss_of_peer
-from lightning_eff._adapters.teacher import load_teacher
+from lightning_eff._adapters.distillation import load_teacher, loss_of_peer
 from lightning_eff._checkpoints import latent_weights, read_checkpoint
 from lightning_eff._fsdp2 import through_root
 from lightning_eff._run_environment import no_logging

@@ -19,7 +19,7 @@ from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup
 from torchao.quantization.qat import QATConfig
 
 from shared_core import Recipe, Session
-from shared_core.distillation.chunked.loss import chunked_kd_loss
+from shared_core.distillation.chunked_loss import chunked_kd_loss
 from shared_core.fp8 import Fp8Config, Fp8Linear
 from shared_core.fp8.layers import convert_layer
 from shared_core.fp8.native import why_not_native

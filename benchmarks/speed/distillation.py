@@ -11,7 +11,7 @@ from measure import MIB, Row, interleaved, main, milliseconds, peak_allocated, r
 from torch import Tensor, nn
 
 from shared_core import Recipe, Session
-from shared_core.distillation.chunked.loss import chunked_kd_loss
+from shared_core.distillation.chunked_loss import chunked_kd_loss
 
 TEMPERATURE, ALPHA = 2.0, 0.5
 # of cross-entropy's time alone, of the textbook loss's peak, and how much longer the textbook loss takes

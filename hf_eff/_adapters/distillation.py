@@ -1,18 +1,29 @@
-"""Distillation in the Trainer: logits, unlabelled examples and the column that tells them, losses of other models."""
+"""Distillation in the Trainer: unlabelled examples and the column that tells them, losses of other models, teachers.
+
+A teacher comes from a folder or the Hub: the class its config names, every weight found in its files.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_eff._adapters.adapter import Adapter
 from hf_eff._adapters.trl import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
+from shared_core.checkpoint_formats.plain import check_values
+from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, teacher_from_weights
 from shared_core.engine.session import Session
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.files.json_yaml import parse_json
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
@@ -54,18 +65,13 @@ class Distillation(Adapter):
         columns = getattr(data, "column_names", None)
         if columns is None and isinstance(data, list | tuple) and data and isinstance(data[0], Mapping):
             columns = list(data[0])
+        rule = remedy = ""
         if isinstance(columns, list) and self.field not in columns:
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be a column of the training data, got {self.field!r}",
-                f"they have {', '.join(columns)}",
-            )
-        if self._trainer.label_names and "labels" not in self._trainer.label_names:
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be none where labels are called {', '.join(self._trainer.label_names)}, not "
-                f"labels, got {self.field!r}",
-            )
+            rule, remedy = "a column of the training data", f"they have {', '.join(columns)}"
+        elif (names := self._trainer.label_names) and "labels" not in names:
+            rule = f"none where labels are called {', '.join(names)}, not labels"
+        if rule:
+            raise ConfigError("distill", f"unlabelled_field must be {rule}, got {self.field!r}", remedy)
 
     def _keep_column(self, method: Callable[..., None]) -> None:
         """Fill the trainer's list of columns that it does not drop."""
@@ -152,62 +158,178 @@ class Distillation(Adapter):
 
     def check(self) -> None:
         """Refuse a trainer or a model that computes other logits than those of the batch, or none."""
-        trainer, chunked = self._trainer, self._window.lacks_logits
-        self._check_trl()
+        owner, config = loss_of_trl(self._trainer), self.technique.config
+        if owner == "RewardTrainer" and config.divergence != "logit_mse":
+            rule = f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}"
+            raise ConfigError("distill", rule)
+        if owner in (None, "SFTTrainer", "RewardTrainer"):
+            self.technique.fuses_head = fuses_head(self._trainer)
+        for rule, remedy in self._misfits(owner):
+            raise CompatibilityError("distill", rule, remedy)
+
+    def _misfits(self, owner: str | None) -> Iterator[tuple[str, str]]:
+        """Yield what no soft term can join: of TRL's trainers, losses of their own; PEFT's prompts; lacking logits."""
+        trainer, config = self._trainer, self.technique.config
+        fuses, chunked = self.technique.fuses_head, self._window.lacks_logits
+        if owner not in (None, "SFTTrainer", "RewardTrainer"):
+            own = hasattr(trainer, "teacher_model")
+            yield (
+                f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
+                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
+                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
+            )
+        if fuses and (config.mutual or config.student is not None):
+            yield (
+                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
+                f"whole model, got {'mutual' if config.mutual else config.student}",
+                "train with transformers' own Trainer",
+            )
+        if fuses and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            got = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed"
+            yield f"TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got {got}", "use DDP"
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
         if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
-            raise CompatibilityError(
-                "distill",
+            yield (
                 f"logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
                 f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees",
                 "take prefix tuning or LoRA",
             )
         if chunked and trainer.label_smoother is not None:
-            raise CompatibilityError(
-                "distill",
+            yield (
                 f"label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: the "
                 "trainer smooths the log-probabilities of all classes, which do not exist",
                 "drop one of the two",
             )
-        if (chunked or self.technique.fuses_head) and trainer.args.torch_compile:
-            raise CompatibilityError(
-                "distill",
+        if (chunked or fuses) and trainer.args.torch_compile:
+            yield (
                 "torch_compile must be False with chunked and TRL's SFTTrainer, got True: a compiled head computes "
                 "logits",
                 "drop one of the two",
             )
 
-    def _check_trl(self) -> None:
-        """Refuse a trainer of TRL whose loss no soft term can join, and find out whether it fuses its head."""
-        trainer, owner = self._trainer, loss_of_trl(self._trainer)
-        if owner not in (None, "SFTTrainer", "RewardTrainer"):
-            own = hasattr(trainer, "teacher_model")
-            raise CompatibilityError(
-                "distill",
-                f"trainer must train on labels, as TRL's SFTTrainer does, got {owner}, "
-                + ("which has a teacher of its own" if own else "whose loss scores whole completions"),
-                "leave distill out" + ("" if own else ", or distil with SFTTrainer first"),
+
+def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
+    """Return the model saved under `name`, on the student's device; random numbers are left as they were.
+
+    Args:
+        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub; a folder without config.json
+            or a ``.safetensors`` file holds an earlier state of the student.
+        student: Gives the device, and the class where the config names none, or where the student is a model of
+            sentence-transformers.
+        trust_remote_code: Run the code that lies beside the weights (``auto_map`` in ``config.json``).
+    """
+    composed = _is_composed(student)
+    if is_bare_weights(Path(name).expanduser()) and not composed:
+        return teacher_from_weights(Path(name).expanduser(), student)
+    _check_path(name, "config.json", *(["modules.json"] if composed else ()))
+    device = next((parameter.device for parameter in student.parameters()), torch.device("cpu"))
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if composed:
+                return _composed_teacher(name, student, trust_remote_code).to(device)
+            # never left out: transformers would ask whoever sits at the terminal
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
+                name, config=config, output_loading_info=True
             )
-        config = self.technique.config
-        if owner == "RewardTrainer" and config.divergence != "logit_mse":
-            raise ConfigError(
-                "distill",
-                f"divergence must be logit_mse with TRL's RewardTrainer, of one score, got {config.divergence}",
-            )
-        self.technique.fuses_head = fuses = fuses_head(trainer)
-        if not fuses:
-            return
-        if config.mutual or config.student is not None:
-            raise CompatibilityError(
-                "distill",
-                "teacher must not be mutual, and student be left out, with TRL's SFTTrainer, whose loss is of one "
-                f"whole model, got {'mutual' if config.mutual else config.student}",
-                "train with transformers' own Trainer",
-            )
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            raise CompatibilityError(
-                "distill",
-                "TRL's SFTTrainer must keep the head's weight whole, which the soft term reads, got "
-                f"{'FSDP' if trainer.is_fsdp_enabled else 'DeepSpeed'}",
-                "use DDP",
-            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers, safetensors and the Hub client each raise their own
+            if not trust_remote_code and _TRUST in str(error):
+                raise _untrusted(name) from error
+            rule = f"teacher must be a readable model folder or Hub name, got {name!r}: {_first_line(error)}"
+            raise CheckpointError("distill", rule) from error
+    lacking = sorted([*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])])
+    if lacking:
+        rule = f"teacher's files must hold every weight, got {name!r} without {lacking[0]} ({len(lacking)} in all)"
+        raise CheckpointError("distill", rule, "it would teach from random weights")
+    check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
+    return teacher.to(device)  # type: ignore[no-any-return]
+
+
+def empty_model(name: str) -> nn.Module:
+    """Return the model that a folder's config describes, in the type of its weights, on the meta device."""
+    _check_path(name, "config.json")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked
+    except Exception as error:  # transformers and the Hub client each raise their own
+        rule = f"teacher must have a readable config.json, got {name!r}: {_first_line(error)}"
+        raise CheckpointError("distill", rule) from error
+    with torch.device("meta"):
+        model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
+    return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def _is_composed(student: nn.Module) -> bool:
+    """Return whether a student is a model of sentence-transformers: several modules, listed in ``modules.json``."""
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(student).__mro__)
+
+
+def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Module:
+    """Return the model of the student's class that a folder of sentence-transformers, or the Hub, holds."""
+    path, kind = Path(name).expanduser(), type(student)
+    ours = getattr(student, "model_type", kind.__name__)
+    written = path / "config_sentence_transformers.json"
+    told: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
+    if (theirs := told.get("model_type", ours)) != ours:
+        rule = f"teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}"
+        raise CheckpointError("distill", rule)
+    if ours == "CrossEncoder" and not (path / "modules.json").is_file():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be drawn
+            rule = f"teacher must be a {ours}, got {name!r} of {config.architectures}"
+            raise CheckpointError("distill", rule, "it would teach from random weights")
+    device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
+    place = str(path) if path.exists() else name
+    teacher: nn.Module = kind(place, device=device, trust_remote_code=trust_remote_code)
+    return teacher
+
+
+def _check_path(name: str, *files: str) -> None:
+    path = Path(name).expanduser()
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name
+    rule = remedy = ""
+    if path.exists() and not any((path / file).is_file() for file in files):
+        rule = f"teacher must be a folder with {' or '.join(files)}, got {name!r} without"
+        remedy = "give the folder that save_model or save_pretrained wrote"
+    elif looks_like_path and not path.exists():
+        rule = f"teacher must be an existing folder or a Hub name, got {name!r}"
+    if rule:
+        raise CheckpointError("distill", rule, remedy)
+
+
+_TRUST = "trust_remote_code"  # what transformers names in its refusal
+
+
+def _untrusted(name: str) -> CheckpointError:
+    return CheckpointError(
+        "distill",
+        f"teacher must be of a class of transformers, got {name!r}, whose config.json names code that lies beside it "
+        "(auto_map)",
+        "it was not run. Read it, then set distill.trust_remote_code: true (--distill_trust_remote_code; eff "
+        "cache-teacher --trust-remote-code), or load it and pass the object",
+    )
+
+
+def _class_of(config: Any, student: nn.Module, name: str, trust_remote_code: bool) -> Any:
+    named = (config.architectures or [None])[0]
+    own = [code for code in (getattr(config, "auto_map", None) or {}).values() if isinstance(code, str)]
+    own = [code for code in own if code.rpartition(".")[2] == named]
+    if own and trust_remote_code:
+        return get_class_from_dynamic_module(own[0], name)
+    known = [getattr(transformers, found, None) for found in config.architectures or ()]
+    if known and known[0] is not None:
+        return known[0]
+    # a model class of the user's own is not an attribute of transformers
+    kind = type(student)
+    if hasattr(kind, "from_pretrained") and kind.__name__ in (config.architectures or [kind.__name__]):
+        return kind
+    if own:
+        raise _untrusted(name)
+    rule = f"teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}"
+    raise CheckpointError("distill", rule, "load it yourself and pass the object")

@@ -1,14 +1,19 @@
-"""Distillation in a Lightning Trainer: unlabelled examples, the clipping of peers, and their losses."""
+"""Distillation in a Lightning Trainer: teachers from its files, unlabelled examples, and peers that are clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_eff._adapters.adapter import Adapter
-from shared_core.errors import TrainingError
+from lightning_eff._checkpoints import read_checkpoint
+from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.errors import CheckpointError, MissingExtraError, TrainingError
+from shared_core.front_ends.finding import front_ends
 from shared_core.front_ends.wrapped_method import Wrapped
 
 
@@ -37,15 +42,71 @@ def loss_of_peer(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """Return the loss of a module's ``training_step`` on a batch."""
     kind = type(model)
     if not hasattr(kind, "training_step"):
-        raise TrainingError(
-            "distill",
-            f"peers must be LightningModules with a training_step, got {kind.__name__}",
-            "or set distill.student to the submodule that a peer takes the place of",
-        )
+        rule = f"peers must be LightningModules with a training_step, got {kind.__name__}"
+        raise TrainingError("distill", rule, "or set distill.student to the submodule that a peer takes the place of")
     output = model.training_step(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise TrainingError(
-            "distill", f"a peer's training_step must return a loss wherever the student's does, got {loss!r}"
-        )
+        rule = f"a peer's training_step must return a loss wherever the student's does, got {loss!r}"
+        raise TrainingError("distill", rule)
     return loss
+
+
+_INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
+
+
+def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_code: bool = False) -> nn.Module:
+    """Return the teacher in a ``.ckpt`` of a LightningModule, or under a Transformers folder or Hub name.
+
+    A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of the
+    student.
+    """
+    random = rng_state()
+    try:
+        # Building a model draws its initial weights, and the run must not depend on how the teacher came.
+        if name.endswith(".ckpt"):
+            return _from_checkpoint(Path(name), student, trainer.lightning_module)
+        if is_bare_weights(Path(name)):
+            return teacher_from_weights(Path(name), student)
+        return _from_hub(name, student, trust_remote_code)
+    finally:
+        set_rng_state(random)
+
+
+def _from_checkpoint(path: Path, student: nn.Module, model: Any) -> nn.Module:
+    student_name = next(name for name, module in model.named_modules() if module is student)
+    if not path.is_file():
+        raise CheckpointError("distill", f"teacher must be an existing file, got {path}")
+    weights = read_checkpoint(path)
+    hyperparameters = weights.get("hyper_parameters")
+    instantiator = hyperparameters.get("_instantiator") if isinstance(hyperparameters, Mapping) else None
+    # Lightning imports what it names, and calls it
+    if instantiator is not None and not (isinstance(instantiator, str) and instantiator in _INSTANTIATORS):
+        raise CheckpointError("distill", f"teacher {path} must be built by Lightning, got {instantiator!r}", "not run")
+    try:
+        teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        prefix = f"{student_name}." if student_name else ""
+        found = weights.get("state_dict", {})
+        own = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+        try:
+            return same_class_teacher(own, student, str(path))
+        except CheckpointError as other:
+            raise CheckpointError(
+                f"{other}; {type(model).__name__} was not built from saved hyperparameters (save_hyperparameters), "
+                f"got {type(error).__name__}: {error}"
+            ) from error
+    return _as_module(teacher.get_submodule(student_name))
+
+
+def _as_module(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise CheckpointError("distill", f"teacher must be a module, got {type(model).__name__}")
+    return model
+
+
+def _from_hub(name: str, student: nn.Module, trust_remote_code: bool) -> nn.Module:
+    for front_end in front_ends():
+        if (load := getattr(front_end, "load_teacher", None)) is not None:
+            return _as_module(load(name, student, trust_remote_code=trust_remote_code))
+    raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf")

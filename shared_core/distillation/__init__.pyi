@@ -1,6 +1,6 @@
-from .chunked.loss import ChunkedSums as ChunkedSums
-from .chunked.loss import chunked_kd_loss as chunked_kd_loss
-from .chunked.loss import chunked_kd_sum as chunked_kd_sum
+from .chunked_loss import ChunkedSums as ChunkedSums
+from .chunked_loss import chunked_kd_loss as chunked_kd_loss
+from .chunked_loss import chunked_kd_sum as chunked_kd_sum
 from .config import DistillConfig as DistillConfig
 from .layer_init import copy_layers_ as copy_layers_
 from .losses.divergences import DIVERGENCES as DIVERGENCES

@@ -9,12 +9,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.distillation.chunked.loss import divergence_sum, fits_fused_sum
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, counted_positions
-from shared_core.distillation.losses.divergences import mean_logits, mean_teacher
+from shared_core.distillation.losses.divergences import kd_topk_sum, mean_logits, mean_teacher
 from shared_core.distillation.losses.features import hidden_cosine_sum
-from shared_core.distillation.losses.topk import kd_topk_sum
 from shared_core.distillation.outputs import (
     EMBEDDINGS,
     LOGITS,
@@ -30,7 +28,14 @@ from shared_core.distillation.outputs import (
     num_classes,
     over_positions,
 )
-from shared_core.distillation.task_gradient import HardTerm, TaskLoss, cross_entropy_of, hard_term
+from shared_core.distillation.task_gradient import (
+    HardTerm,
+    TaskLoss,
+    cross_entropy_of,
+    divergence_sum,
+    fits_fused_sum,
+    hard_term,
+)
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context
@@ -69,11 +74,8 @@ class StudentBatch:
 
     def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
         """Return which rows of the logits count, True = it does; None for all of them."""
-        numbers = (
-            isinstance(self.labels, Tensor) and self.labels.is_floating_point()
-        )  # regression, multi-label: no -100
-        if not of_classes and numbers:
-            return None
+        if not of_classes and isinstance(self.labels, Tensor) and self.labels.is_floating_point():
+            return None  # regression, multi-label: no -100
         mask = self.inputs.get("attention_mask")
         return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
 
@@ -107,8 +109,7 @@ class Comparison:
         mine = _joined([find_outputs(forward.output, self.config.logits, "student") for forward in forwards])
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
-        # Teachers answer after the student: their activations, without a graph, then do not add to the forward's
-        # peak.
+        # After the student: the teachers' activations then do not add to the peak of its forward.
         theirs = self._targets(batch, mine, of_classes=of_classes)
         mask = batch.mask(mine, of_classes=of_classes)
         parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
@@ -126,9 +127,8 @@ class Comparison:
         config = self.config
         divergence = divergence_of(outputs.kind, config.divergence, outputs.parts[0].shape[-1])
         if config.confidence and not is_of_classes(divergence):
-            raise ConfigError(
-                "distill", f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
-            )
+            rule = f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
+            raise ConfigError("distill", rule)
         if outputs.kind != LOGITS:
             self.told |= {"outputs": outputs.kind, "divergence": divergence}
         return divergence
@@ -202,9 +202,8 @@ class CachedComparison(Comparison):
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
         if (kind := kind_ahead(student, config.logits, "student")) in (SPANS, EMBEDDINGS):
-            raise ConfigError(
-                "distill", f"teacher must not be cached for {kind}, as a cache holds classes", "give the model"
-            )
+            rule = f"teacher must not be cached for {kind}, as a cache holds classes"
+            raise ConfigError("distill", rule, "give the model")
         ours = num_classes(student)
         if config.vocab_size is not None and ours is not None:
             check_sizes(ours, config.vocab_size, config.vocab_size)
@@ -246,15 +245,7 @@ def difference(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a divergence over the rows that count, and their number.
 
-    Args:
-        config: The other options.
-        divergence: What `divergence_of` returned.
-        student: ``(..., classes)``, or embeddings.
-        teacher: The same; log-probabilities at `temperature` if `softened`.
-        mask: Which rows count, None for all.
-        temperature: Of both.
-        softened: What `teacher` holds.
-        hard: As in `divergence_sum`.
+    The teacher's are ``(..., classes)`` as the student's, or embeddings; log-probabilities at this T if `softened`.
     """
     if divergence == "cosine":
         return hidden_cosine_sum(student, teacher, mask=mask)
@@ -303,8 +294,7 @@ def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remo
     """Return the module itself, or the one that the services find under a name."""
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
-            raise ConfigError(
-                "distill", f"teacher must be given again, got {teacher!r} from a saved recipe", "pass the module"
-            )
+            rule = f"teacher must be given again, got {teacher!r} from a saved recipe"
+            raise ConfigError("distill", rule, "pass the module")
         return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
     return cast("nn.Module", teacher)

@@ -201,23 +201,27 @@ class DistillConfig(TechniqueConfig):
 
     def validate(self) -> None:
         """Check that teachers, peers, pairs and layers are such."""
-        if not self.teachers or not all(map(_is_model, self.teachers)):
-            raise self._error("teacher", "must be a folder, a Hub name, a module, or several of them")
-        if self.teaching == "several models" and any(_kind(teacher) != "one model" for teacher in self.teachers):
-            raise self._error("teacher", f"must be {EMA}, {MUTUAL} or {CACHE}FOLDER alone, or other models")
-        if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
-            raise self._error("teacher_weights", f"must be a number for each of {len(self.teachers)} teachers")
-        peers = self.given_peers or (MUTUAL,) * self.drawn_peers
-        if not peers or not all(map(_is_model, peers)):
-            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
-        if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
-            raise self._error("unlabelled_field", "must be a column of its own")
-        for option_name in ("hidden", "attention"):
-            for pair in getattr(self, option_name):
-                if pair.count("=") != 1 or not all(side.strip() for side in pair.split("=")):
-                    raise self._error(option_name, "must hold student=teacher pairs of module names")
+        for name, rule in self._broken_rules():
+            raise self._error(name, rule)
         if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
             parse_layers(self.init_layers)
+
+    def _broken_rules(self) -> Iterator[tuple[str, str]]:
+        if not self.teachers or not all(map(_is_model, self.teachers)):
+            yield "teacher", "must be a folder, a Hub name, a module, or several of them"
+        if self.teaching == "several models" and any(_kind(teacher) != "one model" for teacher in self.teachers):
+            yield "teacher", f"must be {EMA}, {MUTUAL} or {CACHE}FOLDER alone, or other models"
+        if self.teacher_weights and len(self.teacher_weights) != len(self.teachers):
+            yield "teacher_weights", f"must be a number for each of {len(self.teachers)} teachers"
+        peers = self.given_peers or (MUTUAL,) * self.drawn_peers
+        if not peers or not all(map(_is_model, peers)):
+            yield "peers", "must be at least 2 students in all, or names or modules of the others"
+        if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
+            yield "unlabelled_field", "must be a column of its own"
+        for name in ("hidden", "attention"):
+            sides = [[side.strip() for side in pair.split("=")] for pair in getattr(self, name)]
+            if any(len(pair) != 2 or not all(pair) for pair in sides):
+                yield name, "must hold student=teacher pairs of module names"
 
     @property
     def teaching(self) -> Teaching:

@@ -66,19 +66,12 @@ class WatchedPairs:
             found, target = ours.take(), theirs.take()
             if found is None or target is None:
                 whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
-                raise TrainingError(
-                    "distill", f"{self._option} module {name} of the {whose} must run in every forward, and did not"
-                )
+                rule = f"{self._option} module {name} of the {whose} must run in every forward, and did not"
+                raise TrainingError("distill", rule)
             yield names, found.output, target
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
-        """Return the sum over pairs for the latest forward.
-
-        Args:
-            mask: Which positions count in the loss; None: one for each example.
-            inputs: The student's, whose attention masks tell padding.
-            normalise: As of `shared_core.engine.technique.Context`.
-        """
+        """Return the sum over pairs for the latest forward; `mask`: which positions the loss counts, None: examples."""
         raise NotImplementedError
 
     def check_shards(self, student: nn.Module) -> None:
@@ -101,16 +94,10 @@ class WatchedPairs:
 def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping[str, Any]) -> Tensor | None:
     """Return which positions of features count: those of the loss where it has the same, else all but padding.
 
-    Args:
-        shape: ``(B, ...)``, that of the features without their width.
-        counted: ``(B,)`` or ``(B, S)`` bool, the positions of the loss; None: one for each example.
-        inputs: The student's; an attention mask of this shape tells padding.
-
-    Returns:
-        ``shape`` bool; None: all count, or nothing tells.
+    Of features of a shape ``(B, ...)`` without their width; None: all count, or nothing tells. `counted`, ``(B,)`` or
+    ``(B, S)``, are the positions of the loss, None: one for each example.
     """
-    # Features may have another length than the logits (encoder and decoder): the padding mask of that length serves
-    # then.
+    # Features may have another length than the logits (an encoder's): the padding mask of that length serves.
     if counted is not None and counted.shape == tuple(shape):
         return counted
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -125,12 +112,7 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
 
     Where an example has one position in the loss and many here (tokens of a classifier, pixels), or others (an
     encoder's), its mean over its real ones stands for each position that it has in the loss. So padding adds nothing,
-    and the sum is averaged as the trainer averages its loss.
-
-    Args:
-        distances: ``(B, ...)``, finite.
-        real: What `real_positions` returned for their shape.
-        counted: As there.
+    and the sum is averaged as the trainer averages its loss. `real` and `counted` are those of `real_positions`.
 
     Example:
         >>> distances = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
@@ -144,7 +126,6 @@ def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tenso
         means = distances.reshape(examples, -1).mean(1)
     else:
         real = real.to(distances.device)
-        # The loss counts positions of this very shape: sum over them directly, its own denominator.
         if counted is not None and counted.shape == distances.shape:
             return (distances * real).sum(), real.sum()
         means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
@@ -221,7 +202,6 @@ class AttentionPairs(WatchedPairs):
     def activate(self, active: bool) -> None:
         """Keep maps from now on, computed eagerly, or no longer."""
         super().activate(active)
-        # Fused attention (SDPA, flash) returns no maps. Only for as long as the soft term is on.
         if active and not self._switched:
             for owner in self._switchable:
                 before = owner.config._attn_implementation
@@ -252,8 +232,7 @@ class AttentionPairs(WatchedPairs):
             # (B, H, Q, K) on both sides; K may be padded, Q are the positions that count.
             student, teacher = _map(found, ours, "student"), _map(target, theirs, "teacher").detach()
             real = real_positions((len(student), student.shape[-2]), mask, inputs)
-            # A query of padding alone has NaN rows (softmax of all -inf); the mask later multiplies, and 0 * NaN is
-            # NaN.
+            # A query of padding alone has NaN rows (softmax of all -inf), and 0 * NaN is NaN.
             student, teacher = (
                 _certain_where_unread(student, real),
                 _certain_where_unread(teacher.to(student.device), real),
@@ -301,7 +280,6 @@ def _map(output: Any, name: str, whose: str) -> Tensor:
             f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
             "name the module that computes probabilities, such as layer.0.attention.self",
         )
-    # Models return (hidden, maps) or (hidden, maps, cache): the last tensor of four dimensions is the map.
     return maps[-1]
 
 
@@ -346,8 +324,7 @@ class HiddenPairs(WatchedPairs):
         for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
             modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
             inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
-            # A projection only where both widths are known and differ; unknown widths are compared in the first
-            # batch.
+            # Unknown widths are compared in the first batch.
             if inputs is not None and outputs is not None and inputs != outputs:
                 self._projections[index] = _projection(inputs, outputs, student, generator)
                 student.register_parameter(f"{_NAME}{index}", self._projections[index])
@@ -392,27 +369,21 @@ class HiddenPairs(WatchedPairs):
             total, count = relation_sum(*flat, relation=self._kind)
             # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
             positions = count if mask is None else mask.sum()
-            # `total` is of this process's examples; over `count` it is the mean loss, times positions what the
-            # trainer divides.
             return normalise(total / count.clamp(min=1) * positions, positions)
+        wrong = remedy = ""
         if index in self._projections:
             # W: (teacher's width, student's width), FitNets' regressor without a bias.
-            weight = self._projections[index]
-            if features.shape[-1] != weight.shape[1]:  # of an activation inside a block, say
-                raise ConfigError(
-                    "distill",
-                    f"hidden features of {names[0]} must have the width of the layer registered last before them, "
-                    f"{weight.shape[1]}, got {features.shape[-1]}",
-                    "name the layer or the block that gives them out",
-                )
-            features = F.linear(features, weight)
-        if features.shape != targets.shape:
-            raise ConfigError(
-                "distill",
-                f"hidden features of {names[0]} must have the teacher's shape {tuple(targets.shape)}, got "
-                f"{tuple(features.shape)}",
-                "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples",
-            )
+            weight, width = self._projections[index], features.shape[-1]
+            if width == weight.shape[1]:
+                features = F.linear(features, weight)
+            else:  # of an activation inside a block, say
+                wrong = f"the width of the layer registered last before them, {weight.shape[1]}, got {width}"
+                remedy = "name the layer or the block that gives them out"
+        if not wrong and features.shape != targets.shape:
+            wrong = f"the teacher's shape {tuple(targets.shape)}, got {tuple(features.shape)}"
+            remedy = "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples"
+        if wrong:
+            raise ConfigError("distill", f"hidden features of {names[0]} must have {wrong}", remedy)
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
         distance = hidden_mse if self._kind == "mse" else hidden_cosine
@@ -434,9 +405,8 @@ class HiddenPairs(WatchedPairs):
         for index, weight in self._projections.items():
             saved = state.get(str(index))
             if saved is None or saved.shape != weight.shape:
-                raise CheckpointError(
-                    "distill", "saved projections must be of these hidden pairs", "resume with the same"
-                )
+                rule = "saved projections must be of these hidden pairs"
+                raise CheckpointError("distill", rule, "resume with the same")
             weight.copy_(saved)
 
 
@@ -485,7 +455,6 @@ def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
-        # `prefix` is the student's path where it is part of a larger model.
         del state_dict[name]
 
 
@@ -541,7 +510,6 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
     if documents is not None:
         features, real = features.flatten(0, 1), real.flatten() & documents
         return real.to(features.dtype) @ _filled(features, real.any(0)) / real.sum(1, keepdim=True).clamp(min=1)
-    # Padding is zeroed and not counted: the mean over the real tokens of each example.
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
 
 

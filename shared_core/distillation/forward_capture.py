@@ -56,7 +56,6 @@ class ForwardHook:
             earlier: tuple[Forward, ...] = ()
             # A contrastive loss runs the encoder once for each text column: the later forwards keep the earlier ones.
             if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
-                # Flat: the chain holds every forward once.
                 earlier = (*self.latest.earlier, replace(self.latest, earlier=()))
             self.latest = Forward(args, kwargs, output, earlier)
 
@@ -101,7 +100,7 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
     """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
     try:
         # not `bind_partial`, which takes longer than the rest of what a loss looks up; forward took these arguments
-        named = {**dict(zip(_positional_names(student), forward.args, strict=False)), **forward.kwargs}
+        named = {**dict(zip(_names_of(student)[0], forward.args, strict=False)), **forward.kwargs}
     except (TypeError, ValueError):
         named = dict(forward.kwargs)
     for value in forward.args:
@@ -117,13 +116,13 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     (`shared_core.modules.calls.without_cache`).
     """
     like = first_parameter(teacher, floating=True)
-    names = _positional_names(student)
+    names = _names_of(student)[0]
     args = tuple(
         # Labels stay as None in their position, so that arguments after them keep theirs.
         None if name in FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
-    accepted = _keywords(teacher)
+    accepted = keywords_of(teacher)
     kwargs = {
         name: _on(value, like)
         for name, value in forward.kwargs.items()
@@ -183,11 +182,8 @@ def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | None:
-    """Return the first of ``module.parameters()``, or the first of floating point.
-
-    Every micro-batch asks, and torch's own generators take ten times as long to begin with.
-    """
-    # `Module.parameters` builds a generator chain over all modules; this stops at the first tensor it meets.
+    """Return the first of ``module.parameters()``, or the first of floating point."""
+    # Every micro-batch asks, and torch's own generators take ten times as long to begin with.
     for parameter in module._parameters.values():
         if parameter is not None and (not floating or parameter.is_floating_point()):
             return parameter
@@ -296,11 +292,7 @@ def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
     return known
 
 
-def _positional_names(module: nn.Module) -> list[str]:
-    return _names_of(module)[0]
-
-
-def _keywords(module: nn.Module) -> set[str] | None:
+def keywords_of(module: nn.Module) -> set[str] | None:
     """Return the keywords that forward takes, None for any."""
     return _names_of(module)[1]
 

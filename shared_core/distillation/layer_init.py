@@ -28,23 +28,18 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
         >>> chosen_layers("last", 2, 12), chosen_layers("0, 5", 2, 12)
         ([10, 11], [0, 5])
     """
-    if layers in (EVEN, "first", "last"):
-        if student > teacher:
-            raise ConfigError(
-                "distill",
-                f"init_layers must be numbers for a student with more layers than its teacher, got {layers!r} with "
-                f"{student} and {teacher} layers",
-            )
-        if layers == EVEN:
-            # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
-            return [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
-        return list(range(student) if layers == "first" else range(teacher - student, teacher))
-    numbers = parse_layers(layers)
-    if len(numbers) != student or max(numbers) >= teacher:
+    if layers == EVEN:
+        # Both ends included: i (L_t - 1) / (L_s - 1), rounded. With one layer of a student it is the first.
+        numbers = [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
+    elif layers in ("first", "last"):
+        numbers = list(range(student) if layers == "first" else range(teacher - student, teacher))
+    else:
+        numbers = parse_layers(layers)
+    if len(numbers) != student or max(numbers) >= teacher or (student > teacher and layers in (EVEN, "first", "last")):
         raise ConfigError(
             "distill",
             f"init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), one for each of "
-            f"the student's, got {layers!r}",
+            f"the student's, in numbers where it has more, got {layers!r}",
         )
     return numbers
 
@@ -53,9 +48,8 @@ def parse_layers(layers: str) -> list[int]:
     """Return the numbers in ``0,2,4``."""
     parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError(
-            "distill", f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
-        )
+        rule = f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        raise ConfigError("distill", rule)
     return [int(part) for part in parts]
 
 
@@ -95,8 +89,7 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
     ours, theirs = student.state_dict(), teacher.state_dict()
     left, sources = [], {}
     for name, tensor in ours.items():
-        # `left` takes what is outside of stacks and does not fit (a head of another size): that may stay; a layer may
-        # not.
+        # What is outside of stacks may stay where it does not fit (a head of another size); a layer may not.
         stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
         source = theirs.get(name if stack is None else _renamed(name, stack, chosen[stack]))
         if source is not None and _fits(tensor, source):
@@ -104,11 +97,9 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         elif stack is None:
             left.append(name)
         else:
-            found = (
-                "none of that name"
-                if source is None
-                else f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
-            )
+            found = "none of that name"
+            if source is not None:
+                found = f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
             raise ConfigError(
                 "distill",
                 f"init_layers needs layers of the student's widths, got {found} in the teacher for {name} "

@@ -31,7 +31,7 @@ from shared_core.distillation.comparison import (
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, ForwardHook
 from shared_core.distillation.outputs import EMBEDDINGS, check_heads, check_outputs, find_outputs, is_of_classes
-from shared_core.distillation.teachers import Teachers, check_separate, copied
+from shared_core.distillation.teachers import Teachers, check_separate, copied, shapes_of, tensors_of
 from shared_core.distributed.collectives import all_reduce_, broadcast_, world_size
 from shared_core.engine.technique import Context
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
@@ -66,8 +66,7 @@ class Peers(Teachers):
 
     def join_optimizers(self, context: Context) -> None:
         """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
-        # Loaded before: the saved optimizer state has only the student's parameters, and must be numbered as they
-        # are.
+        # The saved optimizer state has only the student's parameters, and must be numbered as they are.
         if not self._optimizer_of:
             for module in self.modules:
                 self._join(module, context)
@@ -76,7 +75,7 @@ class Peers(Teachers):
                 self._handles.append(optimizer.register_load_state_dict_pre_hook(self._add_present))
         for module in self.modules:
             # Peers are outside of DDP, so nothing else makes them equal on all processes.
-            for tensor in _tensors(module).values():
+            for tensor in tensors_of(module).values():
                 broadcast_(tensor)
 
     def _join(self, module: nn.Module, context: Context) -> None:
@@ -88,26 +87,21 @@ class Peers(Teachers):
         counts = [Counter(place[id(mine)] for mine in trained if (mine.ndim > 1) == matrix) for matrix in (False, True)]
         joined: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
-            # Which group a peer's weight trains in: the one of the student's weight of that name, else where its like
-            # mostly are.
+            # The group of the student's weight of that name, else where its like mostly are.
             mostly = (counts[parameter.ndim > 1] or sum(counts, Counter())).most_common(1)
             index = place.get(id(students[name])) if name in students else mostly[0][0] if mostly else None
             if parameter.requires_grad and index is not None:
                 joined.append((index, parameter))
         if not joined:
-            raise TrainingError(
-                "distill",
-                "peers must be trained by the student's optimizer, but it holds no weight of the student",
-                "pass the optimizer of the attached model to begin",
-            )
+            rule = "peers must be trained by the student's optimizer, but it holds no weight of the student"
+            raise TrainingError("distill", rule, "pass the optimizer of the attached model to begin")
         for index, parameter in joined:
             optimizer, group = groups[index]
             group["params"].append(parameter)
             self._optimizer_of[parameter] = optimizer
 
     def _leave_out(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        # torch numbers parameters over all groups. Without the peers' the numbers must close up, as the plain
-        # optimizer's do.
+        # torch numbers parameters over all groups: without the peers' the numbers must close up.
         numbers: dict[int, int] = {}
         groups = []
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -158,11 +152,8 @@ class Peers(Teachers):
                 loss = context.services.task_loss(module, partial(student, *forward.args, **forward.kwargs))
             latest = hook.take()
             if latest is None:
-                raise TrainingError(
-                    "distill",
-                    "a peer's forward must run where its task loss is computed, and was not seen",
-                    "call the module that training passes on, not one kept elsewhere",
-                )
+                rule = "a peer's forward must run where its task loss is computed, and was not seen"
+                raise TrainingError("distill", rule, "call the module that training passes on, not one kept elsewhere")
             found.append((loss, latest.output))
         return found
 
@@ -200,8 +191,7 @@ class Peers(Teachers):
 
     def one_by_one(self, clip: Callable[[], Any]) -> None:
         """Call `clip` once for each student, while no other has gradients: its norm is that of one model."""
-        # `clip` is the trainer's own and computes the norm of all parameters of the optimizer: others are hidden from
-        # it.
+        # `clip` is the trainer's own and computes the norm of all parameters of the optimizer.
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
         everyone = [parameter for group in groups for parameter in group["params"]]
         gradients = {parameter: parameter.grad for parameter in everyone}
@@ -248,9 +238,12 @@ class Peers(Teachers):
     def _state_of(self, module: nn.Module) -> dict[str, Any]:
         trained = {name: each for name, each in module.named_parameters() if each in self._optimizer_of}
         return {
-            "weights": {name: tensor.detach().clone() for name, tensor in _tensors(module).items()},
+            "weights": {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()},
             "optimizer": {
-                name: {key: _copied(value) for key, value in self._optimizer_of[each].state[each].items()}
+                name: {
+                    key: value.detach().clone() if isinstance(value, Tensor) else value
+                    for key, value in self._optimizer_of[each].state[each].items()
+                }
                 for name, each in trained.items()
                 if each in self._optimizer_of[each].state
             },
@@ -260,15 +253,12 @@ class Peers(Teachers):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
         """Restore saved peers, after `begin`."""
-        ours = [_tensors(module) for module in self.modules]
+        ours = [tensors_of(module) for module in self.modules]
         saved = [each["weights"] for each in state.get("peers", ())]
         # Shapes by name: nothing is written before all peers fit.
-        if [_shapes(each) for each in saved] != [_shapes(each) for each in ours]:
-            raise CheckpointError(
-                "distill",
-                f"saved peers must be these {len(ours)}, got {len(saved)} or others",
-                "resume with the peers of the run that wrote the checkpoint",
-            )
+        if [shapes_of(each) for each in saved] != [shapes_of(each) for each in ours]:
+            rule = f"saved peers must be these {len(ours)}, got {len(saved)} or others"
+            raise CheckpointError("distill", rule, "resume with the peers of the run that wrote the checkpoint")
         self.losses, self._micro_batches = state["losses"].clone(), int(state["micro_batches"])
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
         # torch keeps counts of steps on the CPU, but for kernels that read them
@@ -288,18 +278,6 @@ class Peers(Teachers):
                     }
                 gradient = each["gradients"].get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _placed(value: Any, device: torch.device, scalars_too: bool) -> Any:
@@ -341,9 +319,9 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
                 draw()
         for parameter, device in trained:
             parameter.data = parameter.data.to(device)
-        # Frozen weights, and the buffers beside them (a base of codes and scales), are the original's.
         for name, tensor in _kept(model):
-            _tensor(other, name).copy_(tensor)
+            prefix, _, own = name.rpartition(".")
+            getattr(other.get_submodule(prefix), own).copy_(tensor)
     for name, parameter in other.named_parameters():
         if parameter.requires_grad and parameter.isnan().any():
             raise MatchError(
@@ -367,12 +345,6 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
         for name, tensor in {**frozen, **(dict(module.named_buffers(recurse=False)) if frozen else {})}.items():
             yield f"{prefix}.{name}" if prefix else name, tensor
-
-
-def _tensor(module: nn.Module, path: str) -> Tensor:
-    prefix, _, name = path.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(prefix), name)
-    return found
 
 
 class MutualComparison(Comparison):
@@ -400,11 +372,8 @@ class MutualComparison(Comparison):
         config = self.config
         mine = find_outputs(batch.forward.output, config.logits, "student")
         if mine.kind == EMBEDDINGS:
-            raise ConfigError(
-                "distill",
-                "teacher must not be mutual for embeddings, whose axes mean something else in every student",
-                "give a trained teacher",
-            )
+            rule = "teacher must not be mutual for embeddings, whose axes mean something else in every student"
+            raise ConfigError("distill", rule, "give a trained teacher")
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
         studied = self._peers.study(self._model, batch.forward, self._context)
@@ -415,8 +384,7 @@ class MutualComparison(Comparison):
         everyone = [batch.parts(each, of_classes=of_classes) for each in outputs]
         totals = []
         for ours in everyone:
-            # The mean over the other students; each is a fixed target here, and gets its own gradient in its own
-            # term.
+            # Each of the others is a fixed target here, and gets its own gradient in its own term.
             sums = [
                 difference(config, divergence, part, its.detach(), mask, batch.temperature)
                 for theirs in everyone
@@ -466,15 +434,13 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):
+        wrong = ""
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError("distill", f"peers must have weights that train, got none in peer {number}")
-        if any(_same(module, other) for other in [model, *modules[: number - 1]]):
-            raise ConfigError(
-                "distill",
-                f"peers must differ from the student and each other, but peer {number} has the same weights as "
-                "another student",
-                "draw its weights from another seed",
-            )
+            wrong = f"have weights that train, got none in peer {number}"
+        elif any(_same(module, other) for other in [model, *modules[: number - 1]]):
+            wrong = f"differ, but peer {number} has the same weights as another student; draw them from another seed"
+        if wrong:
+            raise ConfigError("distill", f"peers must {wrong}")
     return Peers(modules, config.student or "")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,8 @@ def find_outputs(output: Any, name: str, whose: str) -> Outputs:
         if holds(output, kind):
             parts = [_item(output, key) for key in keys]
             # a CrossEncoder may return one number for each pair of texts
-            # (B,) becomes (B, 1): the divergences want a dimension of classes.
             return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
-    raise _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
+    return _nothing(output, f"logits under {name!r}" + (f", or {_known()}" if _others(name) else ""), whose)
 
 
 def _others(name: str) -> dict[str, tuple[str, ...]]:
@@ -73,14 +72,13 @@ def holds(output: Any, kind: str) -> bool:
 def find_logits(output: Any, name: str, whose: str) -> Tensor:
     """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`."""
     if (logits := _logits(output, name)) is None:
-        raise _nothing(output, f"logits under {name!r}", whose)
+        _nothing(output, f"logits under {name!r}", whose)
     return logits
 
 
 def _logits(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    # A namedtuple has the attribute by name, and is looked up below.
     if isinstance(output, tuple | list) and not hasattr(output, name):
         # a model given labels puts its scalar loss first
         return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
@@ -92,13 +90,10 @@ def _item(output: Any, key: str) -> Any:
     return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
 
 
-def _nothing(output: Any, what: str, whose: str) -> TrainingError:
+def _nothing(output: Any, what: str, whose: str) -> NoReturn:
     keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-    return TrainingError(
-        "distill",
-        f"the {whose}'s output must hold {what}, got {type(output).__name__}{keys}",
-        "set distill.logits, and switch off fused losses that do not return logits",
-    )
+    rule = f"the {whose}'s output must hold {what}, got {type(output).__name__}{keys}"
+    raise TrainingError("distill", rule, "set distill.logits, and switch off fused losses that do not return logits")
 
 
 def _known() -> str:
@@ -152,65 +147,59 @@ def check_heads(
         problem = getattr(getattr(module, "config", None), "problem_type", None)
         fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
         if fitting and divergence != fitting:
-            raise ConfigError(
-                "distill",
-                f"the {whose} must classify into single labels, got problem_type {problem!r}",
-                f"take divergence {fitting}",
-            )
-    mine, its = kind_ahead(student, logits, "student"), kind_ahead(teacher, logits, "teacher")
-    if mine is not None and its is not None:
-        _check_kinds(mine, its)
-    _check_vocab_size(mine or its, vocab_size)
-    if EMBEDDINGS in (mine, its):
+            rule = f"the {whose} must classify into single labels, got problem_type {problem!r}"
+            raise ConfigError("distill", rule, f"take divergence {fitting}")
+    kinds = kind_ahead(student, logits, "student"), kind_ahead(teacher, logits, "teacher")
+    if EMBEDDINGS in kinds:
         widths = embedding_width(student), embedding_width(teacher)
         divergence_of(EMBEDDINGS, divergence, widths[0])
-        _check_widths(*widths)
-        return
-    ours, theirs = num_classes(student), num_classes(teacher)
-    if ours is not None and theirs is not None:
-        check_sizes(ours, theirs, vocab_size)
+    else:
+        widths = num_classes(student), num_classes(teacher)
+    _refuse(_misfits(kinds, widths, vocab_size))
 
 
-def _check_vocab_size(kind: str | None, vocab_size: int | None) -> None:
+def _refuse(misfits: Iterable[tuple[str, str]]) -> None:
+    for rule, remedy in misfits:
+        raise ConfigError("distill", rule, remedy)
+
+
+def _misfits(
+    kinds: tuple[str | None, str | None], widths: tuple[int | None, int | None], vocab_size: int | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the rules that two outputs break, as far as their kinds and last dimensions are known."""
+    kind = kinds[0] or kinds[1]
+    if None not in kinds and kinds[0] != kinds[1]:
+        rule = f"teacher must return what the student does, {kinds[0]}, got {kinds[1]}"
+        yield rule, "take a teacher of the student's task"
     if vocab_size is not None and kind in (SPANS, EMBEDDINGS):
-        raise ConfigError("distill", f"vocab_size must be none for {kind}, which have no classes, got {vocab_size}")
-
-
-def _check_kinds(student: str, teacher: str) -> None:
-    if student != teacher:
-        raise ConfigError(
-            "distill",
-            f"teacher must return what the student does, {student}, got {teacher}",
-            "take a teacher of the student's task",
-        )
-
-
-def _check_widths(student: int | None, teacher: int | None) -> None:
-    if student is not None and teacher is not None and student != teacher:
-        raise ConfigError(
-            "distill",
+        yield f"vocab_size must be none for {kind}, which have no classes, got {vocab_size}", ""
+    student, teacher = widths
+    if student is None or teacher is None:
+        return
+    if EMBEDDINGS in kinds and student != teacher:
+        yield (
             f"teacher must return embeddings of the student's width {student}, got {teacher}",
             "end the student with a Dense layer of the teacher's width, or the teacher with one of the student's "
             "(the first principal components of its embeddings)",
         )
-
-
-def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
-    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few."""
-    if vocab_size is None and student != teacher:
-        raise ConfigError(
-            "distill",
+    elif vocab_size is None and student != teacher:
+        yield (
             f"teacher must have the student's {student} classes, got {teacher}",
             "both must share labels or vocabulary. With one tokenizer and vocabularies that are only padded "
             "differently, set distill.vocab_size to the tokenizer's size; with different tokenizers take a teacher "
             "of the student's, distil distill.hidden pairs, or train on text that the teacher generates",
         )
-    if vocab_size is not None and vocab_size > min(student, teacher):
-        raise ConfigError(
-            "distill",
+    elif vocab_size is not None and vocab_size > min(student, teacher):
+        yield (
             f"vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and the "
             f"teacher's {teacher} classes, got {vocab_size}",
+            "",
         )
+
+
+def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
+    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few."""
+    _refuse(_misfits((LOGITS, LOGITS), (student, teacher), vocab_size))
 
 
 def num_classes(module: nn.Module) -> int | None:
@@ -229,11 +218,6 @@ def num_classes(module: nn.Module) -> int | None:
 
 def divergence_of(kind: str, divergence: str, width: int | None) -> str:
     """Return the divergence that compares outputs of a kind; where the default means nothing there, what is usual.
-
-    Args:
-        kind: As of `Outputs`.
-        divergence: The option; ``"forward_kl"`` is its default.
-        width: Of the last dimension, None where it is not known.
 
     Example:
         >>> divergence_of("spans", "jsd", 384), divergence_of("scores", "forward_kl", 1)
@@ -264,12 +248,8 @@ def over_positions(
     """Return the parts of spans as logits, and which of their rows count: True = it does, None = all.
 
     Start and end are one choice each among the positions of an example. Padding is none of them: its logits become
-    -inf, so that a longer batch gives the same loss. As independent numbers each position is a row of its own.
-
-    Args:
-        spans: Start and end logits, ``(B, positions)``.
-        attention_mask: Of that shape, 0 = padding. Of another shape, it is not asked.
-        of_classes: Whether the divergence compares distributions.
+    -inf, so that a longer batch gives the same loss. As independent numbers (not `of_classes`) each position is a row
+    of its own. An attention mask of another shape than the spans, ``(B, positions)``, is not asked.
 
     Example:
         >>> spans = Outputs("spans", (torch.zeros(1, 3), torch.ones(1, 3)))
@@ -290,41 +270,24 @@ def over_positions(
 def check_outputs(
     student: Outputs, teacher: Outputs, *, of_classes: bool = True, vocab_size: int | None = None
 ) -> None:
-    """Refuse outputs of two models that cannot be compared.
-
-    Args:
-        student: Of the student.
-        teacher: Of who teaches it.
-        of_classes: Whether distributions are compared.
-        vocab_size: How many classes count, None for all.
-    """
-    _check_kinds(student.kind, teacher.kind)
-    mine, its = student.parts[0], teacher.parts[0]
-    if student.kind == EMBEDDINGS:
-        _check_widths(mine.shape[-1], its.shape[-1])
-    elif student.kind == SPANS and mine.shape != its.shape:
-        raise ConfigError(
-            "distill",
-            f"teacher must score the positions of the student's inputs, {tuple(mine.shape)}, got {tuple(its.shape)}",
-        )
-    if student.kind in (LOGITS, SCORES):
-        _check_classes(mine, its, of_classes=of_classes, vocab_size=vocab_size)
-    else:
-        _check_vocab_size(student.kind, vocab_size)
+    """Refuse outputs of two models that cannot be compared, as distributions if `of_classes`."""
+    _refuse(_differences(student, teacher, of_classes, vocab_size))
 
 
-def _check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool, vocab_size: int | None) -> None:
-    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
-        raise ConfigError(
-            "distill",
+def _differences(
+    student: Outputs, teacher: Outputs, of_classes: bool, vocab_size: int | None
+) -> Iterator[tuple[str, str]]:
+    mine, its, kinds = student.parts[0], teacher.parts[0], (student.kind, teacher.kind)
+    has_classes = student.kind in (LOGITS, SCORES)
+    if has_classes and kinds[0] == kinds[1] and (of_classes or vocab_size) and (mine.ndim < 2 or mine.shape[-1] == 1):
+        yield (
             "the student must be a classifier or language model with logits (..., classes), got logits of shape "
-            f"{tuple(student.shape)}",
+            f"{tuple(mine.shape)}",
             "take divergence logit_mse for regression",
         )
-    if student.ndim and teacher.ndim:
-        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
-    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
-        raise ConfigError(
-            "distill",
-            f"teacher must return logits of the student's shape {tuple(student.shape)}, got {tuple(teacher.shape)}",
-        )
+    has_width = student.kind != SPANS and mine.ndim and its.ndim
+    yield from _misfits(kinds, (mine.shape[-1], its.shape[-1]) if has_width else (None, None), vocab_size)
+    cut = -1 if vocab_size else None
+    if student.kind != EMBEDDINGS and mine.shape[:cut] != its.shape[:cut]:
+        what = "logits of" if has_classes else "scores of the positions in"
+        yield f"teacher must return {what} the student's shape {tuple(mine.shape)}, got {tuple(its.shape)}", ""

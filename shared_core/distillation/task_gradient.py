@@ -1,17 +1,27 @@
-"""The task loss, where its graph says that it is the cross-entropy of the student's logits: one pass then serves both.
+"""One pass over the logits for the gradients of both terms, where the task loss is their cross-entropy.
 
-The pass over the logits that makes the gradient of the soft term adds that of the cross-entropy, and the graph of the
-task loss is not walked. Whatever else a task loss is, it keeps its own gradient.
+The graph of the task loss tells that it is (`cross_entropy_of`), and `fused_sum` then adds its gradient to that of the
+soft term. Whatever else a task loss is, it keeps its own gradient. A student whose trainer fuses its head into the loss
+(TRL) returns log-probabilities of the labels and no logits: `FusedHead` keeps the output of the backbone, and the
+model's own forward, run with that output in place of its backbone, makes the logits that it would have returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from eff_kernels._triton.launch import compiles_for, is_plain
+from eff_kernels.distillation import DIVERGENCES as FUSED
+from eff_kernels.distillation import arithmetic_dtype, kd_rows, kd_rows_
+from torch import Tensor, nn
+
+from shared_core.distillation.chunked_autograd import check_first_backward, graph_is_kept, multiplied
+from shared_core.distillation.forward_capture import FOR_THE_LOSS, Forward, named_inputs, trains
+from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
+from shared_core.distillation.losses.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
 
 _SAME_ROWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0")
 _MEAN, _SUM = 1, 2
@@ -42,14 +52,9 @@ class HardTerm:
 
 
 def hard_term(task: TaskLoss, found: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> HardTerm | None:
-    """Return the cross-entropy that a task loss is; None if rows without a soft term have labels.
+    """Return the cross-entropy that a task loss is, as `cross_entropy_of` found it.
 
-    The host waits for the device once.
-
-    Args:
-        task: The loss.
-        found: Labels and factor, as `cross_entropy_of` returns them.
-        mask: Which rows have a soft term, None for all.
+    None if rows without a soft term (that are not in `mask`) have labels. The host waits for the device once.
     """
     if found is None:
         return None
@@ -112,3 +117,252 @@ def _is_log_softmax(node: Any, logits: Tensor) -> bool:
     while node is not None and node is not logits.grad_fn and node.name() in _SAME_ROWS:
         node, output = node.next_functions[0]
     return node is logits.grad_fn and output == logits.output_nr
+
+
+_LOG_PROBS = "log_probs"
+
+
+class FusedHead:
+    """Takes the log-probabilities that a student returns out of its graph, so that one pass can serve both terms.
+
+    The trainer computes its loss from a leaf that holds the same numbers. `take` asks what the gradient by them is;
+    whoever computes the soft term returns it through the head together with its own, or `Task.rejoined` lets it flow
+    as it would have. A copied or pickled one is off.
+    """
+
+    def __init__(self, student: nn.Module) -> None:
+        self.active = False
+        self._student, self._model = student, _base(student)
+        self._kept: Any = None
+        self._cuts: list[tuple[Tensor, Tensor]] = []
+        backbone = cast(nn.Module, self._model.base_model)
+        self._handles = [
+            backbone.register_forward_hook(self._keep, prepend=True),
+            student.register_forward_hook(self._cut),
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"active": False, "_kept": None, "_cuts": []}
+
+    def _keep(self, backbone: nn.Module, args: Any, output: Any) -> None:
+        if self.active and trains(backbone):
+            self._kept = output
+
+    def _cut(self, student: nn.Module, args: Any, output: Any) -> Any:
+        log_probs = output.get(_LOG_PROBS) if isinstance(output, Mapping) else None
+        if not (self.active and trains(student) and isinstance(log_probs, Tensor)):
+            return None
+        leaf = log_probs.detach().requires_grad_()
+        self._cuts.append((leaf, log_probs))
+        return type(output)(**{**output, _LOG_PROBS: leaf})  # type: ignore[call-arg]
+
+    def take(self, task_loss: Tensor) -> Task:
+        """Return the task loss with its gradients by the log-probabilities since the last call, and forget those."""
+        cuts, self._cuts = self._cuts, []
+        leaves = [leaf for leaf, _ in cuts]
+        grads: Any = [None] * len(cuts)
+        if cuts and task_loss.requires_grad:
+            grads = torch.autograd.grad(task_loss, leaves, retain_graph=True, allow_unused=True)
+        return Task(
+            task_loss, [(whole, grad) for (_, whole), grad in zip(cuts, grads, strict=True) if grad is not None]
+        )
+
+    def with_logits(self, forward: Forward) -> Forward:
+        """Return a forward of the student with the output that its own forward makes of the backbone's."""
+        kept, self._kept = self._kept, None
+        if _LOG_PROBS not in forward.output:
+            return forward
+        backbone, given = cast(nn.Module, self._model.base_model), named_inputs(self._student, forward)
+        before = vars(backbone).get("forward")
+        backbone.forward = lambda *args, **kwargs: kept  # type: ignore[method-assign]
+        try:
+            output = self._model.forward(**{name: value for name, value in given.items() if name not in FOR_THE_LOSS})
+        finally:
+            del backbone.forward
+            if before is not None:
+                backbone.forward = before
+        self._kept = None
+        return replace(forward, output=output)
+
+    def forget(self) -> None:
+        """Release the last batch."""
+        self._kept, self._cuts = None, []
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        self.active = False
+        self.forget()
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task loss that was computed from leaves, and the log-probabilities that belong there with its gradients."""
+
+    loss: Tensor
+    parts: list[tuple[Tensor, Tensor]]
+
+    @property
+    def weight(self) -> float:
+        """The factor of every position's cross-entropy in the loss; 0 if factors differ or are not above 0."""
+        if len(self.parts) != 1 or not self.parts[0][1].numel():
+            return 0.0
+        low, high = (float(end) for end in self.parts[0][1].aminmax())
+        return -low if low == high < 0 else 0.0
+
+    def rejoined(self) -> Tensor:
+        """Return the loss with its gradient flowing to the log-probabilities."""
+        loss = self.loss
+        for log_probs, grad in self.parts:
+            loss = routed(loss, log_probs, grad)
+        return loss
+
+
+def routed(value: Tensor, other: Tensor, weight: Tensor | float) -> Tensor:
+    """Return a scalar whose gradient goes to itself and, times `weight`, to `other`."""
+    result: Tensor = _Routed.apply(value, other, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor, weight: Tensor | float) -> Tensor:
+        ctx.weight = weight
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], grads[0] * ctx.weight, None
+
+
+def with_own_forward(copy: nn.Module) -> nn.Module:
+    """Return a copied model with its class's forward: a fused one would run the model that it was copied from."""
+    vars(_base(copy)).pop("forward", None)
+    return copy
+
+
+def _base(model: nn.Module) -> nn.Module:
+    base: nn.Module = cast(Any, getattr(model, "get_base_model", lambda: model))()
+    return base
+
+
+SMALLEST = 1 << 19
+"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU); where a kernel
+takes all rows at once, none are too few."""
+
+
+def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
+    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
+    return (
+        divergence in FUSED
+        and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))
+        and torch.is_grad_enabled()
+        # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
+        # compiled graphs and functorch need autograd's own operations.
+        and student.requires_grad
+        and is_plain(student)
+        and is_plain(teacher)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def divergence_sum(
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float,
+    softened: bool = False,
+    hard: HardTerm | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits."""
+    options["temperature"] = temperature
+    if fits_fused_sum(divergence, student, teacher):
+        # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
+        return fused_sum(divergence, student, teacher * temperature if softened else teacher, hard=hard, **options)
+    if softened:
+        return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
+    return DIVERGENCES[divergence](student, teacher, **options)
+
+
+def fused_sum(
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    scale_by_temperature: bool = True,
+    beta: float = 0.5,
+    hard: HardTerm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
+
+    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save. That of
+    `hard`, a cross-entropy, is added to it, times its ratio.
+
+    Example:
+        >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
+        >>> total, count = fused_sum("forward_kl", student, teacher, temperature=1.0)
+        >>> total.backward()
+        >>> round(total.item(), 4), count.item(), student.grad[0]
+        (0.9834, 3, tensor([-0.3808,  0.3808]))
+    """
+    check_temperature(divergence, temperature)
+    check_fraction(divergence, "beta", beta)
+    divergence = without_ends(divergence, beta)
+    check_mask(divergence, mask, tuple(student.shape[:-1]))
+    # The mask is applied below, by index: boolean indexing here would copy both sides first.
+    rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
+    labels, ratio = (None, 0.0) if hard is None else (hard.labels, hard.ratio)
+    places = None
+    if mask is not None:  # found once: on a GPU the host waits for it, unless it knows how many there are
+        flat = mask.to(student.device).flatten()
+        places = (flat.nonzero() if hard is None else torch.nonzero_static(flat, size=hard.count)).squeeze(1)
+        count = torch.full_like(count, len(places))
+    # The kernel multiplies by T² itself; without scaling its inverse takes that out.
+    factor = 1.0 if scale_by_temperature else temperature**-2
+    rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
+    terms = labels, temperature, factor, ratio, divergence, beta
+    total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
+    return total, count
+
+
+class _FusedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        places: Tensor | None,
+        terms: tuple[Tensor | None, float, float, float, str, float],
+    ) -> Tensor:
+        labels, temperature, factor, *_ = terms
+        with torch.autocast(student.device.type, enabled=False):
+            if places is None:
+                soft, _, gradient = kd_rows(rows, targets, *terms)
+            else:
+                # What is chosen is a copy, and can become the gradient.
+                gradient = rows.index_select(0, places).to(arithmetic_dtype(student.dtype, temperature))
+                labels = None if labels is None else labels.index_select(0, places)
+                soft, _ = kd_rows_(gradient, targets.index_select(0, places), labels, *terms[1:])
+        ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
+        total: Tensor = soft.sum() * factor
+        return total.to(arithmetic_dtype(student.dtype, 1.0))
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_backward("distill", ctx.gradient)
+        kept = graph_is_kept()
+        gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
+        if not kept:
+            ctx.gradient = None
+        if ctx.places is not None:
+            # The compact gradient of the rows that count is put back in its places; others get 0.
+            whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
+            gradient = whole.index_copy_(0, ctx.places, gradient)
+        return gradient.view(ctx.shape), *[None] * 4

@@ -7,7 +7,7 @@ so that no process holds a whole one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,17 +40,7 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
     ``int8`` (one scale a row, torchao) and ``nf4`` (64 weights a scale, bitsandbytes) are of linear layers alone, but
     for the output head; what else there is stays as it was saved.
 
-    Args:
-        teacher: Any model; its parameters are frozen.
-        dtype: Of its weights.
-
     Source: Dettmers et al., 2023, arXiv:2305.14314, section 3.
-
-    Example:
-        >>> teacher = nn.Linear(2, 2)
-        >>> change_dtype_(teacher, "bfloat16")
-        >>> teacher.weight.dtype
-        torch.bfloat16
     """
     if dtype == "as_saved":
         return
@@ -66,28 +56,19 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
     # a run attaches more than once
     found = [name for name, layer in linears.items() if is_plain(layer.weight)]
     try:
-        _to_int8_(teacher, found) if dtype == "int8" else _to_nf4_(teacher, found)
+        if dtype == "int8":
+            torchao: Any = optional("torchao.quantization", "torchao", "distill")
+            torchao.quantize_(teacher, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name in found)
+        else:
+            _to_nf4_(teacher, found)
     except (NotImplementedError, RuntimeError, OSError, ValueError) as error:
-        raise CompatibilityError(
-            "distill",
-            f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}",
-            "take bfloat16, which runs anywhere",
-        ) from error
+        rule = f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}"
+        raise CompatibilityError("distill", rule, "take bfloat16, which runs anywhere") from error
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is of floating point and not packed by a library.
-
-    Example:
-        >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(2, dtype=torch.int8))
-        (True, False)
-    """
+    """Return whether a weight is of floating point and not packed by a library."""
     return weight.is_floating_point() and type(weight.data) is Tensor
-
-
-def _to_int8_(teacher: nn.Module, names: list[str]) -> None:
-    torchao: Any = optional("torchao.quantization", "torchao", "distill")
-    torchao.quantize_(teacher, torchao.Int8WeightOnlyConfig(), filter_fn=lambda layer, name: name in names)
 
 
 def _to_nf4_(teacher: nn.Module, names: list[str]) -> None:
@@ -105,16 +86,6 @@ def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
 
     Each layer of a stack (``nn.ModuleList``) is gathered by itself, like the rest of the model. A teacher that is
     sharded already, or quantised, stays as it is. Products are made in the student's dtype.
-
-    Args:
-        teacher: A whole model, on every process.
-        student: Sharded by FSDP2, or not.
-
-    Example:
-        >>> teacher = nn.Linear(2, 2)
-        >>> shard_like_(teacher, nn.Linear(2, 2))
-        >>> type(teacher).__name__
-        'Linear'
     """
     mesh = next((part.device_mesh for part in student.parameters() if isinstance(part, DTensor)), None)
     # packed weights have no rows to share: every process holds them, as they are few
@@ -147,9 +118,7 @@ _ALIKE_IN_BOTH_MODES = frozenset(
 class Teachers:
     """Frozen models outside of the student: in no state dict, no optimizer, always in eval mode.
 
-    Args:
-        modules: The models; their parameters are set to ``requires_grad=False``.
-        weights: How much each counts; empty for equally.
+    `weights` tell how much each counts; empty for equally.
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
@@ -265,7 +234,7 @@ class StudentAverage(Teachers):
 
     def _check_same(self, student: nn.Module) -> None:
         (average,) = self.modules
-        kept, now = ({name: tuple(value.shape) for name, value in _named(module)} for module in (average, student))
+        kept, now = (shapes_of(tensors_of(module)) for module in (average, student))
         if [*kept.values()] == [*now.values()]:
             return
         name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
@@ -305,9 +274,8 @@ class StudentAverage(Teachers):
         self._freeze(self.modules)  # the copies are in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
-            raise CheckpointError(
-                "distill", "the saved average must be of this model", "resume with the model that wrote the checkpoint"
-            )
+            rule = "the saved average must be of this model"
+            raise CheckpointError("distill", rule, "resume with the model that wrote the checkpoint")
         for name, tensor in tensors.items():
             fill_(tensor, state[name])
 
@@ -318,18 +286,21 @@ class StudentAverage(Teachers):
         return {**parameters, **dict(average.named_buffers())}
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy that computes with its own weights.
 
     Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
     original's.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Linear(2, 2)
-        >>> model.forward = torch.compile(model.forward, backend="eager")
-        >>> "forward" in vars(copied(model))
-        False
     """
     refuse_scripted(model, "distill")
     for name, module in model.named_modules():
@@ -355,11 +326,6 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied(module, {id(parameter): parameter for parameter in codes})
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _is_codes(parameter: Tensor | None) -> bool:
     """Return whether a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
     return parameter is not None and not parameter.is_floating_point()
@@ -374,8 +340,5 @@ def check_separate(model: nn.Module, teacher: nn.Module) -> None:
     """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model."""
     own = {id(parameter) for parameter in model.parameters()}
     if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
-        raise CompatibilityError(
-            "distill",
-            f"teacher must share no weights with the model, got {type(teacher).__name__} that does",
-            "pass a copy (copy.deepcopy), kept outside the model",
-        )
+        rule = f"teacher must share no weights with the model, got {type(teacher).__name__} that does"
+        raise CompatibilityError("distill", rule, "pass a copy (copy.deepcopy), kept outside the model")

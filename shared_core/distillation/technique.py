@@ -11,7 +11,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.config.training_time import ParsedPosition, parse_position
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, mix, share_of
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.feature_pairs import WatchedPairs, open_pairs
@@ -30,16 +31,14 @@ from shared_core.distillation.forward_capture import (
     named_inputs,
     unseen,
 )
-from shared_core.distillation.fused_head import FusedHead, Task, with_own_forward
 from shared_core.distillation.layer_init import copy_layers_
 from shared_core.distillation.mutual import Peers, make_peers
 from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.outputs import find_logits
-from shared_core.distillation.schedule import Schedule
-from shared_core.distillation.task_gradient import TaskLoss
+from shared_core.distillation.task_gradient import FusedHead, Task, TaskLoss, with_own_forward
 from shared_core.distillation.unlabelled import Examples, is_per_token, labelled_part, zero_of
 from shared_core.engine.micro_batches import StepMeans
-from shared_core.engine.plan import Plan, Touched
+from shared_core.engine.plan import Event, Plan, Touched
 from shared_core.engine.technique import Context, Purpose, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 
@@ -179,9 +178,8 @@ class Distillation(Technique):
             return model
         modules: dict[str, nn.Module] = dict(model.named_modules())
         if name not in modules:
-            raise MatchError(
-                "distill", f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
-            )
+            rule = f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
+            raise MatchError("distill", rule)
         return modules[name]
 
     # -- the loss
@@ -367,9 +365,8 @@ class Distillation(Technique):
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
         # The hooks were on and gradients came, but no loss was mixed: a trainer that bypasses the loss verb.
         if not self._batches and any(parameter.grad is not None for parameter in trained):
-            raise TrainingError(
-                "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
-            )
+            rule = "each loss must come from session.loss (Trainer.compute_loss), got a step without"
+            raise TrainingError("distill", rule, "call it")
         # `step` has moved: the next forward may be the first, or no longer, in begin..end.
         self._switch(context)
         if self._student is not None and self._comparison is not None:
@@ -438,3 +435,58 @@ def _task_share(task: Task, ratio: Callable[[Tensor, Tensor], Tensor], count: Te
     """Return the share of a task loss in one pass for both terms: the sums that it mixes have unlike divisors."""
     found = float(ratio(torch.tensor(task.weight, device=count.device, dtype=torch.float64), count))
     return found / (1 + found) if 0 < found < math.inf else 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps ``first .. last - 1`` have a soft term; `options` moves alpha and temperature over them."""
+
+    config: DistillConfig
+    first: int = 0
+    last: float = math.inf
+
+    @classmethod
+    def resolved(cls, config: DistillConfig, context: Context) -> Schedule:
+        """Return the schedule of a run."""
+        begin, end = config.begin, config.end
+        if context.total_steps is not None:
+            context.resolve_range(begin, end, "distill")
+        first = context.resolve(begin, "distill.begin")
+        # the end of the run needs no length, so that an endless loader can be distilled on
+        is_open = parse_position(end) == ParsedPosition(1.0, "fraction")
+        last = math.inf if is_open else context.resolve(end, "distill.end")
+        if last <= first:
+            rule = f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+            raise ConfigError("distill", rule)
+        return cls(config, first, last)
+
+    def is_active(self, context: Context) -> bool:
+        """Return whether this step has a soft term."""
+        return self.first <= context.step < self.last
+
+    def options(self, context: Context) -> tuple[float, float]:
+        """Return alpha and temperature of this step."""
+        config = self.config
+        return (
+            self._at(context, config.alpha, config.alpha_end),
+            self._at(context, config.temperature, config.temperature_end),
+        )
+
+    def _at(self, context: Context, first: float, last: float | None) -> float:
+        if last is None:
+            return first
+        end = self.last if math.isfinite(self.last) else context.total_steps
+        if end is None:
+            raise ConfigError("distill", "alpha_end and temperature_end need a run of known length, or an end in steps")
+        return first + (last - first) * min(1.0, (context.step - self.first) / max(1.0, end - 1 - self.first))
+
+    def figures(self, alpha: float, temperature: float) -> dict[str, float]:
+        """Return those of a step's options that move, for the log."""
+        moving = {"alpha": (alpha, self.config.alpha_end), "temperature": (temperature, self.config.temperature_end)}
+        return {f"distill/{name}": value for name, (value, end) in moving.items() if end is not None}
+
+    def events(self) -> list[Event]:
+        """Return when the soft term joins the loss, and when it leaves."""
+        config = self.config
+        told: list[Event] = [(self.first, f"soft term on, alpha {config.alpha:g}, T {config.temperature:g}")]
+        return [*told, (int(self.last), "soft term off")] if self.last < math.inf else told

@@ -23,15 +23,11 @@ _PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
 def rows_that_count(
     shape: tuple[int, ...], labels: Tensor | None, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None
 ) -> Tensor | None:
-    """Return which rows of logits the soft term counts, True = it does; None for all of them.
+    """Return which rows of logits, ``(B,)`` examples or ``(B, L)`` positions, the soft term counts; None: all of them.
 
-    Args:
-        shape: Of the rows: ``(B,)`` examples or ``(B, L)`` positions.
-        labels: Class indices of that shape; None: every row of an example that is not padding counts.
-        attention_mask: ``(B, L)``, 0 = padding. Of another shape, it is not asked.
-        causal: Whether the logits at i answer for label i + 1; the last position then never counts, nor does
-            padding on the left.
-        unlabelled: ``(B,)`` bool, True = all of the example counts, but padding, whatever its labels.
+    Those whose label is not -100 (None: all but padding), and of `unlabelled` examples ``(B,)`` all but padding,
+    whatever their labels. An attention mask of another shape is not asked. In a causal model the logits at i answer for
+    label i + 1: the last position never counts, nor does padding on the left.
 
     Example:
         >>> labels, told = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
@@ -62,12 +58,7 @@ def rows_that_count(
 
 
 def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
-    """Return how many rows of a batch the soft term will count, before a model has seen it: int64 scalar.
-
-    Example:
-        >>> positions_ahead({"labels": torch.tensor([[1, -100, 3]])}, None, causal=True, per_token=True)
-        tensor(1)
-    """
+    """Return how many rows of a batch the soft term will count, before a model has seen it: int64 scalar."""
     labels, attention = batch.get("labels"), batch.get("attention_mask")
     if isinstance(labels, Tensor):
         # numbers and independent labels: one row for all outputs of an example
@@ -96,18 +87,17 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
         >>> batch, told
         ({'labels': tensor([   3, -100])}, tensor([False,  True]))
     """
-    if not isinstance(batch, Mapping):
-        raise _error(field, f"be a key of every batch, got a {type(batch).__name__}; let batches be dicts")
+    is_mapping = isinstance(batch, Mapping)
+    if not is_mapping or (field is not None and batch.get("labels") is not None and field not in batch):
+        got = ", ".join(map(str, batch)) if is_mapping else f"a {type(batch).__name__}"
+        remedy = "the data set or its collator drops it" if is_mapping else "let batches be dicts"
+        raise ConfigError("distill", f"unlabelled_field {field!r} must be a key of every batch, got {got}", remedy)
     rest = {name: value for name, value in batch.items() if name != field}
     if rest.get("labels") is None:
         first = _first(rest)
         return rest, torch.ones(len(first), dtype=torch.bool, device=first.device)
     if field is None:
         return rest, None
-    if field not in batch:
-        raise _error(
-            field, f"be a key of every batch, got {', '.join(map(str, batch))}; the data set or its collator drops it"
-        )
     told = _flags(batch[field], field, rest["labels"])
     for name in ("labels", "shift_labels"):
         if isinstance(rest.get(name), Tensor):
@@ -118,10 +108,8 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
 def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
     """Return the task loss, or 0 with zero gradients where no label of the micro-batch counts: there a mean is 0/0.
 
-    Args:
-        task_loss: Scalar; its own gradients must be finite, as those of torch's cross-entropy are.
-        labels: Class indices, -100 = ignored, or float labels, NaN = none. Something else changes nothing.
-        causal: Whether the first label of each sequence is not predicted.
+    Labels are class indices, -100 = ignored, or floats, NaN = none; something else changes nothing. In a causal model
+    the first label of each sequence is not predicted. The loss's own gradients must be finite, as cross-entropy's are.
 
     Example:
         >>> labelled_part(torch.tensor(float("nan")), torch.tensor([-100, -100]), causal=False)
@@ -166,11 +154,8 @@ class Examples:
     def check(self, student: nn.Module) -> None:
         """Refuse a field for a model whose inputs are made of its labels."""
         if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
-            raise ConfigError(
-                "distill",
-                f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}",
-                "give the teacher's texts as labels",
-            )
+            rule = f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}"
+            raise ConfigError("distill", rule, "give the teacher's texts as labels")
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch without the field and labels of unlabelled examples, which are kept for the next loss."""
@@ -201,12 +186,7 @@ class Examples:
     ) -> Tensor | None:
         """Count a micro-batch; return which of its examples are unlabelled, None if neither labels nor a field tell.
 
-        Args:
-            labels: As the task loss saw them.
-            told: ``(B,)`` bool of `split_batch`.
-            attention_mask: As of `rows_that_count`.
-            counted: Rows with a soft target, None: all of them.
-            rows: How many those are.
+        `told` is that of `split_batch`, `counted` tells the rows with a soft target (None: all), `rows` their number.
         """
         flags = told if told is not None else _unlabelled(labels, attention_mask)
         if flags is None:
@@ -262,12 +242,13 @@ def _one_each(labels: Tensor, attention_mask: Any) -> bool:
 def _flags(values: Any, field: str, labels: Any) -> Tensor:
     told = values if isinstance(values, Tensor) else torch.as_tensor(values)
     told = told.squeeze(1) if told.ndim == 2 and told.shape[1] == 1 else told
+    wrong = ""
     if told.is_floating_point() or told.is_complex() or tuple(told.shape) != tuple(labels.shape[:1]):
-        raise _error(
-            field, f"hold a bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
-        )
-    if told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
-        raise _error(field, f"hold bools, or 0 and 1, got {told.tolist()}")
+        wrong = f"a bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
+    elif told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
+        wrong = f"bools, or 0 and 1, got {told.tolist()}"
+    if wrong:
+        raise ConfigError("distill", f"unlabelled_field {field!r} must hold {wrong}")
     return told.bool().to(labels.device)
 
 
@@ -286,7 +267,3 @@ def _first(batch: Mapping[str, Any]) -> Tensor:
     if found is None:
         raise ConfigError("distill", f"a batch must hold tensors, got {', '.join(map(str, batch)) or 'nothing'}")
     return found
-
-
-def _error(field: str | None, rule: str) -> ConfigError:
-    return ConfigError("distill", f"unlabelled_field {field!r} must {rule}")

@@ -121,7 +121,7 @@ def teacher(front_end, name):
         (folder / name).write_bytes(content)
         where = folder if folder != path else path / name
         if front_end == "hf":
-            from hf_eff._adapters.teacher import load_teacher
+            from hf_eff._adapters.distillation import load_teacher
 
             load_teacher(str(where), make_net())
         else:

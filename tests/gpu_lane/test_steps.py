@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shared_core import Session
-from shared_core.distillation.chunked.loss import chunked_kd_loss
+from shared_core.distillation.chunked_loss import chunked_kd_loss
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.registry import REGISTRY
 from shared_core.engine.services import BareServices, SavedCheckpoint

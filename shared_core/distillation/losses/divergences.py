@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Protocol, TypedDict, Unpack, overload
+from typing import Literal, Protocol, Unpack, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,24 +25,21 @@ from shared_core.distillation.losses.regression import (
     teacher_bounded_mse_sum,
 )
 from shared_core.distillation.losses.softened_pair import (
+    Options,
     check_fraction,
+    check_mask,
     check_temperature,
     compute_dtype,
     mean_of,
     soften,
 )
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, nearest
 
 Softened = Literal["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"]
 
 
 def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """Return one divergence of each row from log-probabilities ``(..., C)`` of both sides, ``(...)``.
-
-    Example:
-        >>> round(softened_rows("forward_kl", torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
-        0.6931
-    """
+    """Return one divergence of each row from log-probabilities ``(..., C)`` of both sides, ``(...)``."""
     one = without_ends(kind, beta)
     if one == "soft_cross_entropy":
         # -Σ p_t log p_s
@@ -69,15 +66,6 @@ def without_ends(kind: str, beta: float) -> str:
 def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
     # terms of probability 0 are taken out before they are multiplied: 0 times an infinite log is NaN
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
-
-
-class Options(TypedDict, total=False):
-    """The options of `divergence` that `reverse_kl` and `jsd` pass on."""
-
-    temperature: float
-    mask: Tensor | None
-    teacher_log_probs: Tensor | None
-    scale_by_temperature: bool
 
 
 @overload
@@ -330,15 +318,7 @@ def mean_teacher(
 
 
 def mean_logits(logits_list: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """Return the weighted mean of the teachers' logits or regression outputs.
-
-    Returns:
-        ``(..., C)`` on the first teacher's device, without gradient, float32 at least.
-
-    Example:
-        >>> mean_logits([torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 0.0])], [3, 1]).tolist()
-        [1.0, 0.0]
-    """
+    """Return the weighted mean of the teachers' logits or regression outputs; arguments as of `mean_teacher`."""
     read = _weighted("mean_logits", logits_list, weights)
     dtype, device = compute_dtype(_widest(read)), read[0][0].device
     return torch.stack([weight * logits.detach().to(device, dtype) for logits, weight in read]).sum(0)
@@ -348,19 +328,16 @@ def _weighted(where: str, logits_list: Sequence[Tensor], weights: Sequence[float
     """Return the teachers whose weight is above 0, with weights that sum to 1."""
     teachers = list(logits_list)
     given = [1.0] * len(teachers) if weights is None else [float(weight) for weight in weights]
-    if not teachers:
-        raise ConfigError(where, "logits_list must hold at least one teacher, got none")
-    if len(given) != len(teachers):
-        raise ConfigError(where, f"weights must be {len(teachers)}, one a teacher, got {len(given)}")
-    if not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
-        raise ConfigError(where, f"weights must be finite and at least 0, not all 0, got {given}")
-    for number, logits in enumerate(teachers):
-        if not logits.is_floating_point() or logits.shape != teachers[0].shape or not logits.ndim:
-            raise ConfigError(
-                where,
-                f"logits_list must hold floating-point tensors (..., classes) of one shape, got {teachers[0].dtype} "
-                f"{tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}",
-            )
+    wrong = ""
+    if not teachers or len(given) != len(teachers):
+        wrong = f"logits_list must hold at least one teacher, weights {len(teachers)}, one a teacher, got {len(given)}"
+    elif not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
+        wrong = f"weights must be finite and at least 0, not all 0, got {given}"
+    elif not all(each.is_floating_point() and each.shape == teachers[0].shape and each.ndim for each in teachers):
+        got = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in teachers)
+        wrong = f"logits_list must hold floating-point tensors (..., classes) of one shape, got {got}"
+    if wrong:
+        raise ConfigError(where, wrong)
     total = sum(given)
     # A teacher of weight 0 is dropped here: log 0 would be -inf, and its NaN must not count.
     return [(logits, weight / total) for logits, weight in zip(teachers, given, strict=True) if weight > 0]
@@ -371,3 +348,120 @@ def _widest(read: list[tuple[Tensor, float]]) -> torch.dtype:
     for logits, _ in read:
         dtype = torch.promote_types(dtype, logits.dtype)
     return dtype
+
+
+def kd_topk_sum(
+    student_logits: Tensor,
+    topk_indices: Tensor,
+    topk_log_probs: Tensor,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    tail_mass: Tensor | None = None,
+    divergence: Softened = "forward_kl",
+    scale_by_temperature: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""Return the loss over k classes and one more for all the others: its sum over counted rows, and their number.
+
+    .. math:: T^2 \Big( \sum_{i \le k} p_i \log \frac{p_i}{q_i} + p_{tail} \log \frac{p_{tail}}{q_{tail}} \Big)
+
+    The mass outside the top k is never renormalised away: a student that spreads the tail's mass as it likes pays
+    nothing, one that gives it another size does. With ``k = C`` this is `kd_loss`; merging classes can only make the
+    divergence smaller, so for ``k < C`` it is a lower bound.
+
+    Args:
+        student_logits: ``(..., C)``, any float dtype.
+        topk_indices: ``(..., k)`` integers, the teacher's classes, none twice in a row.
+        topk_log_probs: ``(..., k)`` floats, its log-probabilities at this temperature: of all C classes.
+        temperature: ``T``, finite and > 0, the one of `topk_log_probs`.
+        mask: ``(...)`` bool, True = the row counts; other rows may hold anything. None counts all.
+        tail_mass: ``(...)``, the probability outside the top k. None: what is left to 1, for log-probabilities of
+            float32 or float64; a rest below their rounding is 0.
+        divergence: ``forward_kl``, ``reverse_kl``, ``jsd`` (beta 0.5) or ``soft_cross_entropy`` of the k + 1 classes.
+        scale_by_temperature: Multiply by ``T²``.
+
+    Returns:
+        The sum, float32 (float64 for float64 logits), with zero gradients if no row counts, and the count (int64).
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, of coarser classes; why the tail must stay: Anshumann et al., 2025,
+    arXiv:2503.16870.
+
+    Example:
+        >>> log_probs, indices = torch.log_softmax(torch.tensor([[2.0, 1.0, 0.0]]), -1).topk(3)
+        >>> total, count = kd_topk_sum(torch.zeros(1, 3), indices, log_probs, temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.2662, 1)
+    """
+    check_temperature("kd_topk", temperature)
+    wrong = _wrong_topk(student_logits, topk_indices, topk_log_probs, tail_mass)
+    if divergence not in get_args(Softened):
+        wrong = f"divergence must be one of them, got {divergence!r}{nearest(divergence, get_args(Softened))}"
+    if wrong:
+        raise ConfigError("kd_topk", wrong)
+    check_mask("kd_topk", mask, tuple(student_logits.shape[:-1]))
+    device = student_logits.device
+    topk_indices, topk_log_probs = topk_indices.to(device), topk_log_probs.detach().to(device)
+    tail_mass = None if tail_mass is None else tail_mass.detach().to(device)
+    if mask is not None:
+        mask = mask.to(device)
+        student_logits, topk_indices, topk_log_probs = student_logits[mask], topk_indices[mask], topk_log_probs[mask]
+        tail_mass = None if tail_mass is None else tail_mass[mask]
+    student, teacher = with_tail(student_logits, topk_indices, topk_log_probs, tail_mass, temperature=temperature)
+    factor = temperature**2 if scale_by_temperature else 1.0
+    total = factor * softened_rows(divergence, student, teacher).sum()
+    count = torch.full((), student_logits.shape[:-1].numel(), dtype=torch.int64, device=device)
+    return total.to(compute_dtype(student_logits.dtype)), count
+
+
+def with_tail(
+    student_logits: Tensor,
+    topk_indices: Tensor,
+    topk_log_probs: Tensor,
+    tail_mass: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return both sides' log-probabilities ``(..., k + 1)``: last, of all other classes (-inf if k is C)."""
+    classes, known = student_logits.shape[-1], topk_indices.shape[-1]
+    # The student's log-probabilities of all C classes first: normalising over the k alone would drop the tail's mass.
+    dtype = compute_dtype(student_logits.dtype, temperature)
+    log_q = F.log_softmax(student_logits.to(dtype) / temperature, dim=-1)
+    indices = topk_indices.long()
+    top = log_q.gather(-1, indices)
+    log_p = topk_log_probs.to(dtype)
+    if known == classes:
+        # No tail: an extra class of probability 0 on both sides adds nothing to any divergence.
+        nothing = torch.full_like(top[..., :1], -torch.inf)
+        return torch.cat([top, nothing], -1), torch.cat([log_p, nothing], -1)
+    rest = log_q.scatter(-1, indices, -torch.inf)
+    # logsumexp has no gradient where the student rules out the whole rest
+    empty = torch.isneginf(rest).all(-1, keepdim=True)
+    tail = rest.masked_fill(empty, 0.0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+    if tail_mass is None:
+        # 1 - Σ p is a difference of near numbers: in float64, and below the stored dtype's epsilon it is only
+        # rounding.
+        left = 1 - topk_log_probs.double().exp().sum(-1, keepdim=True)
+        left = left.masked_fill(left < torch.finfo(topk_log_probs.dtype).eps, 0.0)
+    else:
+        left = tail_mass.double().unsqueeze(-1).clamp(min=0)
+    return torch.cat([top, tail], -1), torch.cat([log_p, left.log().to(dtype)], -1)
+
+
+def _wrong_topk(student_logits: Tensor, indices: Tensor, log_probs: Tensor, tail_mass: Tensor | None) -> str:
+    shape, known = tuple(student_logits.shape), tuple(indices.shape)
+    if not shape or known[:-1] != shape[:-1] or len(known) != len(shape) or not 1 <= known[-1] <= shape[-1]:
+        return f"topk_indices must be (..., k) with k at most the student's classes, of {shape}, got {known}"
+    if tuple(log_probs.shape) != known:
+        return f"topk_log_probs must have the shape of topk_indices, {known}, got {tuple(log_probs.shape)}"
+    for name, value in (("student_logits", student_logits), ("topk_log_probs", log_probs)):
+        if not value.is_floating_point():
+            return f"{name} must be floating point, got {value.dtype}"
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        return f"topk_indices must be integers, got {indices.dtype}"
+    if tail_mass is None:
+        if known[-1] == shape[-1] or log_probs.dtype in (torch.float32, torch.float64):
+            return ""
+        rule = "topk_log_probs must be float32 or float64 where tail_mass is not given, got"
+        return f"{rule} {log_probs.dtype}; what is left to 1 would be rounding: store the tail's mass"
+    got = tuple(tail_mass.shape)
+    return "" if got == shape[:-1] else f"tail_mass must have the shape {shape[:-1]}, got {got}"

@@ -18,35 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shared_core.distillation.losses.softened_pair import check_mask, compute_dtype, counted_rows
+from shared_core.distillation.losses.softened_pair import check_mask, check_positive, compute_dtype, counted_rows
 from shared_core.distributed.collectives import world_size
 from shared_core.errors import ConfigError, nearest
 
 
-def gather_features(features: Tensor, *, group: Any = None) -> Tensor:
+def gather_features(features: Tensor) -> Tensor:
     """Return the rows of all processes, rank 0's first; the tensor itself with one process.
 
     Its backward sums the gradients of all processes' losses for the rows of this one. If each process computes the
     same loss of the gathered batch and the gradients are averaged over processes, as DDP does, the parameters get
     the gradient of one process on the joined batch. It is a collective, forward and backward: every process must
-    call both. The numbers of rows may differ, even be 0.
-
-    Args:
-        features: ``(b, ...)``, any float dtype; all but the first dimension equal on all processes.
-        group: The process group; None is the default one.
-
-    Returns:
-        ``(sum of b, ...)`` of the same dtype and device.
-
-    Example:
-        >>> gather_features(torch.tensor([[1.0, 2.0]])).tolist()
-        [[1.0, 2.0]]
+    call both. The numbers of rows ``(b, ...)`` may differ, even be 0.
     """
     if not features.ndim:
         raise ConfigError("gather_features", "features must have the shape (rows, ...), got a scalar")
-    if world_size() == 1 or dist.get_world_size(group) == 1:
+    if world_size() == 1:
         return features
-    gathered: Tensor = _Gather.apply(features, group)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(features)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -54,13 +43,13 @@ class _Gather(torch.autograd.Function):
     # torch.distributed.nn's all_gather (2.13) needs as many rows on every rank, which a last batch does not have
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, group: Any) -> Tensor:
-        ranks, own = dist.get_world_size(group), dist.get_rank(group)
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        ranks, own = dist.get_world_size(), dist.get_rank()
         # Ranks may have different numbers of rows: sizes first, then padding to the largest, cut off again after the
         # gather.
         size = torch.tensor([len(features), math.prod(features.shape[1:])], device=features.device)
         sizes = [torch.empty_like(size) for _ in range(ranks)]
-        dist.all_gather(sizes, size, group=group)
+        dist.all_gather(sizes, size)
         rows, widths = torch.stack(sizes).T.tolist()
         if len(set(widths)) > 1:
             raise ConfigError("gather_features", f"features must be as wide on every rank, got {widths}")
@@ -68,30 +57,22 @@ class _Gather(torch.autograd.Function):
         padded = features.new_zeros(max(rows), *features.shape[1:])
         padded[: len(features)] = features.detach()
         parts = [torch.empty_like(padded) for _ in range(ranks)]
-        dist.all_gather(parts, padded, group=group)
-        ctx.group, ctx.start, ctx.rows = group, sum(rows[:own]), rows[own]
+        dist.all_gather(parts, padded)
+        ctx.start, ctx.rows = sum(rows[:own]), rows[own]
         return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # all_reduce works in place, and autograd may still own `gradient`.
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        # Every rank's loss depends on every row: the sum over ranks is the row's whole gradient; this rank takes its
-        # own rows.
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[ctx.start : ctx.start + ctx.rows], None
+        # Every rank's loss depends on every row: the sum over ranks is the row's whole gradient.
+        dist.all_reduce(gradient)
+        return gradient[ctx.start : ctx.start + ctx.rows]
 
 
 def hidden_mse(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
     """Return the squared difference of hidden states ``(..., D)``, averaged over the width: ``(...)``, one a position.
-
-    Args:
-        student_hidden: ``(..., D)``, any float dtype; where the widths differ, what a projection made of it.
-        teacher_hidden: ``(..., D)``, any float dtype.
-
-    Returns:
-        float32, or float64 for float64 states.
 
     Source: Romero et al. (FitNets), 2014, arXiv:1412.6550, equation 3 (half the sum over the width in place of the
     mean); Jiao et al. (TinyBERT), 2019, arXiv:1909.10351, equation 8.
@@ -107,7 +88,7 @@ def hidden_mse(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
 def hidden_cosine(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
     """Return 1 - the cosine between hidden states ``(..., D)``: ``(...)`` in [0, 2], one a position.
 
-    Args, Returns: As of `hidden_mse`; a state of zeros has cosine 0 and no gradient.
+    A state of zeros has cosine 0 and no gradient.
 
     Source: Sanh et al. (DistilBERT), 2019, arXiv:1910.01108, section 3.
 
@@ -122,21 +103,9 @@ def hidden_cosine(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
 def hidden_cosine_sum(
     student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `hidden_cosine` over counted positions, and their number.
-
-    Args:
-        student_hidden: ``(..., D)``, any float dtype.
-        teacher_hidden: ``(..., D)``, any float dtype and device. No gradient flows through it.
-        mask: ``(...)`` bool, True = the position counts (not padding). None counts all.
-
-    Example:
-        >>> total, count = hidden_cosine_sum(torch.tensor([[0.0, 1.0]] * 3), torch.tensor([[2.0, 0.0]] * 3))
-        >>> total.item(), count.item()
-        (3.0, 3)
-    """
-    student, teacher, count = counted_rows(
-        "hidden_cosine", student_hidden, teacher_hidden, mask, names=("student_hidden", "teacher_hidden")
-    )
+    """Return the sum of `hidden_cosine` over positions whose ``mask`` is True (None: all), and their number."""
+    names = ("student_hidden", "teacher_hidden")
+    student, teacher, count = counted_rows("hidden_cosine", student_hidden, teacher_hidden, mask, names=names)
     return hidden_cosine(student, teacher).sum(), count
 
 
@@ -150,9 +119,6 @@ def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, aver
         average_heads: Average both maps over their heads first, so that the numbers of heads may differ. Otherwise
             head h is compared with head h and different numbers are refused.
 
-    Returns:
-        float32, or float64 for float64 maps.
-
     Source: Wang et al. (MiniLM), 2020, arXiv:2002.10957, equation 5.
 
     Example:
@@ -160,7 +126,8 @@ def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, aver
         >>> attention_kl(student, teacher)
         tensor([[0.1308, 0.1308, 0.1308]])
     """
-    _check_attentions(student_attentions, teacher_attentions, average_heads)
+    if wrong := _unlike_attentions(student_attentions, teacher_attentions, average_heads):
+        raise ConfigError("attention_kl", wrong)
     # torch's half-precision softmax rounds small probabilities to 0; below the floor nothing is asked of the student.
     # It also bounds the gradient 1 / p by what the dtype can hold.
     floor = torch.finfo(torch.float16).tiny if student_attentions.dtype == torch.float16 else 1e-8
@@ -174,12 +141,7 @@ def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, aver
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Return each row (last dimension) divided by its L2 norm; a row of zeros stays 0 and has no gradient.
-
-    Example:
-        >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-        [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
-    """
+    """Return each row (last dimension) divided by its L2 norm; a row of zeros stays 0 and has no gradient."""
     if not rows.numel():
         return rows
     # by the largest entry first, so that squares neither overflow nor vanish; the quotient does not depend on it
@@ -193,23 +155,14 @@ def positive_or_one(values: Tensor) -> Tensor:
     return values.masked_fill(values == 0, 1.0)
 
 
-def _check_attentions(student: Tensor, teacher: Tensor, average_heads: bool) -> None:
-    ours, theirs = tuple(student.shape), tuple(teacher.shape)
+def _unlike_attentions(student: Tensor, teacher: Tensor, average_heads: bool) -> str:
+    ours, theirs, must = tuple(student.shape), tuple(teacher.shape), "teacher_attentions must have the"
     if len(ours) != 4 or len(theirs) != 4 or (ours[0], *ours[2:]) != (theirs[0], *theirs[2:]):
-        raise ConfigError(
-            "attention_kl",
-            f"teacher_attentions must have the batch, queries and keys of student_attentions (B, H, Q, K), {ours}, "
-            f"got {theirs}",
-        )
+        return f"{must} batch, queries and keys of student_attentions (B, H, Q, K), {ours}, got {theirs}"
     if ours[1] != theirs[1] and not average_heads:
-        raise ConfigError(
-            "attention_kl",
-            f"teacher_attentions must have the student's {ours[1]} heads, got {theirs[1]}",
-            "set average_heads to compare the means over heads",
-        )
-    for name, value in (("student_attentions", student), ("teacher_attentions", teacher)):
-        if not value.is_floating_point():
-            raise ConfigError("attention_kl", f"{name} must be floating point, got {value.dtype}")
+        return f"{must} student's {ours[1]} heads, got {theirs[1]}; set average_heads to compare the means over heads"
+    dtypes = {"student_attentions": student.dtype, "teacher_attentions": teacher.dtype}
+    return next((f"{x} must be floating point, got {dtypes[x]}" for x in dtypes if not dtypes[x].is_floating_point), "")
 
 
 class Relation(Protocol):
@@ -250,9 +203,8 @@ def rkd_loss(
         >>> round(rkd_loss(3 * points + 1, points).item(), 4)
         0.0
     """
-    for name, weight in (("distance_weight", distance_weight), ("angle_weight", angle_weight)):
-        if isinstance(weight, bool) or not (0 <= weight < math.inf):
-            raise ConfigError("rkd_loss", f"{name} must be finite and at least 0, got {weight}")
+    check_positive("rkd_loss", "distance_weight", distance_weight, or_zero=True)
+    check_positive("rkd_loss", "angle_weight", angle_weight, or_zero=True)
     student, teacher = _features("rkd_loss", student_features, teacher_features, mask)
     if not angle_weight:
         return distance_weight * rkd_distance(student, teacher)
@@ -266,7 +218,7 @@ def rkd_distance(student_features: Tensor, teacher_features: Tensor, *, mask: Te
     whose distance is not 0. Divided by all :math:`b^2` pairs, as the authors' code does; the b pairs of an example
     with itself add 0.
 
-    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+    Memory ``b²``.
 
     Source: Park et al., 2019, arXiv:1904.05068, equations 7-9.
 
@@ -285,7 +237,7 @@ def rkd_angle(student_features: Tensor, teacher_features: Tensor, *, mask: Tenso
     The mean over all :math:`b^3` triples, as in the authors' code; where two of three examples are the same the
     cosine is 0.
 
-    Args, Returns, Raises: As of `rkd_loss`. Memory ``b³ + b² D``: not for batches of thousands.
+    Memory ``b³ + b² D``: not for batches of thousands.
 
     Source: Park et al., 2019, arXiv:1904.05068, equations 10-11.
 
@@ -302,7 +254,7 @@ def rkd_angle(student_features: Tensor, teacher_features: Tensor, *, mask: Tenso
 def similarity_preserving(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
     r"""Return :math:`\|G_s - G_t\|_F^2 / b^2` of the Gram matrices, their rows divided by their L2 norms.
 
-    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+    Memory ``b²``.
 
     Source: Tung and Mori, 2019, arXiv:1907.09682, equations 2-4.
 
@@ -321,7 +273,7 @@ def similarity_preserving(student_features: Tensor, teacher_features: Tensor, *,
 def cka_loss(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
     """Return ``1 - linear_cka``.
 
-    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+    Memory ``b²``.
 
     Source: Saha et al., 2022, arXiv:2203.08679; the similarity: Kornblith et al., 2019, arXiv:1905.00414.
 
@@ -386,25 +338,11 @@ def relation_sum(
     *,
     relation: str = "rkd",
     mask: Tensor | None = None,
-    gather: bool = True,
-    group: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a relation over the examples of all processes times those of this one, and their number.
 
     For a trainer that divides sums by counts over processes and micro-batches: the average is the loss itself,
-    weighted by examples where micro-batches differ.
-
-    Args:
-        student_features: ``(b, ...)``, any float dtype.
-        teacher_features: ``(b, ...)``, any float dtype, width and device. No gradient flows through it.
-        relation: A key of `RELATIONS`.
-        mask: ``(b,)`` bool, True = the example counts. None counts all.
-        gather: Gather the features of all processes first (`gather_features`: every process must call this). False
-            computes the loss of this process's examples alone.
-        group: The process group to gather over; None is the default one.
-
-    Returns:
-        The sum and the count (int64), both scalars.
+    weighted by examples where micro-batches differ. Every process must call this: it gathers the features of all.
 
     Example:
         >>> total, count = relation_sum(torch.eye(3), torch.ones(3, 2), relation="similarity_preserving")
@@ -415,8 +353,7 @@ def relation_sum(
         raise ConfigError("relation", f"relation must be a known one, got {relation!r}{nearest(relation, RELATIONS)}")
     student, teacher = _features(relation, student_features, teacher_features, mask)
     rows = len(student)
-    if gather:
-        student, teacher = gather_features(student, group=group), gather_features(teacher, group=group)
+    student, teacher = gather_features(student), gather_features(teacher)
     # by the number, not the tensor: one that is reduced in place over processes would change the gradient
     total = RELATIONS[relation](student, teacher) * rows
     return total, torch.full((), rows, dtype=torch.int64, device=student.device)
@@ -424,15 +361,15 @@ def relation_sum(
 
 def _features(where: str, student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return both sides' counted examples, flattened, float32 at least, on one device."""
-    for name, side in (("student_features", student), ("teacher_features", teacher)):
-        if side.ndim < 2 or not side.is_floating_point():
-            raise ConfigError(
-                where, f"{name} must be floating point of shape (examples, ...), got {side.dtype} {tuple(side.shape)}"
-            )
-    if len(student) != len(teacher):
-        raise ConfigError(
-            where, f"teacher_features must hold the student's {len(student)} examples, got {len(teacher)}"
-        )
+    wrong = [
+        f"{name} must be floating point of shape (examples, ...), got {side.dtype} {tuple(side.shape)}"
+        for name, side in (("student_features", student), ("teacher_features", teacher))
+        if side.ndim < 2 or not side.is_floating_point()
+    ]
+    if not wrong and len(student) != len(teacher):
+        wrong = [f"teacher_features must hold the student's {len(student)} examples, got {len(teacher)}"]
+    if wrong:
+        raise ConfigError(where, wrong[0])
     check_mask(where, mask, (len(student),))
     dtype = compute_dtype(student.dtype)
     teacher = teacher.detach().to(student.device)
@@ -462,7 +399,7 @@ def _angles(features: Tensor) -> Tensor:
     # (b, b, D): [i, j] is the unit vector of x_i - x_j, zeros where both are the same example.
     directions = unit_rows(features.unsqueeze(0) - features.unsqueeze(1))
     with _without_autocast(features):
-        # [i, j, k] is the cosine of the angle at x_i between x_j and x_k: a batch of b products (b, D) (D, b).
+        # [i, j, k] is the cosine of the angle at x_i between x_j and x_k.
         return directions @ directions.transpose(1, 2)
 
 

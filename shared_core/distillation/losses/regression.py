@@ -1,18 +1,22 @@
 """Hard labels from a teacher: its most probable class, where it is confident.
 
-Losses of outputs that are no distribution over classes: logits as they are, labels of their own, regression.
+Losses of outputs that are no distribution over classes: logits as they are, labels of their own, regression. All take
+and return what the others of `DIVERGENCES` do.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared_core.distillation.losses.softened_pair import (
+    Options,
     check_fraction,
+    check_positive,
     check_temperature,
     compute_dtype,
     counted_rows,
@@ -23,28 +27,12 @@ from shared_core.errors import ConfigError
 
 
 def hard_label_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    threshold: float = 0.0,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
+    student_logits: Tensor, teacher_logits: Tensor | None = None, *, threshold: float = 0.0, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy with the teacher's most probable class: its sum over confident rows, their number.
 
-    Args:
-        student_logits: ``(..., C)``, any float dtype.
-        teacher_logits: ``(..., C)``, any float dtype and device.
-        threshold: Least probability, in [0, 1], of the teacher's first class for a row to count.
-        temperature: Not used, nor is `scale_by_temperature`: hard labels are not softened.
-        mask: ``(...)`` bool, True = the row counts.
-        teacher_log_probs: In place of `teacher_logits`; the threshold then applies to these probabilities.
-        scale_by_temperature: Not used.
-
-    Returns:
-        The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars.
+    `threshold` in [0, 1] is the least probability of the teacher's first class for a row to count; of
+    `teacher_log_probs`, that in them. The temperature is not used: hard labels are not softened.
 
     Source: Lee (pseudo-label), 2013; the threshold: Sohn et al. (FixMatch), 2020, arXiv:2001.07685, equation 4.
 
@@ -56,15 +44,8 @@ def hard_label_sum(
     """
     check_fraction("hard_label", "threshold", threshold)
     # T = 1 and no T²: a label has no softness, and the confidence is meant of the teacher's own probabilities.
-    pair = soften(
-        "hard_label",
-        student_logits,
-        teacher_logits,
-        teacher_log_probs=teacher_log_probs,
-        temperature=1.0,
-        mask=mask,
-        scale_by_temperature=False,
-    )
+    options |= {"temperature": 1.0, "scale_by_temperature": False}
+    pair = soften("hard_label", student_logits, teacher_logits, **options)
     classes = student_logits.shape[-1]
     student, teacher = pair.student.reshape(-1, classes), pair.teacher.reshape(-1, classes)
     if threshold > 0:
@@ -76,26 +57,12 @@ def hard_label_sum(
 
 
 def logit_mse_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
+    student_logits: Tensor, teacher_logits: Tensor | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Return the squared difference of logits (or regression outputs), averaged over classes: sum and number of rows.
 
-    Args:
-        student_logits: ``(..., C)``, any float dtype. Classes that both sides rule out (logit -inf) add 0.
-        teacher_logits: ``(..., C)``, any float dtype and device.
-        temperature: Not used, nor is `scale_by_temperature`: ``T² mse(s/T, t/T)`` is the same for every T.
-        mask: ``(...)`` bool, True = the row counts. None counts all.
-        teacher_log_probs: Refused.
-        scale_by_temperature: Not used.
-
-    Returns:
-        The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
+    Classes that both sides rule out (logit -inf) add 0. The temperature is not used: ``T² mse(s/T, t/T)`` is the same
+    for every T. `teacher_log_probs` are refused.
 
     Source: Ba and Caruana, 2014, arXiv:1312.6184, equation 1; compared with the KL by Kim et al., 2021,
     arXiv:2105.08919. Both sum over classes, which multiplies by C.
@@ -105,7 +72,7 @@ def logit_mse_sum(
         >>> total.item(), count.item()
         (6.0, 3)
     """
-    student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, teacher_log_probs, mask)
+    student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, **options)
     # -inf minus -inf is NaN; classes that both rule out agree.
     both_out = torch.isneginf(student) & torch.isneginf(teacher)
     return (student - teacher).masked_fill(both_out, 0.0).square().mean(-1).sum(), count
@@ -123,21 +90,9 @@ def bernoulli_kl_sum(
 ) -> tuple[Tensor, Tensor]:
     r"""Return :math:`T^2 \sum_l KL(Bern(\sigma(t_l / T)) \,\|\, Bern(\sigma(s_l / T)))`: sum over rows, their number.
 
-    For binary (``L = 1``) and multi-label classifiers, whose logits are independent: the sum over labels is the KL
-    of the joint distributions.
-
-    Args:
-        student_logits: ``(..., L)``, any float dtype, ±inf allowed where both sides agree.
-        teacher_logits: ``(..., L)``, any float dtype and device.
-        temperature: ``T``, finite and > 0.
-        mask: ``(...)`` bool, True = the row counts. None counts all.
-        teacher_log_probs: ``(..., L)`` log-probabilities of the labels at this temperature, in place of the logits.
-        scale_by_temperature: Multiply by ``T²``.
-        average_labels: Average over labels in place of summing, as the usual binary cross-entropy does: a mix of
-            the two keeps its proportion.
-
-    Returns:
-        The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
+    For binary (``L = 1``) and multi-label classifiers, whose logits ``(..., L)`` are independent: the sum over labels
+    is the KL of the joint distributions. `average_labels` divides it by L, as the usual binary cross-entropy does: a
+    mix of the two keeps its proportion. Logits of ±inf are allowed where both sides agree.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, for two classes; for labels one against all: Yang et al., 2023,
     arXiv:2308.06453, section 3.2.
@@ -165,21 +120,12 @@ def bernoulli_kl_sum(
 
 
 def huber_sum(
-    student_outputs: Tensor,
-    teacher_outputs: Tensor | None = None,
-    *,
-    delta: float = 1.0,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
+    student_outputs: Tensor, teacher_outputs: Tensor | None = None, *, delta: float = 1.0, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     """Return the Huber loss of regression outputs, averaged over outputs: its sum over counted rows, their number.
 
     ``d² / 2`` for ``|d| <= delta``, else ``delta (|d| - delta / 2)``: one wild output of the teacher weighs less than
-    in `logit_mse_sum`.
-
-    Args, Returns, Raises: As of `logit_mse_sum`; `delta`, > 0, is where the square ends, in units of the outputs.
+    in `logit_mse_sum`. `delta`, > 0, is in units of the outputs.
 
     Source: Huber, 1964, Annals of Mathematical Statistics 35 (1).
 
@@ -188,9 +134,8 @@ def huber_sum(
         >>> total.item(), count.item()
         (2.625, 2)
     """
-    if isinstance(delta, bool) or not (0 < delta < math.inf):
-        raise ConfigError("huber", f"delta must be finite and above 0, got {delta}")
-    student, teacher, count = _outputs("huber", student_outputs, teacher_outputs, teacher_log_probs, mask)
+    check_positive("huber", "delta", delta)
+    student, teacher, count = _outputs("huber", student_outputs, teacher_outputs, **options)
     return F.huber_loss(student, teacher, reduction="none", delta=delta).mean(-1).sum(), count
 
 
@@ -200,18 +145,13 @@ def teacher_bounded_mse_sum(
     *,
     targets: Tensor | None = None,
     margin: float = 0.0,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     r"""Return the student's squared error where it is not yet below the teacher's: its sum over rows, their number.
 
     :math:`\|s - y\|^2` of rows with :math:`\|s - y\|^2 + margin > \|t - y\|^2`, 0 of the others: a teacher's output
-    may be wrong without bound, so that it is a bound to beat, not a target.
-
-    Args, Returns, Raises: As of `logit_mse_sum`; `targets` ``(..., D)`` are the true values, and the student must beat
-    the teacher by `margin`, >= 0, in squared units of the outputs.
+    may be wrong without bound, so that it is a bound to beat, not a target. `targets` ``(..., D)`` are the true values,
+    `margin`, >= 0, is in squared units of the outputs.
 
     Source: Chen et al., 2017, Learning Efficient Object Detection Models with Knowledge Distillation
     (the teacher bounded regression loss).
@@ -223,14 +163,14 @@ def teacher_bounded_mse_sum(
         (4.0, 2)
     """
     where = "teacher_bounded_mse"
-    if isinstance(margin, bool) or not (0 <= margin < math.inf):
-        raise ConfigError(where, f"margin must be finite and at least 0, got {margin}")
-    names = ("student_outputs", "targets")
+    check_positive(where, "margin", margin, or_zero=True)
     if targets is not None and not targets.is_floating_point():
         targets = targets.to(torch.float32)
     # Checked with the same mask first, so that both calls drop the same rows.
-    _, truth, _ = counted_rows(where, student_outputs, targets, mask, names=names)
-    student, teacher, count = _outputs(where, student_outputs, teacher_outputs, teacher_log_probs, mask)
+    _, truth, _ = counted_rows(
+        where, student_outputs, targets, options.get("mask"), names=("student_outputs", "targets")
+    )
+    student, teacher, count = _outputs(where, student_outputs, teacher_outputs, **options)
     truth = truth.to(student.dtype)
     errors, bound = (student - truth).square().sum(-1), (teacher - truth).square().sum(-1)
     # The comparison decides which rows count and is no part of the loss, so it has no gradient.
@@ -255,12 +195,18 @@ def _term(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _outputs(
-    where: str, student: Tensor, teacher: Tensor | None, log_probs: Tensor | None, mask: Tensor | None
+    where: str,
+    student: Tensor,
+    teacher: Tensor | None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if log_probs is not None:
-        raise ConfigError(
-            where, "teacher_logits must be given, got teacher_log_probs", "probabilities do not tell them"
-        )
+    if teacher_log_probs is not None:
+        rule = "teacher_logits must be given, got teacher_log_probs"
+        raise ConfigError(where, rule, "probabilities do not tell them")
     student, teacher, count = counted_rows(where, student, teacher, mask)
     dtype = compute_dtype(student.dtype)
     return student.to(dtype), teacher.to(dtype), count

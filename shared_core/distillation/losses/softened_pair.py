@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,15 @@ from eff_kernels.distillation import arithmetic_dtype
 from torch import Tensor
 
 from shared_core.errors import ConfigError
+
+
+class Options(TypedDict, total=False):
+    """The options that all divergences take, as `divergence` describes them."""
+
+    temperature: float
+    mask: Tensor | None
+    teacher_log_probs: Tensor | None
+    scale_by_temperature: bool
 
 
 @dataclass(frozen=True)
@@ -29,12 +39,7 @@ class SoftenedPair:
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """Return ``total / count``, 0 where nothing counts.
-
-    Example:
-        >>> mean_of(torch.tensor(3.0), torch.tensor(2)).item(), mean_of(torch.tensor(0.0), torch.tensor(0)).item()
-        (1.5, 0.0)
-    """
+    """Return ``total / count``, 0 where nothing counts."""
     # 0 / 1 where nothing counts: the sum is 0 with a graph, so gradients are zeros, not missing.
     return total / count.clamp(min=1)
 
@@ -51,8 +56,13 @@ def compute_dtype(dtype: torch.dtype, temperature: float = 1.0) -> torch.dtype:
 
 def check_temperature(where: str, temperature: float) -> None:
     """Raise `ConfigError` unless the temperature is finite and above 0."""
-    if isinstance(temperature, bool) or not (0 < temperature < math.inf):
-        raise ConfigError(where, f"temperature must be finite and above 0, got {temperature}")
+    check_positive(where, "temperature", temperature)
+
+
+def check_positive(where: str, name: str, value: float, *, or_zero: bool = False) -> None:
+    """Raise `ConfigError` unless the value is finite and above 0, or 0 where it may be."""
+    if isinstance(value, bool) or not ((0 < value < math.inf) or (or_zero and value == 0)):
+        raise ConfigError(where, f"{name} must be finite and {'at least' if or_zero else 'above'} 0, got {value}")
 
 
 def check_fraction(where: str, name: str, value: float) -> None:
@@ -74,13 +84,9 @@ def counted_rows(
     Raises:
         ConfigError: If a side is missing or not floating point, or shapes or the mask do not fit.
     """
-    if teacher is None:
-        raise ConfigError(where, f"{names[1]} must be given, got None")
-    shape = tuple(student.shape)
-    if shape != tuple(teacher.shape) or not shape:
-        raise ConfigError(
-            where, f"{names[1]} must have the shape (..., classes) of {names[0]}, {shape}, got {tuple(teacher.shape)}"
-        )
+    shape, other = tuple(student.shape), None if teacher is None else tuple(teacher.shape)
+    if teacher is None or shape != other or not shape:
+        raise ConfigError(where, f"{names[1]} must be given with the shape (..., classes) {shape}, got {other}")
     for name, side in zip(names, (student, teacher), strict=True):
         if not side.is_floating_point():
             raise ConfigError(where, f"{name} must be floating point, got {side.dtype}")
@@ -108,15 +114,14 @@ def rows_of_either(
     if (teacher_logits is None) == (teacher_log_probs is None):
         got = "neither" if teacher_logits is None else "both"
         raise ConfigError(where, f"one of teacher_logits and teacher_log_probs must be given, got {got}")
-    given, name = (
-        (teacher_logits, "teacher_logits") if teacher_log_probs is None else (teacher_log_probs, "teacher_log_probs")
-    )
-    return counted_rows(where, student, given, mask, names=("student_logits", name))
+    is_logits = teacher_log_probs is None
+    names = "student_logits", "teacher_logits" if is_logits else "teacher_log_probs"
+    return counted_rows(where, student, teacher_logits if is_logits else teacher_log_probs, mask, names=names)
 
 
 def soften(
     where: str,
-    student_logits: Tensor,
+    student: Tensor,
     teacher_logits: Tensor | None,
     *,
     temperature: float = 2.0,
@@ -126,15 +131,13 @@ def soften(
 ) -> SoftenedPair:
     """Return both log-softmaxes at the temperature; the teacher's log-probabilities are taken as they are."""
     check_temperature(where, temperature)
-    student, teacher, count = rows_of_either(where, student_logits, teacher_logits, teacher_log_probs, mask)
+    student, teacher, count = rows_of_either(where, student, teacher_logits, teacher_log_probs, mask)
     # At extreme T the factor T² multiplies differences of log-softmaxes that float32 rounds: float64 there.
     dtype = compute_dtype(student.dtype, temperature)
-    log_p_teacher = teacher.to(dtype)
-    if teacher_log_probs is None:
-        log_p_teacher = F.log_softmax(log_p_teacher / temperature, dim=-1)
+    teacher = teacher.to(dtype)
     return SoftenedPair(
         F.log_softmax(student.to(dtype) / temperature, dim=-1),
-        log_p_teacher,
+        F.log_softmax(teacher / temperature, dim=-1) if teacher_log_probs is None else teacher,
         count,
         temperature**2 if scale_by_temperature else 1.0,
         # The dtype of the result depends on the logits alone, so that changing T does not change it.

@@ -1,10 +1,10 @@
+from .format import CachedTargets as CachedTargets
 from .format import Manifest as Manifest
+from .format import TeacherCache as TeacherCache
 from .keys import example_rows as example_rows
 from .keys import folder_fingerprint as folder_fingerprint
 from .keys import teacher_fingerprint as teacher_fingerprint
 from .keys import template_fingerprint as template_fingerprint
 from .keys import tokenizer_fingerprint as tokenizer_fingerprint
-from .reader import TeacherCache as TeacherCache
-from .writer import CachedTargets as CachedTargets
 from .writer import top_k_targets as top_k_targets
 from .writer import write_teacher_cache as write_teacher_cache

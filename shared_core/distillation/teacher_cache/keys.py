@@ -23,6 +23,8 @@ from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.files.json_yaml import parse_json
 
+WHERE = "cached teacher"
+"""Where errors of a cache say that they are."""
 KEY_BYTES = 16
 NOT_INPUTS = frozenset({"labels", "label", "label_ids", "num_items_in_batch"})
 """Tensors of a batch that are for the loss, not for the model."""
@@ -55,19 +57,14 @@ class Padding:
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """The examples of a batch: their keys, and how each field of at least two dimensions is padded."""
+    """The keys of a batch's examples, and how each of its fields of at least two dimensions is padded."""
 
     keys: list[bytes]
     paddings: dict[str, Padding]
 
 
 def mask_of(field: str) -> str:
-    """Return the name of the mask that tells a field's padding.
-
-    Example:
-        >>> mask_of("input_ids"), mask_of("decoder_input_ids")
-        ('attention_mask', 'decoder_attention_mask')
-    """
+    """Return the name of the mask that tells a field's padding."""
     return _MASKS[1] if field.startswith("decoder_") else _MASKS[0]
 
 
@@ -80,25 +77,15 @@ def tensors_of(inputs: Any) -> dict[str, Tensor]:
         named = dict(enumerate(inputs if isinstance(inputs, tuple | list) else [inputs]))
     found = {str(name): value for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
     if not found:
-        raise ConfigError(
-            "cached teacher",
-            f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without",
-            "let the collator return tensors",
-        )
+        rule = f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without"
+        raise ConfigError(WHERE, rule, "let the collator return tensors")
     return found
 
 
 def default_fields(inputs: Any, accepted: set[str] | None = None) -> tuple[str, ...]:
     """Return the names of what an example's key is made of: all that the model is given but padding masks.
 
-    Args:
-        inputs: A batch.
-        accepted: The keywords that the model takes, None for any; of a mapping the others are left out.
-
-    Example:
-        >>> ids = torch.ones(2, 3, dtype=torch.int64)
-        >>> default_fields({"input_ids": ids, "attention_mask": ids, "labels": ids, "length": ids[:, 0]}, {"input_ids"})
-        ('input_ids',)
+    Of a mapping, those that are not among the keywords that the model accepts (None: it takes any) are left out.
     """
     tensors = tensors_of(inputs)
     if isinstance(inputs, Mapping) and accepted is not None:
@@ -135,10 +122,8 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
     paddings: dict[str, Padding] = {}
     for number, (name, tensor) in enumerate(chosen.items()):
         if tensor.shape[0] != count:
-            raise ConfigError(
-                "cached teacher",
-                f"{name} must have the batch's {count} examples first, got shape {tuple(tensor.shape)}",
-            )
+            rule = f"{name} must have the batch's {count} examples first, got shape {tuple(tensor.shape)}"
+            raise ConfigError(WHERE, rule)
         padding = _padding(tensor, tensors.get(mask_of(name)))
         if tensor.ndim > 1:
             paddings[name] = padding
@@ -158,12 +143,7 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
 
 
 def as_words(keys: Sequence[bytes]) -> Words:
-    """Return keys as ``(n, 2)`` numbers that sort as their bytes do.
-
-    Example:
-        >>> as_words([bytes(15) + bytes([7])]).tolist()
-        [[0, 7]]
-    """
+    """Return keys as ``(n, 2)`` numbers that sort as their bytes do."""
     # Big-endian: numeric order is then the order of the bytes.
     return np.frombuffer(b"".join(keys), dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
@@ -181,7 +161,7 @@ def _chosen(tensors: Mapping[str, Tensor], fields: Sequence[str], *, positional:
     lacking = [name for name in fields if name not in tensors]
     if lacking or not fields:
         raise CheckpointError(
-            "cached teacher",
+            WHERE,
             f"a batch must hold {', '.join(fields) or 'a field to hash'}, got {', '.join(tensors)}",
             "give the model what the teacher was given, or write the cache again with the fields that both have",
         )
@@ -223,10 +203,8 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
     if _is_data_set(data):
         return DataLoader(data, batch_size=batch_size, collate_fn=collate)
     if not isinstance(data, Iterable) or isinstance(data, Tensor | Mapping | str):
-        raise ConfigError(
-            "cached teacher",
-            f"data must be batches, a data set, or a pair of one and its collator, got {type(data).__name__}",
-        )
+        rule = f"data must be batches, a data set, or a pair of one and its collator, got {type(data).__name__}"
+        raise ConfigError(WHERE, rule)
     return data
 
 
@@ -250,7 +228,7 @@ def pad_examples(examples: Sequence[Any]) -> Any:
     named = {name: [value for value in column if value is not None] for name, column in columns.items()}
     named = {name: column for name, column in named.items() if len(column) == len(examples)}
     if not named:
-        raise ConfigError("cached teacher", f"examples must hold numbers, got {', '.join(map(str, first))} without")
+        raise ConfigError(WHERE, f"examples must hold numbers, got {', '.join(map(str, first))} without")
     batch = {name: _padded(column, IGNORED if name == "labels" else 0) for name, column in named.items()}
     for name in _IDS:
         if name in batch and batch[name].ndim == 2 and mask_of(name) not in batch:
@@ -266,9 +244,7 @@ def _is_data_set(data: Any) -> bool:
 
 
 def is_example(value: Any) -> bool:
-    """Return whether a value of a list is one example and not a batch.
-
-    It is a mapping with a number, text or flat list of numbers for every name; or whose token ids have one dimension.
+    """Return True for one example, not a batch: numbers, texts or flat lists of numbers by name, or ids of one row.
 
     Example:
         >>> is_example({"input_ids": [5, 6], "label": 1}), is_example({"input_ids": torch.tensor([5, 6])})
@@ -309,10 +285,7 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "architectu
 
 
 def teacher_fingerprint(teacher: nn.Module) -> str:
-    """Return a hash of a model's class, configuration and every tensor of its state dict.
-
-    Args:
-        teacher: On any device; its values are read.
+    """Return a hash of a model's class, configuration and every tensor of its state dict, on any device.
 
     Example:
         >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -350,7 +323,7 @@ def folder_fingerprint(folder: Path | str) -> str:
     folder = Path(folder)
     weights = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS and file.is_file())
     if not weights:
-        raise CheckpointError("cached teacher", f"{folder} must hold the teacher's weights, got none", "check the path")
+        raise CheckpointError(WHERE, f"{folder} must hold the teacher's weights, got none", "check the path")
     digest = hashlib.blake2b(digest_size=_BYTES)
     config = _json(folder / "config.json")
     digest.update(_canonical({name: item for name, item in config.items() if name not in _NOT_THE_MODEL}))
@@ -370,7 +343,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
         tokenizer: An object with ``get_vocab()``, such as a Transformers tokenizer or a processor that holds one, or
             the folder that one was saved in (its ``tokenizer.json``).
     """
-    return _hash_vocabulary(tokenizer_vocabulary(tokenizer))
+    vocabulary = tokenizer_vocabulary(tokenizer)
+    if not vocabulary:
+        return None
+    # By number: the order of a tokenizer's dictionary is not part of what it means.
+    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
+    return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 
 
 def tokenizer_vocabulary(tokenizer: Any) -> dict[str, int] | None:
@@ -383,10 +361,7 @@ def tokenizer_vocabulary(tokenizer: Any) -> dict[str, int] | None:
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
-    """Return a hash of a tokenizer's chat template, None if it has none.
-
-    Args: As of `tokenizer_fingerprint`.
-    """
+    """Return a hash of a tokenizer's chat template, None if it has none; argument as of `tokenizer_fingerprint`."""
     if isinstance(tokenizer, Path | str):
         folder = Path(tokenizer)
         file = folder / "chat_template.jinja"
@@ -414,14 +389,6 @@ def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
     step = 2**24
     for at in range(0, flat.numel(), step):
         digest.update(flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy())
-
-
-def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
-    if not vocabulary:
-        return None
-    # By number: the order of a tokenizer's dictionary is not part of what it means.
-    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
-    return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 
 
 def _vocabulary_in(folder: Path) -> dict[str, int] | None:

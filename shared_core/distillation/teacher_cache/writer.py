@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.distillation.forward_capture import Forward, ask_teacher, is_causal
+from shared_core.distillation.forward_capture import Forward, ask_teacher, is_causal, keywords_of
 from shared_core.distillation.losses.softened_pair import check_temperature, compute_dtype
 from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.teacher_cache.format import (
@@ -38,6 +37,7 @@ from shared_core.distillation.teacher_cache.format import (
     write_index,
 )
 from shared_core.distillation.teacher_cache.keys import (
+    WHERE,
     ExampleRows,
     Padding,
     as_keys,
@@ -61,60 +61,6 @@ class TopK(NamedTuple):
     indices: Tensor
     log_probs: Tensor
     tail_log_mass: Tensor
-
-
-class CachedTargets(NamedTuple):
-    """A teacher's stored outputs in the layout of a batch: ``(B, L)``, or ``(B,)`` for one output an example.
-
-    Attributes:
-        indices: ``(..., k)`` int64, the classes.
-        log_probs: ``(..., k)`` float32, their log-probabilities among all classes at the store's temperature.
-        tail_log_mass: ``(...)`` float32, the log-probability of all other classes together; -inf where there is none.
-        mask: ``(...)`` bool, True where a target is stored; the others hold zeros.
-    """
-
-    indices: Tensor
-    log_probs: Tensor
-    tail_log_mass: Tensor
-    mask: Tensor
-
-    @property
-    def tail_mass(self) -> Tensor:
-        """The probability of all other classes together, ``(...)``, as `kd_topk_sum` takes it."""
-        return self.tail_log_mass.exp()
-
-    def counted(self, mask: Tensor | None) -> Tensor:
-        """Return which positions the loss runs over: those that count, all of which must be stored.
-
-        Args:
-            mask: ``(...)`` bool, True where a position counts for the loss; None: all that are stored.
-
-        Raises:
-            TrainingError: If one that counts has no target, or the shapes differ.
-
-        Example:
-            >>> zeros, stored = torch.zeros(1, 3), torch.tensor([[True, True, False]])
-            >>> targets = CachedTargets(zeros.long(), zeros, zeros, stored)
-            >>> targets.counted(torch.tensor([[False, True, False]])).tolist()
-            [[False, True, False]]
-        """
-        if mask is None:
-            return self.mask
-        if mask.shape != self.mask.shape:
-            raise TrainingError(
-                "cached teacher",
-                f"the student must have outputs of the teacher's shape {tuple(self.mask.shape)}, got "
-                f"{tuple(mask.shape)}",
-            )
-        mask = mask.to(self.mask.device)
-        lacking = int((mask & ~self.mask).sum())
-        if lacking:
-            raise TrainingError(
-                "cached teacher",
-                f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none",
-                "write the cache without --labelled, or with these labels",
-            )
-        return mask
 
 
 def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
@@ -147,15 +93,11 @@ def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
         >>> round(top.tail_log_mass.exp().item(), 3)
         0.09
     """
-    check_temperature("cached teacher", temperature)
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ConfigError(
-            "cached teacher",
-            f"logits must be floats of shape (rows, classes), got {logits.dtype} {tuple(logits.shape)}",
-        )
+    check_temperature(WHERE, temperature)
+    if logits.ndim != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
+        told = f"{logits.dtype} {tuple(logits.shape)} and top_k {top_k}"
+        raise ConfigError(WHERE, f"logits must be floats (rows, classes), top_k of 1 to all classes, got {told}")
     rows, classes = logits.shape
-    if not 1 <= top_k <= classes:
-        raise ConfigError("cached teacher", f"top_k must be between 1 and the {classes} classes, got {top_k}")
     chunk = max(1, _CHUNK_ELEMENTS // classes)  # copies of (rows, C) in float32 would outgrow the logits themselves
     parts = [_top_k(logits[at : at + chunk], temperature, top_k) for at in range(0, max(rows, 1), chunk)]
     return TopK(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -164,11 +106,8 @@ def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
 def _top_k(logits: Tensor, temperature: float, top_k: int) -> TopK:
     log_probs = F.log_softmax(logits.to(compute_dtype(logits.dtype, temperature)) / temperature, dim=-1)
     if torch.isnan(log_probs).any():
-        raise TrainingError(
-            "cached teacher",
-            "the teacher's logits must be finite or -inf, got NaN or +inf",
-            "run it in float32 or bfloat16",
-        )
+        rule = "the teacher's logits must be finite or -inf, got NaN or +inf"
+        raise TrainingError(WHERE, rule, "run it in float32 or bfloat16")
     if top_k == logits.shape[-1]:
         indices = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
         return TopK(indices, log_probs.float(), log_probs.new_full((len(logits),), -torch.inf).float())
@@ -179,25 +118,11 @@ def _top_k(logits: Tensor, temperature: float, top_k: int) -> TopK:
 
 
 def to_stored(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return log-probabilities in the dtype they are stored in; what is too small for float16 becomes its smallest.
-
-    The error of float16 is at most ``2**-11 * |log p|``, and ``2**-12`` above -1: of a probability p, relative to it,
-    the same. -inf, a class that the teacher rules out, stays.
-
-    Example:
-        >>> to_stored(torch.tensor([-1e6, -torch.inf, -0.5]), torch.float16).tolist()
-        [-65504.0, -inf, -0.5]
-    """
-    # A class that is merely improbable must not become impossible (-inf), and an impossible one must stay so.
+    """Return log-probabilities in the dtype they are stored in; what is too small for float16 becomes its smallest."""
+    # The error of float16 is at most 2^-11 |log p|: of a probability p, relative to it, the same. A class that is
+    # merely improbable must not become impossible (-inf), and an impossible one must stay so.
     low = torch.finfo(dtype).min
     return torch.where(torch.isneginf(log_probs), log_probs, log_probs.clamp(min=low)).to(dtype)
-
-
-def normalised(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rounded log-probabilities and tail with their sum of probabilities, about 1 ± 2e-4, brought back to 1."""
-    # Rounded values sum to 1 ± 2e-4; as a distribution they must sum to 1, or the KL has a floor that is not 0.
-    total = torch.logsumexp(torch.cat([log_probs, tail_log_mass.unsqueeze(-1)], -1), -1)
-    return log_probs - total.unsqueeze(-1), tail_log_mass - total
 
 
 TOP_K = 64
@@ -219,15 +144,10 @@ class Settings(NamedTuple):
 
 
 class StoreWriter:
-    """Keeps what a teacher says about new examples, a shard at a time.
+    """Keeps what a teacher says about new examples, a shard at a time; a store that is there is gone on with.
 
-    Args:
-        teacher: The model.
-        folder: Where to write; a store that is there is gone on with.
-        settings: What was asked.
-        shard_bytes: Size from which a shard is written.
-        job: Other processes that write the same store. Each goes through all batches, so that it knows which examples
-            each shard will hold, and runs the teacher for those shards alone that are its own.
+    Of several processes (`job`) each goes through all batches, so that it knows which examples each shard will hold,
+    and runs the teacher for those shards alone that are its own.
     """
 
     def __init__(
@@ -235,7 +155,7 @@ class StoreWriter:
     ) -> None:
         self._teacher, self._folder, self._settings, self._shard_bytes = teacher, folder, settings, shard_bytes
         self._job = job or Job()
-        self._accepted = _keywords(teacher)
+        self._accepted = keywords_of(teacher)
         self._caches = cache_configs(teacher)
         self._pending = PendingShard()
         self._order = hashlib.blake2b(digest_size=16)
@@ -244,14 +164,13 @@ class StoreWriter:
         """Every example's key with a hash of which of its positions count."""
         self._manifest: Manifest | None = None
         self._shards = 0
-        # Files that a killed writer left under temporary names.
         if self._job.is_main:
-            clean_strays(folder)
+            clean_strays(folder)  # that a killed writer left under temporary names
         self._job.meet("folder made")
         if (folder / MANIFEST_FILE).exists():
             self._go_on(Manifest.read(folder))
         elif any(folder.iterdir()):
-            raise CheckpointError("cached teacher", f"{folder} must hold a cache or nothing, got something else")
+            raise CheckpointError(WHERE, f"{folder} must hold a cache or nothing, got something else")
         # Nobody writes a shard before all have seen which are there.
         self._job.meet("shards found")
         self._first = self._shards
@@ -267,7 +186,7 @@ class StoreWriter:
         made = self._manifest
         # beyond one that lacks: another process was faster when all were stopped
         if made is not None and self._mine == self._shards and not _is_free(made) and path.exists():
-            self._there = self._open(made, self._shards)
+            self._there = Shard(self._folder, made, self._shards)
 
     def add(self, batch: Any, number: int) -> None:
         """Run the teacher on a batch with an example that is new and this process's, and keep what is new."""
@@ -284,8 +203,8 @@ class StoreWriter:
             made = self._settle(rows, fields, logits, number)
             self._begin_together(made)
         if self._mine == self._shards and not self._is_there(rows, fresh):
-            logits = self._logits(batch, number) if logits is None else logits
-            self._settle(rows, fields, logits, number)
+            if logits is None:
+                self._settle(rows, fields, logits := self._logits(batch, number), number)
             self._keep(made, rows, fresh, logits, counted)
         length = None if logits is None or made.per_example else logits.shape[1]
         places = _all_places(made, rows, fresh, counted, length)
@@ -295,13 +214,20 @@ class StoreWriter:
             self._flush()
 
     def _logits(self, batch: Any, number: int) -> Tensor:
-        return find_logits(self._ask(batch, number), self._settings.logits, "teacher")
+        if self._takes_keywords(batch):
+            call = Forward((), dict(batch), None)
+        else:
+            call = Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
+        where = naming(batch, f"{WHERE}: batch {number}", "return others from the function of the data")
+        with where, without_cache(self._caches):
+            output = ask_teacher(self._teacher.eval(), self._teacher, call)
+        return find_logits(output, self._settings.logits, "teacher")
 
     def _begin_together(self, made: Manifest) -> None:
         """Write the manifest before any shard, and see that all processes have the same teacher and first batch."""
         if self._job.size > 1 and _is_free(made):
             raise CompatibilityError(
-                "cached teacher",
+                WHERE,
                 "the teacher's outputs must be one an example, or follow the positions of an input, for several "
                 "processes to know their number, got others",
                 "write the cache in one process",
@@ -312,34 +238,28 @@ class StoreWriter:
 
     def _compare(self, name: str, mine: bytes) -> None:
         if any(other != mine for other in self._job.exchange(name, mine)):
-            raise TrainingError(
-                "cached teacher",
-                f"teacher and data must be the same in every process, got others by the {name}",
-                "seed what is random in the functions that return them",
-            )
+            rule = f"teacher and data must be the same in every process, got others by the {name}"
+            raise TrainingError(WHERE, rule, "seed what is random in the functions that return them")
 
     def _is_there(self, rows: ExampleRows, fresh: list[int]) -> bool:
         """Return whether these examples lie in a shard that was written before this start."""
         if self._there is None:
             return False
         keys = as_keys(self._there.keys[self._examples : self._examples + len(fresh)])
-        if keys != [rows.keys[row] for row in fresh]:
-            raise self._odd_shard()
+        self._check_there(keys == [rows.keys[row] for row in fresh])
         return True
 
-    def _odd_shard(self) -> CheckpointError:
-        return CheckpointError(
-            "cached teacher",
-            f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others",
-            "remove it, or give the data that the writer had that was stopped",
-        )
+    def _check_there(self, is_next: bool) -> None:
+        if not is_next:
+            rule = f"{self._folder / shard_name(self._shards)} must hold the examples that come next, got others"
+            raise CheckpointError(WHERE, rule, "remove it, or give the data that the writer had that was stopped")
 
     def finish(self) -> Manifest:
         """Write the last shard, the index, and the manifest that says that all is there."""
         self._flush()
         made = self._manifest
         if made is None or not self._shards:
-            raise ConfigError("cached teacher", "batches must hold at least one example, got none", "check the data")
+            raise ConfigError(WHERE, "batches must hold at least one example, got none", "check the data")
         self._compare("end", self._order.digest())
         if self._job.is_main:
             made = self._completed(made)
@@ -349,7 +269,7 @@ class StoreWriter:
     def _completed(self, made: Manifest) -> Manifest:
         if made.complete and len(made.shards) == self._shards:
             return made
-        shards = [self._open(made, number) for number in range(self._shards)]
+        shards = [Shard(self._folder, made, number) for number in range(self._shards)]
         index = self._folder / index_name(self._shards)
         write_index(index, shards)
         rows, mass, largest = 0, 0.0, 0.0
@@ -390,22 +310,17 @@ class StoreWriter:
             given.append((name, made.fingerprints[name], asked.fingerprints[name]))
         for name, there, here in given:
             if there != here:
-                raise CheckpointError(
-                    "cached teacher",
-                    f"{name} must be as {self._folder} was begun with, {there}, to go on in it, got {here}",
-                    "use the same, or write another folder",
-                )
+                rule = f"{name} must be as {self._folder} was begun with, {there}, to go on in it, got {here}"
+                raise CheckpointError(WHERE, rule, "use the same, or write another folder")
         self._manifest = made
         # A shard is renamed into place when whole, so each that exists counts, also without the index.
         while (self._folder / shard_name(self._shards)).exists():
-            shard = self._open(made, self._shards)
-            places = [shard.places_of(row) for row in range(len(shard))] if made.labelled else [None] * len(shard)
+            shard = Shard(self._folder, made, self._shards)
+            places = [shard.places_of(row)[2] if made.labelled else None for row in range(len(shard))]
             self._known.update(zip(as_keys(shard.keys), map(_digest, places), strict=True))
             self._shards += 1
         if made.complete and self._shards < len(made.shards):
-            raise CheckpointError(
-                "cached teacher", f"{self._folder} must hold {len(made.shards)} shards, got {self._shards}"
-            )
+            raise CheckpointError(WHERE, f"{self._folder} must hold {len(made.shards)} shards, got {self._shards}")
 
     def _fields(self, batch: Any) -> tuple[str, ...]:
         if self._manifest is not None:
@@ -417,25 +332,11 @@ class StoreWriter:
         """Return whether the batch's names are the teacher's arguments; else a mapping is its only argument."""
         return isinstance(batch, Mapping) and (self._accepted is None or not self._accepted.isdisjoint(batch))
 
-    def _call(self, batch: Any) -> Forward:
-        if self._takes_keywords(batch):
-            return Forward((), dict(batch), None)
-        return Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
-
-    def _ask(self, batch: Any, number: int) -> Any:
-        where = naming(batch, f"cached teacher: batch {number}", "return others from the function of the data")
-        with where, without_cache(self._caches):
-            return ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
-
     def _labelled_positions(self, batch: Any) -> Array:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim != 2:
-            raise ConfigError(
-                "cached teacher",
-                "batches must hold labels of shape (examples, positions) to store only positions that have one, got "
-                "none",
-                "let the collator add them",
-            )
+            rule = "batches must hold labels (examples, positions) to store only positions that have one, got none"
+            raise ConfigError(WHERE, rule, "let the collator add them")
         counted: Array = (labels != IGNORED).cpu().numpy()
         if self._settings.causal:
             # Position i is where token i + 1 is predicted: the label's mask moves one to the left.
@@ -457,7 +358,7 @@ class StoreWriter:
                 fresh.append(row)
             elif self._known[key] != mark:
                 raise ConfigError(
-                    "cached teacher",
+                    WHERE,
                     f"examples with the same inputs must have labels at the same positions, got number {row} of batch "
                     f"{number} with others",
                     "store all positions (labelled=False)",
@@ -466,20 +367,10 @@ class StoreWriter:
 
     def _settle(self, rows: ExampleRows, fields: tuple[str, ...], logits: Tensor, number: int) -> Manifest:
         """Return what the folder holds: from the first batch, and the same at every other."""
-        asked, classes = self._settings, logits.shape[-1]
-        if logits.ndim not in (2, 3) or classes < 2 or len(logits) != len(rows.keys):
-            raise ConfigError(
-                "cached teacher",
-                f"logits must have shape ({len(rows.keys)}, classes) or ({len(rows.keys)}, positions, classes) with "
-                f"two classes at least, got {tuple(logits.shape)} in batch {number}",
-            )
-        vocabulary = classes if asked.vocabulary is None else asked.vocabulary
-        if vocabulary > classes:
-            raise ConfigError(
-                "cached teacher", f"vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
-            )
-        per_example = logits.ndim == 2
-        made = self._manifest
+        asked, made, per_example = self._settings, self._manifest, logits.ndim == 2
+        vocabulary = logits.shape[-1] if asked.vocabulary is None else asked.vocabulary
+        if wrong := _misfit(made, rows, logits, vocabulary):
+            raise ConfigError(WHERE, f"{wrong} in batch {number}")
         if made is None:
             made = self._manifest = Manifest(
                 temperature=asked.temperature,
@@ -491,19 +382,6 @@ class StoreWriter:
                 positions=None if per_example else _position_field(rows, logits.shape[1]),
                 labelled=asked.labelled,
                 fingerprints=asked.fingerprints,
-            )
-        if (made.vocabulary, made.per_example) != (vocabulary, per_example):
-            raise ConfigError(
-                "cached teacher",
-                f"logits must have {made.vocabulary} classes and "
-                f"{'no positions' if made.per_example else 'positions'} as those before, got shape "
-                f"{tuple(logits.shape)} in batch {number}",
-            )
-        if made.positions is not None and rows.paddings[made.positions].length != logits.shape[1]:
-            raise ConfigError(
-                "cached teacher",
-                f"logits must have a position for each of {made.positions}'s {rows.paddings[made.positions].length}, "
-                f"got shape {tuple(logits.shape)} in batch {number}",
             )
         return made
 
@@ -533,18 +411,27 @@ class StoreWriter:
     def _flush(self) -> None:
         if not self._examples:
             return
-        if self._there is not None and self._examples != len(self._there):
-            raise self._odd_shard()
+        self._check_there(self._there is None or self._examples == len(self._there))
         if self._pending.keys:
             self._pending.write(self._folder / shard_name(self._shards))
         self._job.check()
         self._shards += 1
         self._begin_shard(is_next_mine=self._mine < self._shards)
 
-    def _open(self, made: Manifest, number: int) -> Shard:
-        return Shard(
-            self._folder / shard_name(number), vocabulary=made.vocabulary, top_k=made.top_k, dtype=made.torch_dtype
-        )
+
+def _misfit(made: Manifest | None, rows: ExampleRows, logits: Tensor, vocabulary: int) -> str:
+    """Return the rule that a batch's logits break: their own, or that of the batches before."""
+    count, classes, shape = len(rows.keys), logits.shape[-1], tuple(logits.shape)
+    either = f"({count}, classes) or ({count}, positions, classes)"
+    if logits.ndim not in (2, 3) or classes < 2 or len(logits) != count:
+        return f"logits must have shape {either}, two classes at least, got {shape}"
+    if vocabulary > classes:
+        return f"vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
+    if made is not None and (made.vocabulary, made.per_example) != (vocabulary, logits.ndim == 2):
+        return f"logits must have {made.vocabulary} classes, and positions if those before had some, got {shape}"
+    if made is not None and made.positions and (length := rows.paddings[made.positions].length) != logits.shape[1]:
+        return f"logits must have a position for each of {made.positions}'s {length}, got {shape}"
+    return ""
 
 
 def _kept(top_k: int | None, vocabulary: int, *, per_example: bool) -> int:
@@ -578,10 +465,8 @@ def _all_places(
         return [np.zeros(1, np.int64)] * len(fresh)
     padding = _padding(made, rows, length)
     if counted is not None and counted.shape != padding.real.shape:
-        raise ConfigError(
-            "cached teacher",
-            f"labels must have the shape of the teacher's positions, {padding.real.shape}, got {counted.shape}",
-        )
+        rule = f"labels must have the shape of the teacher's positions, {padding.real.shape}, got {counted.shape}"
+        raise ConfigError(WHERE, rule)
     return [_places(padding, counted, row) for row in fresh]
 
 
@@ -596,14 +481,6 @@ def _digest(places: Array | None) -> int:
     if places is None:
         return 0
     return int.from_bytes(hashlib.blake2b(places.astype(np.int64).tobytes(), digest_size=8).digest(), "big")
-
-
-def _keywords(module: nn.Module) -> set[str] | None:
-    """Return the keywords that forward takes, None for any."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
 
 
 def write_teacher_cache(
@@ -663,7 +540,9 @@ def write_teacher_cache(
         (2, 2, 3, True)
     """
     folder = Path(folder)
-    _check(temperature, top_k, dtype, fields, vocabulary, shard_bytes, fingerprints)
+    check_temperature(WHERE, temperature)
+    if wrong := _wrong(top_k, dtype, fields, vocabulary, shard_bytes, fingerprints):
+        raise ConfigError(WHERE, wrong)
     told = {name: (fingerprints or {}).get(name) for name in FINGERPRINTS}
     settings = Settings(
         float(temperature),
@@ -695,15 +574,12 @@ def write_teacher_cache(
 
 def _make_folder(folder: Path, *, resume: bool) -> None:
     if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            "cached teacher",
-            f"{folder} must be a new or empty folder, got one that holds something",
-            "choose another one, or go on in it with resume",
-        )
+        rule = f"{folder} must be a new or empty folder, got one that holds something"
+        raise CheckpointError(WHERE, rule, "choose another one, or go on in it with resume")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError("cached teacher", f"{folder} must be writable, got {error}") from error
+        raise CheckpointError(WHERE, f"{folder} must be writable, got {error}") from error
 
 
 def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:
@@ -714,23 +590,20 @@ def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:
     )
 
 
-def _check(
-    temperature: float,
+def _wrong(
     top_k: int | None,
     dtype: str,
     fields: Sequence[str] | None,
     vocabulary: int | None,
     shard_bytes: int,
     fingerprints: Mapping[str, str | None] | None,
-) -> None:
-    check_temperature("cached teacher", temperature)
+) -> str:
     for name, value, low in (("top_k", top_k, 1), ("vocabulary", vocabulary, 2), ("shard_bytes", shard_bytes, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError("cached teacher", f"{name} must be a whole number from {low}, got {value!r}")
+            return f"{name} must be a whole number from {low}, got {value!r}"
     if dtype not in DTYPES:
-        raise ConfigError("cached teacher", f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+        return f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}"
     if fields is not None and (isinstance(fields, str) or not fields or len(set(fields)) != len(fields)):
-        raise ConfigError("cached teacher", f"fields must be a list of different names, got {fields!r}")
+        return f"fields must be a list of different names, got {fields!r}"
     unknown = sorted(set(fingerprints or {}) - set(FINGERPRINTS))
-    if unknown:
-        raise ConfigError("cached teacher", f"fingerprints must be of {', '.join(FINGERPRINTS)}, got {unknown[0]!r}")
+    return f"fingerprints must be of {', '.join(FINGERPRINTS)}, got {unknown[0]!r}" if unknown else ""

@@ -35,16 +35,6 @@ def test_label_smoothing_keeps_working(make, tmp_path, size, windows):
     assert distance(reference(make, smoothing=0.2), found) < 1e-5
 
 
-def test_compute_loss_func_keeps_working(make, tmp_path):
-    def summed(outputs, labels, num_items_in_batch=None):
-        logits, labels = outputs.logits[:, :-1].float(), labels[:, 1:]
-        loss = F.cross_entropy(logits.reshape(-1, 24), labels.reshape(-1), ignore_index=-100, reduction="sum")
-        return loss / num_items_in_batch
-
-    found = first_gradients(make, tmp_path, 2, 4, extra={"compute_loss_func": summed})
-    assert distance(reference(make), found) < 1e-5
-
-
 @pytest.mark.parametrize(("size", "windows"), [(8, 1), (2, 4), (1, 8)])
 def test_the_soft_term_is_averaged_over_the_window_where_the_trainer_counts_nothing(make, tmp_path, size, windows):
     def gradients(told, shifts=False):

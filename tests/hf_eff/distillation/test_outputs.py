@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertForQuestionAnswering, Trainer
 
 from hf_eff import attach
-from hf_eff._adapters.teacher import load_teacher
+from hf_eff._adapters.distillation import load_teacher
 from shared_core.errors import CheckpointError, ConfigError
 
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

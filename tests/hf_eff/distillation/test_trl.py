@@ -19,7 +19,7 @@ from transformers import (
 from trl_trainers import rows_of, sft
 
 from hf_eff import attach
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError
 
 
 def uneven(make):
@@ -194,5 +194,3 @@ def test_what_cannot_be_is_refused_at_start(make, tmp_path):
             build(options)
     with pytest.raises(CompatibilityError, match=r"torch_compile must be False .* TRL's SFTTrainer, got True"):
         build({}, torch_compile=True)
-    with pytest.raises(ConfigError, match="chunked must come with divergence=forward_kl, reverse_kl or jsd"):
-        build({"divergence": "hard_label", "chunked": True})

@@ -11,9 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shared_core.distillation.chunked import autograd as chunked_autograd
-from shared_core.distillation.chunked import deferred_logits
-from shared_core.distillation.chunked.loss import chunked_kd_loss
+from shared_core.distillation import chunked_autograd, deferred_logits
+from shared_core.distillation.chunked_loss import chunked_kd_loss
 from shared_core.errors import TrainingError
 
 

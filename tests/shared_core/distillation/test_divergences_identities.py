@@ -1,12 +1,17 @@
-"""Divergences against TRL, torch and each other, and what each promises beyond its formula."""
+"""Divergences against TRL, torch and each other, and what each promises beyond its formula.
 
+Of a teacher's k best classes, and of the mean of several teachers, too.
+"""
+
+import itertools
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from divergence_references import INF, SOFT, mean, of
+from divergence_references import INF, NAN, SOFT, kl, mean, of, reference, soft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +20,13 @@ from shared_core.distillation.losses.divergences import (
     divergence,
     jsd,
     kd_loss,
-    kd_sum,
+    kd_topk_sum,
+    mean_logits,
+    mean_teacher,
     reverse_kl,
 )
 from shared_core.distillation.losses.regression import bernoulli_kl_sum, hard_label_sum
+from shared_core.distillation.losses.softened_pair import mean_of
 
 
 class TestAgainstOthers:
@@ -71,15 +79,6 @@ class TestAgainstOthers:
         classes = [torch.cat([logit, torch.zeros_like(logit)], -1) for logit in (student, teacher)]
         torch.testing.assert_close(
             mean("bernoulli_kl", student, teacher, temperature=temperature), kd_loss(*classes, temperature=temperature)
-        )
-
-    @pytest.mark.parametrize("temperature", [0.001, 1.0, 2.0, 50.0])
-    def test_forward_kl_is_kd_sum(self, temperature):
-        torch.manual_seed(0)
-        student, teacher, mask = torch.randn(6, 4), torch.randn(6, 4), torch.rand(6) > 0.4
-        options = {"temperature": temperature, "mask": mask}
-        assert divergence("forward_kl", student, teacher, reduction="sum", **options) == kd_sum(
-            student, teacher, **options
         )
 
 
@@ -211,3 +210,167 @@ class TestIndependentOutputs:
             mean("bernoulli_kl", student, teacher_log_probs=F.logsigmoid(teacher / 2), temperature=2.0),
             mean("bernoulli_kl", student, teacher, temperature=2.0),
         )
+
+
+def kd_topk(*args, **options):
+    return mean_of(*kd_topk_sum(*args, **options))
+
+
+class TestTopK:
+    @staticmethod
+    def cache(teacher, k, temperature):
+        log_probs, indices = torch.log_softmax(teacher / temperature, -1).topk(k)
+        return indices, log_probs
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    @pytest.mark.parametrize("temperature", [0.5, 2.0])
+    @pytest.mark.parametrize("k", [1, 4, 11, 12])
+    def test_the_tail_is_one_more_class(self, dtype, temperature, k):
+        torch.manual_seed(0)
+        student, teacher = torch.randn(3, 5, 12, dtype=dtype) * 2, torch.randn(3, 5, 12, dtype=dtype) * 2
+        indices, log_probs = self.cache(teacher, k, temperature)
+        p, q = soft(teacher.double().numpy(), temperature), soft(student.double().numpy(), temperature)
+        top_p, top_q = (np.take_along_axis(each, indices.numpy(), -1) for each in (p, q))
+        expected = kl(top_p, top_q)
+        if k < 12:
+            rest_p, rest_q = 1 - top_p.sum(-1), 1 - top_q.sum(-1)
+            expected = expected + rest_p * np.log(rest_p / rest_q)
+        found = kd_topk(student, indices, log_probs, temperature=temperature)
+        tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+        assert found.item() == pytest.approx(temperature**2 * expected.mean(), rel=tolerance)
+
+    @pytest.mark.parametrize("temperature", [0.001, 1.0, 2.0, 50.0])
+    def test_all_classes_are_the_whole_loss_and_its_gradient(self, temperature):
+        torch.manual_seed(0)
+        student, teacher = torch.randn(4, 7, dtype=torch.float64, requires_grad=True), torch.randn(4, 7).double()
+        mask = torch.tensor([True, False, True, True])
+        results = []
+        for loss in (
+            kd_topk(student, *self.cache(teacher, 7, temperature), temperature=temperature, mask=mask),
+            kd_loss(student, teacher, temperature=temperature, mask=mask),
+        ):
+            results.append((loss, torch.autograd.grad(loss, student)[0]))
+        torch.testing.assert_close(*results)
+
+    @pytest.mark.parametrize("divergence", SOFT)
+    @pytest.mark.parametrize("k", [2, 5])
+    def test_gradient_is_that_of_finite_differences(self, divergence, k):
+        torch.manual_seed(1)
+        student, teacher = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 5).double()
+        cached = self.cache(teacher, k, 2.0)
+        assert torch.autograd.gradcheck(lambda logits: kd_topk(logits, *cached, divergence=divergence), student)
+
+    @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+    def test_merging_classes_never_adds(self, divergence):
+        torch.manual_seed(2)
+        student, teacher = torch.randn(30, 20).double(), torch.randn(30, 20).double() * 3
+        values = [kd_topk(student, *self.cache(teacher, k, 2.0), divergence=divergence) for k in (1, 3, 9, 19, 20)]
+        assert all(low <= high + 1e-12 for low, high in itertools.pairwise(values))
+        torch.testing.assert_close(values[-1], mean(divergence, student, teacher))
+
+    def test_the_tail_is_not_renormalised_away(self):
+        teacher = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+        student = torch.zeros(1, 4, requires_grad=True)
+        kd_topk(student, *self.cache(teacher, 1, 1.0), temperature=1.0).backward()
+        # q - p where p is known; the tail's classes share -(0.6 - 0.75) by their probabilities
+        assert student.grad[0].tolist() == pytest.approx([0.25 - 0.4, 0.05, 0.05, 0.05], abs=1e-6)
+
+    def test_a_stored_mass_is_used(self):
+        indices, log_probs = torch.tensor([[0]]), torch.tensor([[0.5]]).log()
+        found = kd_topk(torch.zeros(1, 3), indices, log_probs, temperature=1.0, tail_mass=torch.tensor([0.25]))
+        expected = 0.5 * math.log(0.5 * 3) + 0.25 * math.log(0.25 / (2 / 3))
+        assert found.item() == pytest.approx(expected, rel=1e-5)
+
+    def test_half_precision_stores_come_with_their_mass(self):
+        torch.manual_seed(0)
+        student, teacher = torch.randn(6, 40), torch.randn(6, 40) * 3
+        indices, log_probs = self.cache(teacher, 8, 2.0)
+        tail = 1 - log_probs.exp().sum(-1)
+        exact = kd_topk(student, indices, log_probs)
+        halved = kd_topk(student.bfloat16(), indices.int(), log_probs.half(), tail_mass=tail)
+        assert halved.item() == pytest.approx(exact.item(), rel=2e-2)
+
+    @pytest.mark.parametrize("k", [2, 4])
+    def test_classes_that_nobody_allows(self, k):
+        student = torch.tensor([[1.0, 2.0, -INF, -INF]], requires_grad=True)
+        teacher = torch.tensor([[0.0, 3.0, -INF, -INF]])
+        loss = kd_topk(student, *self.cache(teacher, k, 2.0))
+        loss.backward()
+        torch.testing.assert_close(loss, kd_loss(student, teacher))
+        assert torch.isfinite(student.grad).all()
+
+    @pytest.mark.parametrize("k", [1, 3])
+    def test_large_logits(self, k):
+        student = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+        loss = kd_topk(student, *self.cache(torch.tensor([[-1e4, 1e4, 0.0]]), k, 1.0), temperature=1.0)
+        loss.backward()
+        assert loss.item() == pytest.approx(2e4)
+        assert torch.isfinite(student.grad).all()
+
+    def test_rows_that_do_not_count_may_hold_anything(self):
+        torch.manual_seed(0)
+        student, teacher = torch.randn(3, 6), torch.randn(3, 6)
+        indices, log_probs = self.cache(teacher, 2, 2.0)
+        clean = kd_topk_sum(student[:2], indices[:2], log_probs[:2])
+        indices[2], log_probs[2], student[2] = -1, NAN, INF
+        student.requires_grad_()
+        total, count = kd_topk_sum(student, indices, log_probs, mask=torch.tensor([True, True, False]))
+        total.backward()
+        assert (total, count) == clean
+        assert torch.isfinite(student.grad).all()
+        nothing, none = kd_topk_sum(student, indices, log_probs, mask=torch.zeros(3, dtype=torch.bool))
+        assert (nothing.item(), none.item()) == (0.0, 0)
+
+
+class TestSeveralTeachers:
+    @pytest.mark.parametrize("name", SOFT)
+    @pytest.mark.parametrize("temperature", [1.0, 2.0, 20.0])
+    def test_probabilities_are_averaged(self, name, temperature):
+        torch.manual_seed(0)
+        student, teachers = torch.randn(4, 6), [torch.randn(4, 6) * 3 for _ in range(3)]
+        weights = [1.0, 2.0, 5.0]
+        shared = sum(
+            weight / 8 * soft(teacher.double().numpy(), temperature)
+            for weight, teacher in zip(weights, teachers, strict=True)
+        )
+        log_probs = mean_teacher(teachers, weights, temperature)
+        np.testing.assert_allclose(log_probs.exp(), shared, rtol=1e-5)
+        found = mean(name, student, teacher_log_probs=log_probs, temperature=temperature)
+        # logits of a distribution at T are T times its logs
+        expected = reference(name, student, torch.from_numpy(temperature * np.log(shared)), temperature).mean()
+        assert found.item() == pytest.approx(expected, rel=1e-4)
+
+    def test_logits_are_averaged(self):
+        torch.manual_seed(0)
+        teachers = [torch.randn(4, 6), torch.randn(4, 6)]
+        torch.testing.assert_close(
+            mean_teacher(teachers, [3, 1], 2.0, "logits"),
+            torch.log_softmax((0.75 * teachers[0] + 0.25 * teachers[1]) / 2, -1),
+        )
+        torch.testing.assert_close(mean_logits(teachers), (teachers[0] + teachers[1]) / 2)
+
+    def test_labels_of_their_own(self):
+        torch.manual_seed(0)
+        teachers = [torch.randn(4, 6), torch.randn(4, 6)]
+        torch.testing.assert_close(
+            mean_teacher(teachers, temperature=2.0, multi_label=True).exp(),
+            (torch.sigmoid(teachers[0] / 2) + torch.sigmoid(teachers[1] / 2)) / 2,
+        )
+
+    def test_one_teacher_is_itself(self):
+        student, teacher = torch.randn(4, 6), torch.randn(4, 6)
+        found = divergence("forward_kl", student, teacher_log_probs=mean_teacher([teacher]))
+        torch.testing.assert_close(found, divergence("forward_kl", student, teacher))
+
+    def test_classes_ruled_out(self):
+        first, second = torch.tensor([1.0, -INF, -INF]), torch.tensor([-INF, 1.0, -INF])
+        assert mean_teacher([first, second]).exp().tolist() == pytest.approx([0.5, 0.5, 0.0])
+        # a teacher of weight 0 is not read
+        assert mean_teacher([first, torch.full((3,), NAN)], [1, 0]).exp().tolist() == [1.0, 0.0, 0.0]
+        assert mean_logits([first, torch.full((3,), -INF)], [1, 0]).tolist() == [1.0, -INF, -INF]
+
+    def test_extreme_temperatures_keep_float64(self):
+        teachers = [torch.randn(4, 6) for _ in range(2)]
+        assert mean_teacher(teachers, temperature=100.0).dtype == torch.float64
+        assert mean_teacher(teachers, temperature=100.0, space="logits").dtype == torch.float64
+        assert mean_teacher([teacher.bfloat16() for teacher in teachers]).dtype == torch.float32

@@ -111,7 +111,7 @@ class TestHidden:
 
     def test_refusals(self):
         loss, zeros = hidden_cosine_sum, torch.zeros(2, 3)
-        with pytest.raises(ConfigError, match=r"teacher_hidden must have the shape .*, \(2, 3\), got \(3, 3\)"):
+        with pytest.raises(ConfigError, match=r"teacher_hidden must be given .*\(2, 3\), got \(3, 3\)"):
             loss(zeros, torch.zeros(3, 3))
         with pytest.raises(ConfigError, match="student_hidden must be floating point"):
             loss(zeros.long(), zeros)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels.distillation import DIVERGENCES
+from distillation_steps import attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -26,9 +26,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from shared_core.distillation import Distillation, DistillConfig
-from shared_core.distillation.chunked.deferred_logits import DeferredLogits
-from shared_core.engine.technique import Context
+from shared_core.distillation.deferred_logits import DeferredLogits
 from shared_core.errors import ConfigError, TrainingError
 
 VOCAB = 61
@@ -81,14 +79,6 @@ def batch(rows=4, length=7, seed=5):
     labels = ids.clone()
     labels[0, 3:] = labels[2, :5] = -100  # ragged
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def attached(model, teacher, **options):
-    technique = Distillation(DistillConfig(teacher=teacher, **options))
-    context = Context(model, total_steps=10)
-    technique.attach(context)
-    technique.begin(context, None)
-    return technique, context
 
 
 def step(model, teacher, inputs, forward=None, **options):
@@ -354,20 +344,3 @@ class TestRefusals:
         student(**batch())
         with pytest.raises(TrainingError, match="must be what its head returns"):
             technique.loss(torch.ones((), requires_grad=True), context)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (
-                {"divergence": "hard_label"},
-                "with divergence={}, {} or {}, got".format(*DIVERGENCES),
-            ),
-            ({"teacher": "a, b"}, "chunked must come with teacher=one model or ema"),
-            ({"teacher": "cache:x"}, "chunked must come with teacher=one model or ema"),
-            ({"confidence": 0.5}, "chunked must come with confidence=0.0, got confidence=0.5"),
-            ({"chunked": False, "budget_mib": 1.0}, "budget_mib must come with chunked"),
-        ],
-    )
-    def test_options(self, options, message):
-        with pytest.raises(ConfigError, match=message):
-            DistillConfig(**{"teacher": "runs/t", "chunked": True, **options})

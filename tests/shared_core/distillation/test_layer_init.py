@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from shared_core.distillation.layer_init import chosen_layers, copy_layers_
-from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, MatchError
 
 
@@ -56,9 +55,3 @@ def test_narrower_students_and_models_without_stacks_are_refused_before_anything
     assert all(torch.equal(tensor, before[name]) for name, tensor in student.state_dict().items())
     with pytest.raises(MatchError, match="ModuleList of the same name"):
         copy_layers_(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("value", ["odd", "", "1;2", "1.5"])
-def test_the_option_is_checked_at_start(value):
-    with pytest.raises(ConfigError, match="init_layers"):
-        Recipe.from_dict({"distill": {"teacher": "runs/teacher", "init_layers": value}})

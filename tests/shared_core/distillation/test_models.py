@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from distillation_steps import attached
 from torch import nn
 from transformers import (
     BertConfig,
@@ -28,10 +29,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from shared_core.distillation import Distillation, DistillConfig
 from shared_core.distillation.forward_capture import Forward, ask_teacher, counted_positions, is_causal
 from shared_core.engine.micro_batches import mean_over_micro_batch
-from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError
 
 VOCAB = 17
@@ -56,14 +55,6 @@ def llama(hidden=8, seed=0, **options):
 def bert(kind=BertForSequenceClassification, hidden=8, seed=0, **options):
     torch.manual_seed(seed)
     return kind(BertConfig(hidden_size=hidden, **BERT, **options))
-
-
-def attached(model, teacher, total_steps=10, **options):
-    technique = Distillation(DistillConfig(teacher=teacher, **options))
-    context = Context(model, total_steps=total_steps)
-    technique.attach(context)
-    technique.begin(context, None)
-    return technique, context
 
 
 class TestOutputsAndInputs:
@@ -292,21 +283,6 @@ class TestAccumulation:
         assert all(p.grad is None or not p.grad.any() for p in student.parameters())
         assert technique.figures()["distill/soft_loss"] == 0.0
 
-    def test_llama_equals_the_formula_by_hand(self):
-        student, teacher = llama(), llama(16, seed=1).eval()
-        technique, context = attached(student, teacher, alpha=0.25, temperature=4.0)
-        ids = torch.randint(VOCAB, (2, 6))
-        labels = ids.clone()
-        labels[0, :3] = -100
-        out = student(input_ids=ids, labels=labels)
-        loss = technique.loss(out.loss, context)
-        with torch.no_grad():
-            targets = teacher(input_ids=ids).logits
-        kept = labels[:, 1:] != -100
-        p, q = (F.softmax(z[:, :-1][kept].double() / 4.0, -1) for z in (targets, out.logits))
-        soft = 16 * (p * (p / q).log()).sum() / kept.sum()
-        torch.testing.assert_close(loss.double(), 0.25 * out.loss.double() + 0.75 * soft, rtol=1e-6, atol=1e-6)
-
 
 def test_a_teacher_gets_the_decoder_inputs_that_whisper_makes_of_its_labels():
     sizes = {
@@ -355,51 +331,49 @@ WRAPPED = {
 }
 
 
-def names_inside(gradients):
-    return {name.replace("inner.", ""): value for name, value in gradients.items()}
+def t5(seed):
+    torch.manual_seed(seed)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=24, decoder_start_token_id=0, **sizes))
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
-@pytest.mark.parametrize("front_end", ["bare", "hf"])
-def test_a_causal_model_in_a_wrapper_is_causal(front_end, kind, tmp_path):
+def llamas(wrap=lambda model: model):
+    # The Trainer (transformers 5.23) counts a wrapper's labels as they are, for its own loss: so without that.
+    return wrap(language_runs.llama(0)), {"teacher": wrap(language_runs.llama(1, 3)), "alpha": 0.0}
+
+
+def adapters(wrap=lambda model: model, **options):
+    torch.manual_seed(0)
+    taught = {"teacher": language_runs.llama(1, 3), "alpha": 0.2, **options}
+    return wrap(with_adapters(language_runs.llama(0))), taught
+
+
+def delegating(student):
+    return language_runs.llama(0), {"teacher": language_runs.llama(1, 3), "alpha": 0.2, "student": student}
+
+
+def encoder_decoders(wrap=lambda model: model):
+    return wrap(t5(0)), {"teacher": wrap(t5(1)), "alpha": 0.2}
+
+
+# how each front end trains a model by itself, and in what it must take for the same
+ALIKE = {
+    **{f"{front_end}, {kind}": (front_end, llamas, lambda wrap=wrap: llamas(wrap))
+       for kind, wrap in WRAPPED.items() for front_end in ("bare", "hf")},
+    "adapters of no task": ("bare", lambda: adapters(causal=True), lambda: adapters(Around)),
+    "a module that delegates": ("lightning", lambda: delegating("net"), lambda: delegating(None)),
+    "an encoder-decoder in a wrapper": ("bare", encoder_decoders, lambda: encoder_decoders(Around)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_a_wrapped_model_is_distilled_as_the_model_inside(kind, tmp_path):
+    front_end, *both = ALIKE[kind]
     window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
-    for wrap in (lambda model: model, WRAPPED[kind]):
-        student, teacher = wrap(language_runs.llama(0)), wrap(language_runs.llama(1, 3))
-        # The Trainer (transformers 5.23) counts a wrapper's labels as they are, for its own loss: so without that.
-        recipe = {"distill": {"teacher": teacher, "alpha": 0.0}}
-        found.append(names_inside(language_runs.gradients(front_end, student, recipe, window, tmp_path)[0]))
-    assert language_runs.relative(*found) < 1e-6
-
-
-def test_so_is_one_with_adapters_of_no_task(tmp_path):
-    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
-    for wrap in (lambda model: model, Around):
-        torch.manual_seed(0)
-        student = wrap(with_adapters(language_runs.llama(0)))
-        recipe = {"distill": {"teacher": language_runs.llama(1, 3), "alpha": 0.2, "causal": True}}
-        recipe["distill"] |= {} if not found else {"causal": None}
-        found.append(names_inside(language_runs.gradients("bare", student, recipe, window, tmp_path)[0]))
-    assert language_runs.relative(*found) < 1e-6
-
-
-def test_so_is_a_lightning_module_that_delegates(tmp_path):
-    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
-    for student in ("net", None):
-        recipe = {"distill": {"teacher": language_runs.llama(1, 3), "alpha": 0.2, "student": student}}
-        found.append(language_runs.gradients("lightning", language_runs.llama(0), recipe, window, tmp_path)[0])
-    assert language_runs.relative(*found) < 1e-6
-
-
-def test_a_wrapper_of_an_encoder_decoder_teaches_what_it_holds(tmp_path):
-    def t5(seed):
-        torch.manual_seed(seed)
-        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-        return T5ForConditionalGeneration(T5Config(vocab_size=24, decoder_start_token_id=0, **sizes))
-
-    window, found = language_runs.cut(language_runs.documents(), 3, language_runs.padded), []
-    for wrap in (lambda model: model, Around):
-        recipe = {"distill": {"teacher": wrap(t5(1)), "alpha": 0.2}}
-        found.append(names_inside(language_runs.gradients("bare", wrap(t5(0)), recipe, window, tmp_path)[0]))
+    for made in both:
+        student, options = made()
+        gradients = language_runs.gradients(front_end, student, {"distill": options}, window, tmp_path)[0]
+        found.append({name.replace("inner.", ""): value for name, value in gradients.items()})
     assert language_runs.relative(*found) < 1e-6
 
 

@@ -2,17 +2,17 @@
 
 import copy
 
+import distillation_steps
 import pytest
 import torch
 import torch.nn.functional as F
+from distillation_steps import batch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shared_core.distillation.mutual import redrawn
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.services import BareServices
-from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
 
 STEPS = 5
@@ -32,35 +32,10 @@ class Net(nn.Module):
         return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
 
 
-def batch(step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 5, generator=generator).to(dtype), torch.randint(3, (8,), generator=generator)
-
-
-class Run:
-    """A plain loop, which can stop and go on."""
-
+class Run(distillation_steps.Run):
     def __init__(self, options=None, state=None, model=None, services=None, optimizer=None, recipe=None):
-        self.model = model or Net(dropout=0.3)
-        self.session = Session(
-            Recipe.from_dict({"distill": {"teacher": "mutual", **(options or {})}, **(recipe or {})}),
-            seed=2, services=services,
-        )  # fmt: skip
-        self.session.attach(self.model)
-        make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
-        self.optimizer = make(self.model.parameters())
-        self.taken = 0
-        if state:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.session.load_state_dict(state["session"])
-            self.taken = state["taken"]
-            torch.set_rng_state(state["rng"])
-        self.session.begin([self.optimizer], total_steps=STEPS)
-
-    @property
-    def technique(self):
-        return self.session.techniques["distill"]
+        recipe = {"distill": {"teacher": "mutual", **(options or {})}, **(recipe or {})}
+        super().__init__(model or Net(dropout=0.3), recipe, STEPS, state, optimizer, services)
 
     def backward(self, micro=1):
         dtype = next(self.model.parameters()).dtype
@@ -69,21 +44,6 @@ class Run:
             loss = self.session.loss(self.model(part_x, labels=part_y)["loss"]) / micro
             loss.backward()
         return loss
-
-    def step(self, micro=1):
-        loss = self.backward(micro)
-        self.session.before_step()
-        self.optimizer.step()
-        self.session.after_step()
-        self.model.zero_grad()
-        self.taken += 1
-        return loss
-
-    def state(self):
-        return copy.deepcopy({
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "session": self.session.state_dict(), "taken": self.taken, "rng": torch.get_rng_state(),
-        })  # fmt: skip
 
 
 def equal(first, second):
@@ -350,20 +310,6 @@ class TestPeers:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"peers": 1}, "peers must be at least 2 students"),
-        ({"peers": "1"}, "peers must be at least 2 students"),
-        ({"peers": []}, "peers must be at least 2 students"),
-        ({"peers": 2.5}, "peers must be at least 2 students"),
-        ({"peers": True}, "peers must be at least 2 students"),
-        ({"teacher": "runs/a", "peers": 3}, "peers must come with teacher=mutual, got teacher=one model"),
-        ({"teacher": "mutual, runs/a"}, "teacher must be ema, mutual or cache:FOLDER alone"),
-        ({"hidden": ["head=head"]}, "hidden must come with teacher=one model, got teacher=mutual"),
-        ({"confidence": 0.5}, "confidence must come with another teacher than cache or mutual"),
-        ({"teacher_weights": [1.0]}, "teacher_weights must come with another teacher than mutual"),
-        ({"begin": 3}, "begin must come with another teacher than mutual"),
-        ({"begin": 0}, "begin must come with another teacher than mutual"),
-        ({"end": 0.5}, "end must come with another teacher than mutual"),
-        ({"end": 1}, "end must come with another teacher than mutual"),
         ({"peers": [Net()]}, "peer 1 has the same weights as another student"),
         ({"peers": [Net(seed=4), Net(seed=4)]}, "peer 2 has the same weights as another student"),
         ({"peers": [Net(seed=4).requires_grad_(False)]}, "must have weights that train, got none in peer 1"),
@@ -387,10 +333,3 @@ def test_what_cannot_be_right_is_refused():
     run.model.head = nn.Linear(8, 4)
     with pytest.raises(ConfigError, match="classes"):
         run.backward()
-
-
-def test_peers_may_come_by_flag_as_a_number_or_as_names():
-    from shared_core.distillation import DistillConfig
-
-    assert DistillConfig(teacher="mutual", peers="3").drawn_peers == 2
-    assert DistillConfig(teacher="mutual", peers="runs/a, runs/b").given_peers == ("runs/a", "runs/b")

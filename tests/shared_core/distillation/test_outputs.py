@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from distillation_steps import attached
 from torch import nn
 from transformers import BertConfig, BertForQuestionAnswering, BertModel
 
@@ -28,17 +29,13 @@ def questions(padding=0):
     return {"input_ids": tokens * real, "attention_mask": real}
 
 
-def attached(student, teacher, **options):
-    technique = Distillation(DistillConfig(**{"teacher": teacher, "alpha": 0.0, "temperature": T, **options}))
-    context = Context(student, total_steps=3)
-    technique.attach(context)
-    technique.begin(context, None)
-    return technique, context
+def started(student, teacher, **options):
+    return attached(student, teacher, total_steps=3, **{"alpha": 0.0, "temperature": T, **options})
 
 
 def soft(student, teacher, *batches, **options):
     """The soft term after a forward of each batch, and the student's gradients."""
-    technique, context = attached(student, teacher, **options)
+    technique, context = started(student, teacher, **options)
     student.train().zero_grad()
     for batch in batches:
         student(**batch) if "input_ids" in batch else student(dict(batch))
@@ -112,7 +109,7 @@ class TestSpans:
 
     def test_what_has_no_classes_has_no_vocabulary(self):
         with pytest.raises(ConfigError, match="vocab_size must be none for spans, which have no classes, got 3"):
-            attached(reader(0), reader(1), vocab_size=3)
+            started(reader(0), reader(1), vocab_size=3)
 
     def test_students_that_teach_each_other(self):
         students = [reader(0), reader(1)]
@@ -198,14 +195,14 @@ class TestEmbeddings:
                 return {**output, self.key: output[self.key][:, : self.width]}
 
         student = Cut(0, self.key)
-        technique, context = attached(student, Composed(1, self.key), begin=begin)
+        technique, context = started(student, Composed(1, self.key), begin=begin)
         for student.width in (3, 2):
             student.train()(texts(0))
         with pytest.raises(TrainingError, match=r"must have one width, got 3, 2.*MatryoshkaLoss"):
             technique.loss(torch.zeros((), requires_grad=True), context)
 
     def test_no_text_is_counted_in_two_losses(self):
-        technique, context = attached(student := Composed(0, self.key), Composed(1, self.key))
+        technique, context = started(student := Composed(0, self.key), Composed(1, self.key))
         for step in range(2):
             student.train()
             student(texts(step))
@@ -221,7 +218,7 @@ class TestEmbeddings:
     )
     def test_refused_before_a_batch(self, teacher, options, message):
         with pytest.raises(ConfigError, match=message):
-            attached(Composed(0, self.key), teacher, **options)
+            started(Composed(0, self.key), teacher, **options)
 
     def test_refused_where_only_the_batch_tells(self):
         student, teacher = Composed(0, self.key), Composed(1, self.key, 5)
@@ -240,19 +237,19 @@ class TestRefused:
         with pytest.raises(
             ConfigError, match=rf"{whose} must return logits .* got BertModel.*take a model with a head"
         ):
-            attached(*pair)
+            started(*pair)
 
     def test_a_cached_teacher_of_spans(self, tmp_path):
         write_teacher_cache(nn.Linear(4, 3), [torch.zeros(2, 4)], tmp_path, temperature=T)
         with pytest.raises(ConfigError, match="teacher must not be cached for spans"):
-            attached(reader(0), f"cache:{tmp_path}")
+            started(reader(0), f"cache:{tmp_path}")
 
     def test_a_teacher_of_another_task(self):
         from transformers import BertForSequenceClassification
 
         classifier = BertForSequenceClassification(BertConfig(hidden_size=8, **SIZES))
         with pytest.raises(ConfigError, match="teacher must return what the student does, spans, got logits"):
-            attached(reader(0), classifier)
+            started(reader(0), classifier)
 
     def test_another_output_in_the_place_of_the_one_that_the_user_names(self):
         with pytest.raises(TrainingError, match=r"student's output must hold logits under 'start', got .*start_logits"):

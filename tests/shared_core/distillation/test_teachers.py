@@ -1,16 +1,18 @@
-"""Several teachers, the student's own average, schedules, confidence and hidden pairs, in whole runs."""
+"""Several teachers, the student's own average, schedules, confidence, hidden pairs, and fewer bits, in whole runs."""
 
 import copy
 
+import distillation_steps
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shared_core.distillation.teacher_cache import write_teacher_cache
+from shared_core.distillation.teachers import change_dtype_
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, MatchError, MissingExtraError, TrainingError
 
 STEPS = 6
 
@@ -20,46 +22,19 @@ def make(width, seed):
     return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
 
 
-class Run:
+class Run(distillation_steps.Run):
     def __init__(self, options, state=None):
-        self.model = make(8, 0)
-        options = {"teacher": [make(16, 1)], **options}
-        self.session = Session(Recipe.from_dict({"distill": options}), seed=2)
-        self.session.attach(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.taken = 0
-        if state:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.session.load_state_dict(state["session"])
-            self.taken = state["taken"]
-        self.session.begin([self.optimizer], total_steps=STEPS)
-
-    @property
-    def technique(self):
-        return self.session.techniques["distill"]
+        super().__init__(make(8, 0), {"distill": {"teacher": [make(16, 1)], **options}}, STEPS, state)
 
     def batch(self):
-        generator = torch.Generator().manual_seed(self.taken)
-        return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
+        return distillation_steps.batch(self.taken)
 
     def loss(self):
         x, y = self.batch()
         return self.session.loss(F.cross_entropy(self.model(x), y))
 
-    def step(self):
+    def backward(self):
         self.loss().backward()
-        self.session.before_step()
-        self.optimizer.step()
-        self.session.after_step()
-        self.optimizer.zero_grad()
-        self.taken += 1
-
-    def state(self):
-        return copy.deepcopy({
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "session": self.session.state_dict(), "taken": self.taken,
-        })  # fmt: skip
 
 
 VARIANTS = {
@@ -169,25 +144,10 @@ def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
     torch.testing.assert_close(run.loss(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"teacher": "ema, runs/a"}, ConfigError, "teacher must be ema, mutual or cache:FOLDER alone"),
-        ({"teacher_weights": [1, 2]}, ConfigError, "for each of 1 teachers"),
-        ({"hidden": ["2"]}, ConfigError, "student=teacher pairs"),
-        ({"hidden": ["9=2"]}, MatchError, "the student has not"),
-        ({"hidden": ["2=layer.9"]}, MatchError, "the teacher has not"),
-        (
-            {"divergence": "logit_mse", "confidence": 0.5},
-            ConfigError,
-            "must come with a divergence of classes",
-        ),
-        ({"divergence": "bernouli_kl"}, ConfigError, "bernoulli_kl"),
-    ],
-)
-def test_refusals(options, error, message):
-    with pytest.raises(error, match=message):
-        Run(options)
+@pytest.mark.parametrize(("pair", "whose"), [("9=2", "student"), ("2=layer.9", "teacher")])
+def test_pairs_of_what_is_not_there_are_refused(pair, whose):
+    with pytest.raises(MatchError, match=f"the {whose} has not"):
+        Run({"hidden": [pair]})
 
 
 def test_regression_and_independent_labels():
@@ -220,8 +180,6 @@ def test_a_cached_teacher_teaches_what_the_teacher_would(tmp_path):
     assert cached.session.receipt()["techniques"]["distill"]["discarded_mass"] == 0
     with pytest.raises(CheckpointError, match="temperature must be the 2"):
         Run({"temperature": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
-    with pytest.raises(ConfigError, match="temperature_end must come with another teacher than cache"):
-        Run({"temperature_end": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
 
 
 class TakesTwo(nn.Module):
@@ -244,3 +202,70 @@ def test_a_teacher_of_other_inputs_is_named():
 def test_a_teacher_that_fails_by_itself_fails_with_its_own_error():
     with pytest.raises(TypeError, match="NoneType"):
         Run({"teacher": [Broken()]}).loss()
+
+
+BOUNDS = {"float32": 0.0, "bfloat16": 0.02, "float16": 0.003, "int8": 0.02, "nf4": 0.2}
+
+
+def make_net(width=64, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 4))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_teacher_says_nearly_the_same_in_fewer_bits(dtype):
+    teacher = make_net()
+    # blocks of other scales, four rows each
+    teacher[0].weight.data *= torch.logspace(-2, 0, 64)[:, None]
+    x = torch.randn(32, 16)
+    with torch.no_grad():
+        exact = teacher(x)
+        change_dtype_(teacher, dtype)
+        found = teacher(x.to(next(p.dtype for p in teacher.parameters() if p.is_floating_point()))).float()
+    error = ((found - exact).norm() / exact.norm()).item()
+    assert error <= BOUNDS[dtype]
+    assert (error > 0) == (dtype != "float32")
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_run_attaches_twice_and_trains_from_float_inputs(dtype):
+    losses = []
+    for _ in range(2):
+        student, teacher = make_net(8), make_net(seed=1)
+        session = Session(Recipe.from_dict({"distill": {"teacher": teacher, "teacher_dtype": dtype, "alpha": 0.0}}))
+        session.attach(student)
+        session.detach()
+        session.attach(student)
+        session.begin([torch.optim.SGD(student.parameters())], total_steps=1)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
+        loss = session.loss(nn.functional.cross_entropy(student(x), torch.zeros(8, dtype=torch.int64)))
+        loss.backward()
+        losses.append(loss.item())
+        told = session.receipt()["techniques"]["distill"]
+        assert told["teacher_dtype"] == dtype
+        assert told["teacher_parameters"] == sum(p.numel() for p in make_net().parameters())
+    assert losses[0] == losses[1] > 0
+
+
+def test_the_output_head_is_not_quantised():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    model = Model()
+    before = copy.deepcopy(model.head.weight)
+    change_dtype_(model, "nf4")
+    assert model.body.weight.dtype == torch.uint8
+    assert torch.equal(model.head.weight, before)
+
+
+def test_what_cannot_be_quantised_is_refused(monkeypatch):
+    with pytest.raises(MatchError, match="needs a linear layer"):
+        change_dtype_(nn.Conv1d(1, 1, 1), "int8")
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtraError, match=r"efftrain\[bnb\]"):
+        change_dtype_(make_net(), "nf4")

@@ -137,8 +137,6 @@ def test_a_batch_that_does_not_tell_is_refused(given, message):
 
 
 def test_options_and_models_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="unlabelled_field must be a column of its own, got 'labels'"):
-        started(unlabelled_field="labels")
     model = Net()
     model.config = type("Config", (), {"is_encoder_decoder": True})()
     with pytest.raises(ConfigError, match="must be none for an encoder-decoder"):

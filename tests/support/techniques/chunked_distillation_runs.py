@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from shared_core.distillation.chunked.loss import chunked_kd_loss
+from shared_core.distillation.chunked_loss import chunked_kd_loss
 
 
 def problem(rows=(3, 7), classes=29, widths=(5, 9), dtype=torch.float64, bias=False, seed=0):

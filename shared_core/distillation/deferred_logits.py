@@ -1,6 +1,7 @@
-"""Logits that are not computed: a tensor without memory that remembers the head, its input, and what follows.
+"""Distillation of language models whose logits never exist whole (`distill.chunked`).
 
-Between its head and its loss a model's own forward, and the trainer, cast logits, cut and reshape rows (transformers:
+In place of logits a head returns a tensor without memory that remembers the head, its input, and what follows. Between
+its head and its loss a model's own forward, and the trainer, cast logits, cut and reshape rows (transformers:
 ``logits.float()``, then ``view(-1, classes)`` before `cross_entropy`), scale and cap them (Cohere, Gemma). A subclass
 of `Tensor` sees each of these calls through ``__torch_function__``, so that no model's code is replaced.
 """
@@ -9,17 +10,28 @@ from __future__ import annotations
 
 import copyreg
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.distillation.chunked.autograd import rows_in_budget
-from shared_core.distillation.chunked.loss import CrossEntropyTerms, checked_head, chunked_cross_entropy_rows
+from shared_core.distillation.chunked_autograd import product_dtype, rows_in_budget
+from shared_core.distillation.chunked_loss import (
+    CrossEntropyTerms,
+    checked_head,
+    chunked_cross_entropy_rows,
+    chunked_kd_sum,
+)
+from shared_core.distillation.comparison import Compared, Comparison, StudentBatch
+from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import trains
-from shared_core.distillation.task_gradient import without_factors
+from shared_core.distillation.outputs import LOGITS, Outputs, find_logits
+from shared_core.distillation.task_gradient import hard_term, routed, without_factors
+from shared_core.distillation.teachers import Teachers
+from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import ConfigError, TrainingError
 
 # Calls that ask for metadata alone, which a wrapper subclass has. Everything here is matched by ``func.__name__``.
@@ -61,11 +73,9 @@ class Made:
 
     def operands(self) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
         """Return input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)``, that make these logits."""
-        # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer: the factor goes into h, c into the
-        # bias.
+        # outer tanh(f h Wᵀ + b) = c tanh((f c h Wᵀ + c b) / c) with c = outer.
         outer = 1.0 if self.outer is None else self.outer
         factor, bias = self.factor * outer, self.bias
-        # a cap divides and multiplies by the same number
         # 1/c times c is not exactly 1: without the tolerance h would be copied and rounded for nothing.
         hidden = self.hidden if math.isclose(factor, 1.0, rel_tol=1e-9) else self.hidden * factor
         if self.rows is not None:
@@ -75,22 +85,17 @@ class Made:
 
 
 class DeferredLogits(Tensor):
-    """A head's output in place of logits: their shape, type and device, and no numbers.
+    """A head's output in place of logits: their shape ``(..., classes)``, type and device, and no numbers.
 
     Casts, reshapes, choices of rows, scalars, class biases and soft-caps are remembered; cross-entropy is computed in
     chunks of rows; everything else is an error, for it would need the numbers.
-
-    Args:
-        made: How they would be computed.
-        shape: ``(..., classes)``.
-        dtype: What a cast made of them.
-        budget: Bytes of logits that may exist at a time; None: as `rows_in_budget`.
-        channels_first: Whether classes are dimension 1.
     """
 
     made: Made
     budget: int | None
+    """Bytes of logits that may exist at a time, as of `rows_in_budget`."""
     channels_first: bool
+    """Whether classes are dimension 1."""
 
     @staticmethod
     def __new__(
@@ -121,13 +126,12 @@ class DeferredLogits(Tensor):
             # Without the guard the call would come back to this function.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        # ``scalar_tensor * logits``: both orders mean the same, the deferred operand goes first. A quotient has no
-        # such case.
+        # ``scalar_tensor * logits``: the deferred operand goes first.
         if name in _TIMES and len(args) == 2 and not isinstance(args[0], cls):
             args = args[::-1]
         logits = args[0] if args else kwargs.get("input")
         if not isinstance(logits, cls):
-            raise _needs_numbers(name)
+            _needs_numbers(name)
         if func is F.cross_entropy:
             return logits._cross_entropy(*args[1:], **{key: item for key, item in kwargs.items() if key != "input"})
         # ``__imul__`` becomes ``imul``, ``mul_`` ``mul``, ``__getitem__`` ``getitem``.
@@ -139,8 +143,7 @@ class DeferredLogits(Tensor):
                 return logits
             return logits._like(made)
         if plain in _AS_THEY_ARE:
-            # a cast rounds nothing, for softmaxes are float32 whatever the logits are
-            # torch itself says which dtype `to(...)` gives, in all its signatures, on a tensor without elements.
+            # torch says which dtype `to(...)` gives. A cast rounds nothing: softmaxes are float32 in any case.
             dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
             hidden = logits.made.hidden
             return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
@@ -159,18 +162,17 @@ class DeferredLogits(Tensor):
                 return cls(logits.made, shape, logits.dtype, logits.budget, True)
         if plain == "getitem" and not logits.channels_first:
             return logits._chosen(args[1])
-        raise _needs_numbers(name)
+        return _needs_numbers(name)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse: there are no numbers."""
-        raise _needs_numbers(str(func))
+        _needs_numbers(str(func))
 
     def _like(
         self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
     ) -> DeferredLogits:
         if shape is not None and made.rows is not None:
-            # The same reshape for the index of rows, which is the logits' shape without classes.
             made = replace(made, rows=made.rows.reshape(shape[:-1]))
         return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
 
@@ -197,15 +199,14 @@ class DeferredLogits(Tensor):
     def _chosen(self, index: Any) -> DeferredLogits:
         lead = tuple(self.shape[:-1])
         parts = list(index) if isinstance(index, tuple) else [index]
-        # How many leading dimensions the index consumes: a bool mask its own number, None and `...` none, all others
-        # one.
+        # How many dimensions the index consumes: a bool mask its own number, None and `...` none, all others one.
         used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
                    for part in parts if part is not None and part is not Ellipsis)  # fmt: skip
         from_the_end = parts[-1] is not Ellipsis and any(part is Ellipsis for part in parts)
         # The index reaches the last dimension: allowed only if it takes all classes there (``[..., :]``).
         if used > len(lead) or from_the_end:
             if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
-                raise _needs_numbers("a choice of classes")
+                _needs_numbers("a choice of classes")
             parts.pop()
         rows = self.made.rows
         if rows is None:
@@ -225,17 +226,13 @@ class DeferredLogits(Tensor):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
-        # As torch: class indices in the logits' shape without classes. Probabilities as targets need all classes of a
-        # row.
+        # Probabilities as targets need all classes of a row.
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
-            raise ConfigError(
-                "distill",
-                "with chunked, cross_entropy's target must be class indices, one for each of the logits' rows "
-                f"{lead}, got {target.dtype} {tuple(target.shape)}",
-                "flatten both to (rows, classes) and (rows,)",
-            )
+            rule = f"class indices, one for each of the logits' rows {lead}, got {target.dtype} {tuple(target.shape)}"
+            remedy = "flatten both to (rows, classes) and (rows,)"
+            raise ConfigError("distill", f"with chunked, cross_entropy's target must be {rule}", remedy)
         if size_average is not None or reduce is not None:
-            raise _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
+            _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
         hidden, head, softcap = self.made.operands()
         checked = checked_head("student", hidden, head, softcap)
         target = target.reshape(-1).to(hidden.device)
@@ -267,13 +264,12 @@ def cross_entropy_of(loss: Tensor, logits: DeferredLogits) -> tuple[Tensor, Tens
         return None
     labels = target.new_full((logits.shape[:-1].numel(),), -1)
     labels[kept if made.rows is None else made.rows.flatten()[kept]] = target
-    # A row that was chosen twice has two terms.
     twice = made.rows is not None and int((labels >= 0).sum()) != len(target)
     return None if twice else (labels, weight)
 
 
-def _needs_numbers(what: str) -> TrainingError:
-    return TrainingError(
+def _needs_numbers(what: str) -> NoReturn:
+    raise TrainingError(
         "distill",
         f"with chunked, logits are not computed in training and must only reach the loss, got {what}",
         "compute metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off",
@@ -291,10 +287,7 @@ class DeferringLinear(nn.Linear):
         # dynamo cannot trace a wrapper subclass that refuses dispatch; evaluation wants real logits.
         if torch.compiler.is_compiling() or self.when == "never" or (self.when == "training" and not trains(self)):
             return super().forward(input)
-        kind, dtype = input.device.type, self.weight.dtype
-        # The dtype that `F.linear` would choose: autocast leaves float64 alone.
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, input.dtype):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = product_dtype(input, self.weight)
         made = Made(input, self.weight, self.bias, dtype)
         return DeferredLogits(made, (*input.shape[:-1], self.out_features), dtype, self.budget)
 
@@ -308,27 +301,10 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     """Return a model's output head, able to defer from now on; parameters and keys stay as they are."""
     # A wrapper (PEFT, encoder-decoder) and the model inside both define it; they name one head, so count by identity.
     asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
-    heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}
-    if len(heads) != 1:
-        raise ConfigError(
-            "distill",
-            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
-            f"{type(model).__name__}",
-            "define that method to return the nn.Linear that makes the logits",
-        )
-    (head,) = heads.values()
-    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
-    changed = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-    if type(head) is not nn.Linear or changed:
-        got = f"{type(head).__name__}{' with a forward or hooks put on it' if changed else ''}"
-        raise ConfigError(
-            "distill",
-            f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {got}",
-            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
-        )
-    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
-           for part in model.modules()):  # fmt: skip
-        raise ConfigError("distill", f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile")
+    heads = [*{id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}.values()]
+    for rule, remedy in _not_deferrable(model, whose, heads):
+        raise ConfigError("distill", rule, remedy)
+    (head,) = heads
     # A class swap: the module object, its parameters, their names and every reference to it stay the same.
     head.__class__ = DeferringLinear
     deferring = cast("DeferringLinear", head)
@@ -336,8 +312,125 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     return deferring
 
 
+def _not_deferrable(model: nn.Module, whose: str, heads: list[Any]) -> Iterator[tuple[str, str]]:
+    if len(heads) != 1:
+        yield (
+            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
+            f"{type(model).__name__}",
+            "define that method to return the nn.Linear that makes the logits",
+        )
+    # Hooks and replaced forwards (adapters, accelerate) would see deferred logits, or be skipped by the class swap.
+    changed = "forward" in vars(heads[0]) or heads[0]._forward_hooks or heads[0]._forward_pre_hooks
+    if type(heads[0]) is not nn.Linear or changed:
+        yield (
+            f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {type(heads[0]).__name__}"
+            f"{' with a forward or hooks put on it' if changed else ''}",
+            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
+        )
+    if any(getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod") for part in model.modules()):
+        yield f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile"
+
+
 def make_stock(head: DeferringLinear) -> None:
     """Give a head its own class back."""
     if type(head) is DeferringLinear:
         head.__class__ = nn.Linear  # type: ignore[assignment]
         del head.when, head.budget
+
+
+class ChunkedComparison(Comparison):
+    """Compares by the inputs of both heads; the task's cross-entropy is computed in chunks as well.
+
+    In a training step the student's head is multiplied once for the value of the task loss, and once for the gradient
+    of both terms, which exists from then until backward. A task loss that is more than the cross-entropy of these
+    logits has a gradient, and a product, of its own. No more logits exist than the budget.
+    """
+
+    def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> None:
+        super().__init__(config, teachers, told)
+        self._budget = None if config.budget_mib is None else int(config.budget_mib * 2**20)
+        self._student = make_deferring(student, "student", self._budget)
+        try:
+            self._teacher = make_deferring(teachers.modules[0], "teacher", self._budget)
+        except Exception:
+            # The teacher's head was swapped second: the student's must not stay swapped when that is refused.
+            make_stock(self._student)
+            raise
+
+    def activate(self, active: bool) -> None:
+        """Let the student's head leave its product out in training forwards, or compute it again."""
+        self._student.when = "training" if active else "never"
+
+    def compare(self, batch: StudentBatch) -> Compared:
+        """Return how far the student is from its teacher."""
+        config = self.config
+        logits = _deferred(find_logits(batch.forward.output, config.logits, "student"), "student")
+        mask = batch.counted(logits, of_classes=True)
+        # The teacher runs in eval mode, where "training" would never be met.
+        self._teacher.when = "always"
+        try:
+            (answer,) = self._targets(batch, Outputs(LOGITS, (logits,)), of_classes=True)
+        finally:
+            self._teacher.when = "never"
+        target = _deferred(answer.parts[0], "teacher")
+        ours, theirs = _operands(logits), _operands(target)
+        # `rows_in_budget` counts two buffers of one dtype; student and teacher may differ under autocast.
+        wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
+        rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
+        share, labels = self._task(batch, logits, mask)
+        if labels is not None and mask is None:
+            mask = torch.ones_like(labels, dtype=torch.bool)  # None would be the labelled rows
+        # Two heads of one tokenizer may be padded differently: vocab_size cuts both to the classes that they share.
+        sums = chunked_kd_sum(
+            *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
+            divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
+            vocab_size=config.vocab_size, chunk_rows=rows, alpha=share, labels=labels,
+        )  # fmt: skip
+        self.told |= {
+            "logits": f"of at most {2 * rows} positions at a time, student's and teacher's together, never of all",
+            "chunk_rows": rows,
+            "logits_mib": round(2 * rows * logits.shape[-1] * wider.itemsize / 2**20, 1),
+        }
+        if not share:
+            return Compared(sums.total, sums.rows, mask)
+        return Compared(routed(sums.soft, sums.total, 1 / (1 - share)), sums.rows, mask, with_task=True)
+
+    def _task(self, batch: StudentBatch, logits: DeferredLogits, mask: Tensor | None) -> tuple[float, Tensor | None]:
+        """Return the share of the task's cross-entropy in one pass for both terms and its labels; 0 for one each."""
+        if self.config.vocab_size not in (None, logits.shape[-1]):
+            return 0.0, None
+        if batch.task is not None:
+            found = hard_term(batch.task, cross_entropy_of(batch.task.loss, logits), mask)
+            if found is None:
+                return 0.0, None
+            labels = found.labels.masked_fill(found.labels < 0, IGNORED).view(logits.shape[:-1])
+            return found.ratio / (1 + found.ratio), labels
+        if batch.task_share is None or mask is None or not batch.causal or batch.unlabelled is not None:
+            return 0.0, None
+        labels = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)
+        if ((labels != IGNORED) & ~mask.to(labels.device)).any():
+            return 0.0, None  # rows that the task loss alone counts (padding on the left) are in no pass for both
+        share = batch.task_share(mask.sum())
+        return share, labels if share else None
+
+    def detach(self) -> None:
+        """Give both heads their class back."""
+        make_stock(self._student)
+        make_stock(self._teacher)
+
+
+def _deferred(logits: Tensor, whose: str) -> DeferredLogits:
+    if isinstance(logits, DeferredLogits) and not logits.channels_first:
+        return logits
+    raise TrainingError(
+        "distill",
+        f"with chunked the {whose}'s output must be what its head returns, in a forward that is not compiled, got "
+        f"{type(logits).__name__} of shape {tuple(logits.shape)}",
+        "switch torch.compile off, or distill.chunked",
+    )
+
+
+def _operands(logits: DeferredLogits) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
+    hidden, head, softcap = logits.made.operands()
+    # Chosen rows lose the leading dimensions; labels and mask have them, so they are given back.
+    return hidden.reshape(*logits.shape[:-1], hidden.shape[-1]), head, softcap

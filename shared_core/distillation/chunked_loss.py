@@ -8,40 +8,35 @@ Cross-entropy of a head's input is computed in the same way. Inputs are checked 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 import torch.nn.functional as F
-from eff_kernels._triton.launch import compiles_for, is_plain
 from eff_kernels.distillation import DIVERGENCES as FUSED
-from eff_kernels.distillation import arithmetic_dtype, kd_rows, kd_rows_, tile_rows
+from eff_kernels.distillation import arithmetic_dtype, tile_rows
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shared_core.distillation.chunked.autograd import (
+from shared_core.distillation.chunked_autograd import (
     ChunkedDistillation,
     Head,
     HeadGradients,
     Terms,
-    check_first_backward,
     even_rows,
-    graph_is_kept,
-    multiplied,
     product,
+    product_dtype,
     rows_in_budget,
 )
-from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
+from shared_core.distillation.losses.divergences import without_ends
 from shared_core.distillation.losses.softened_pair import (
     check_fraction,
     check_mask,
+    check_positive,
     check_temperature,
-    counted_rows,
     mean_of,
 )
-from shared_core.distillation.task_gradient import HardTerm
 from shared_core.errors import ConfigError
 
 HeadLike = nn.Module | Tensor | tuple[Tensor, Tensor | None]
@@ -74,58 +69,48 @@ def checked_terms(
 
 def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | None) -> Head:
     """Return a head's weight, bias and type of product, checked against the hidden states that go into it."""
-    name = f"{whose}_head"
-    if isinstance(head, nn.Module):
-        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise ConfigError(
-                _WHERE,
-                f"{name} must be an nn.Linear with its own forward, got {type(head).__name__}",
-                "give the weight and bias that its forward multiplies with and adds",
-            )
-        head = head.weight, head.bias
     weight, bias = head if isinstance(head, tuple) else (head, None)
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        weight, bias = head.weight, head.bias
+    if wrong := _wrong_head(f"{whose}_head", f"{whose}_hidden", hidden, weight, bias):
+        raise ConfigError(_WHERE, wrong)
+    if softcap is not None:
+        check_positive(_WHERE, "softcap", softcap)
+    weight = cast(Tensor, weight)
+    # softcap 0 means none: the kernels test it as a number.
+    return Head(weight, bias, product_dtype(hidden, weight), weight.shape[0], softcap or 0.0)
+
+
+def _wrong_head(name: str, its_input: str, hidden: Tensor, weight: Any, bias: Tensor | None) -> str:
+    if isinstance(weight, nn.Module):
+        remedy = "give the weight and bias that its forward multiplies with and adds"
+        return f"{name} must be an nn.Linear with its own forward, got {type(weight).__name__}; {remedy}"
     if hasattr(weight, "full_tensor"):
-        raise ConfigError(_WHERE, f"{name} must be whole, got a sharded weight", "call inside unshard() and reshard()")
+        return f"{name} must be whole, got a sharded weight; call inside unshard() and reshard()"
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ConfigError(_WHERE, f"{name} must have a floating point weight (classes, features), got {got}")
-    if not hidden.is_floating_point() or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ConfigError(
-            _WHERE,
-            f"{whose}_hidden must be floating point of shape (..., {weight.shape[1]}), the features of its head, got "
-            f"{hidden.dtype} {tuple(hidden.shape)}",
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ConfigError(_WHERE, f"{name} must have a bias ({weight.shape[0]},), got {tuple(bias.shape)}")
+        return f"{name} must have a floating point weight (classes, features), got {got}"
+    classes, features = weight.shape
+    if not hidden.is_floating_point() or hidden.dim() < 1 or hidden.shape[-1] != features:
+        rule = f"{its_input} must be floating point of shape (..., {features}), the features of its head"
+        return f"{rule}, got {hidden.dtype} {tuple(hidden.shape)}"
+    if bias is not None and tuple(bias.shape) != (classes,):
+        return f"{name} must have a bias ({classes},), got {tuple(bias.shape)}"
     if hidden.device != weight.device:
-        raise ConfigError(_WHERE, f"{name} must be on the device of its input, {hidden.device}, got {weight.device}")
-    if softcap is not None and not (0 < softcap < math.inf):
-        raise ConfigError(_WHERE, f"softcap must be finite and above 0, got {softcap}")
-    kind, dtype = hidden.device.type, weight.dtype
-    # as autocast itself, which leaves float64 alone
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, hidden.dtype):
-        dtype = torch.get_autocast_dtype(kind)
-    # softcap 0 means none: the kernels test it as a number.
-    return Head(weight, bias, dtype, weight.shape[0], softcap or 0.0)
+        return f"{name} must be on the device of its input, {hidden.device}, got {weight.device}"
+    return "" if classes else f"{name} must have classes, got none"
 
 
 def with_same_classes(student: Head, teacher: Head, vocab_size: int | None) -> tuple[Head, Head]:
     """Return both heads with the number of classes that count."""
     sizes = student.classes, teacher.classes
     if vocab_size is None and sizes[0] != sizes[1]:
-        raise ConfigError(
-            _WHERE,
-            f"teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}",
-            "with one tokenizer and padded vocabularies give the tokenizer's size as vocab_size",
-        )
+        rule = f"teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}"
+        remedy = "with one tokenizer and padded vocabularies give the tokenizer's size as vocab_size"
+        raise ConfigError(_WHERE, rule, remedy)
     if vocab_size is not None and not 0 < vocab_size <= min(sizes):
-        raise ConfigError(
-            _WHERE,
-            f"vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} classes, "
-            f"got {vocab_size}",
-        )
-    if min(sizes) == 0:
-        raise ConfigError(_WHERE, "student_head must have classes, got none")
+        rule = f"vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} classes"
+        raise ConfigError(_WHERE, f"{rule}, got {vocab_size}")
     classes = vocab_size or sizes[0]
     return replace(student, classes=classes), replace(teacher, classes=classes)
 
@@ -146,11 +131,8 @@ def checked_rows(
     kept, labelled = None if mask is None else mask.to(device).reshape(-1), 0
     if labels is not None:
         if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != shape:
-            raise ConfigError(
-                _WHERE,
-                f"labels must be integers of shape {shape}, one for each row of student_hidden, got {labels.dtype} of "
-                f"shape {tuple(labels.shape)}",
-            )
+            rule = f"labels must be integers of shape {shape}, one for each row of student_hidden"
+            raise ConfigError(_WHERE, f"{rule}, got {labels.dtype} of shape {tuple(labels.shape)}")
         labels = labels.to(device).reshape(-1).long()
         ignored = labels == ignore_index
         # Out-of-range labels would read outside the buffer on a GPU.
@@ -158,11 +140,8 @@ def checked_rows(
         kept = ~ignored if kept is None else kept
         refused, number, labelled = torch.stack([wrong, kept, kept & ~ignored]).sum(-1).tolist()
         if refused:
-            wrong = labels[~ignored]
-            raise ConfigError(
-                _WHERE,
-                f"labels must be in 0 to {classes - 1} or {ignore_index}, got {int(wrong.min())} to {int(wrong.max())}",
-            )
+            got = "{} to {}".format(*map(int, labels[~ignored].aminmax()))
+            raise ConfigError(_WHERE, f"labels must be in 0 to {classes - 1} or {ignore_index}, got {got}")
         labels = labels.masked_fill(ignored, -1)
     elif kept is not None:
         number = int(kept.sum())
@@ -178,8 +157,8 @@ def checked_chunk_rows(
     """Return the rows of a chunk: as given, or what the budget holds."""
     if chunk_rows is not None and (isinstance(chunk_rows, bool) or chunk_rows < 1):
         raise ConfigError(_WHERE, f"chunk_rows must be at least 1, got {chunk_rows}")
-    if budget_mib is not None and not 0 < budget_mib < math.inf:
-        raise ConfigError(_WHERE, f"budget_mib must be finite and above 0, got {budget_mib}")
+    if budget_mib is not None:
+        check_positive(_WHERE, "budget_mib", budget_mib)
     budget = None if budget_mib is None else int(budget_mib * 2**20)
     # Both buffers have as many rows, so the wider dtype decides.
     wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
@@ -331,31 +310,20 @@ def _sums(
     student, teacher = with_same_classes(student, teacher, vocab_size)
     shape = tuple(student_hidden.shape[:-1])
     if shape != tuple(teacher_hidden.shape[:-1]):
-        raise ConfigError(
-            _WHERE,
-            f"teacher_hidden must have the rows of student_hidden, {shape}, got {tuple(teacher_hidden.shape[:-1])}",
-        )
+        got = tuple(teacher_hidden.shape[:-1])
+        raise ConfigError(_WHERE, f"teacher_hidden must have the rows of student_hidden, {shape}, got {got}")
     labels, rows, labelled = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
     if reduction == "mean" and labelled:
-        # The soft term is divided by `count` at the end, the hard one must be by `labelled`: its weight makes up for
-        # it.
+        # Both are divided by `count` at the end, the hard one must be by `labelled`.
         terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
-        # a function's context does not tell that no gradient will be asked for
         # Detached inputs have needs_input_grad False, so forward computes no gradients.
         inputs = [None if value is None else value.detach() for value in inputs]
-    arguments = (
-        teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
-        student,
-        teacher,
-        labels,
-        rows,
-        terms,
-        chunk_rows,
-    )
+    theirs = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+    arguments = terms, theirs, student, teacher, labels, rows, chunk_rows
     total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
     # made there: a copy to the device would wait
     counts = [torch.full((), number, dtype=torch.int64, device=student_hidden.device) for number in (count, labelled)]
@@ -373,26 +341,10 @@ class CrossEntropyTerms:
 def chunked_cross_entropy_rows(
     hidden: Tensor, head: Head, targets: Tensor, terms: CrossEntropyTerms, chunk_rows: int
 ) -> Tensor:
-    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give.
+    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give, ``(rows,)``.
 
     Chunks are computed again in backward, so that no gradient of the head exists before it, and none at all where the
-    loss is only looked at.
-
-    Args:
-        hidden: ``(rows, features)``, any float dtype.
-        head: Its weight and bias get gradients.
-        targets: int64 ``(rows,)``, the class of each.
-        terms: Weights of classes and label smoothing.
-        chunk_rows: At most so many rows of logits exist at a time, and scratch for a sixteenth of them.
-
-    Returns:
-        ``(rows,)``, float32 (float64 if the logits are).
-
-    Example:
-        >>> weight = torch.zeros(4, 2)
-        >>> head = Head(weight, None, weight.dtype, 4, 0.0)
-        >>> chunked_cross_entropy_rows(torch.ones(1, 2), head, torch.tensor([3]), CrossEntropyTerms(), 8)
-        tensor([1.3863])
+    loss is only looked at. At most `chunk_rows` rows of logits exist at a time, and scratch for a sixteenth of them.
     """
     rows: Tensor = _CrossEntropyRows.apply(hidden, head.weight, head.bias, targets, head, terms, chunk_rows)  # type: ignore[no-untyped-call]
     return rows
@@ -410,16 +362,14 @@ class _CrossEntropyRows(torch.autograd.Function):
         terms: CrossEntropyTerms,
         chunk_rows: int,
     ) -> Tensor:
-        # Only inputs are kept: logits are multiplied again in backward, two products in place of a (rows, classes)
-        # tensor.
+        # Only inputs are kept: logits are multiplied again in backward.
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.arguments = head, terms, chunk_rows
         losses = torch.empty(len(hidden), dtype=arithmetic_dtype(head.dtype, 1.0), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for here, logits, _ in _chunks(hidden.detach(), head.used, chunk_rows):
                 for tile in _tiles(logits):
-                    # `losses[here]` is a view, so the assignment fills `losses`. float32 exists for a tile of rows
-                    # only.
+                    # float32 exists for a tile of rows only
                     losses[here][tile] = F.cross_entropy(
                         _capped(logits[tile].to(losses.dtype), head.softcap), targets[here][tile],
                         _in(terms.class_weight, losses), reduction="none", label_smoothing=terms.label_smoothing,
@@ -476,8 +426,7 @@ def _to_gradient_(
     capped = _capped(logits.to(dtype), softcap)
     grad, spread = torch.softmax(capped, -1), terms.label_smoothing / logits.shape[-1]
     weight = _in(terms.class_weight, grad_losses)
-    # With L_i = (1-ε) w_y (-log p_y) + ε/C Σ_c w_c (-log p_c): p gets the sum of all these weights, each class its
-    # own.
+    # L_i = (1-ε) w_y (-log p_y) + ε/C Σ_c w_c (-log p_c): p gets the sum of these weights, each class its own.
     of_target = 1.0 - terms.label_smoothing if weight is None else weight[targets] * (1.0 - terms.label_smoothing)
     total = logits.shape[-1] if weight is None else weight.sum()
     grad.mul_((grad_losses * (of_target + spread * total))[:, None])
@@ -498,138 +447,3 @@ def _capped(logits: Tensor, softcap: float) -> Tensor:
 
 def _in(weight: Tensor | None, like: Tensor) -> Tensor | None:
     return None if weight is None else weight.to(like)
-
-
-SMALLEST = 1 << 19
-"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU); where a kernel
-takes all rows at once, none are too few."""
-
-
-def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
-    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
-    return (
-        divergence in FUSED
-        and (student.numel() >= SMALLEST or (student.is_cuda and compiles_for(student.device)))
-        and torch.is_grad_enabled()
-        # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
-        # compiled graphs and functorch need autograd's own operations.
-        and student.requires_grad
-        and is_plain(student)
-        and is_plain(teacher)
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-    )
-
-
-def divergence_sum(
-    divergence: str,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float,
-    softened: bool = False,
-    hard: HardTerm | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits."""
-    options["temperature"] = temperature
-    if fits_fused_sum(divergence, student, teacher):
-        # The fused kernel softens both sides by T: log-probabilities times T are logits whose softmax at T they are.
-        return fused_sum(divergence, student, teacher * temperature if softened else teacher, hard=hard, **options)
-    if softened:
-        return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
-    return DIVERGENCES[divergence](student, teacher, **options)
-
-
-def fused_sum(
-    divergence: str,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    scale_by_temperature: bool = True,
-    beta: float = 0.5,
-    hard: HardTerm | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
-
-    The gradient is computed with the sum, in float32 at least: fp16 would lose what a scaled loss is to save.
-
-    Args:
-        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
-        student: ``(..., C)``, any float dtype.
-        teacher: ``(..., C)``, any float dtype and device; no gradient flows through it.
-        temperature: T, finite and > 0.
-        mask: ``(...)`` bool, True = the row counts; None: all.
-        scale_by_temperature: Multiply by T².
-        beta: β of ``"jsd"``, in [0, 1].
-        hard: A cross-entropy whose gradient, times its ratio, is to be added to that of the sum.
-
-    Returns:
-        The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
-
-    Example:
-        >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
-        >>> total, count = fused_sum("forward_kl", student, teacher, temperature=1.0)
-        >>> total.backward()
-        >>> round(total.item(), 4), count.item(), student.grad[0]
-        (0.9834, 3, tensor([-0.3808,  0.3808]))
-    """
-    check_temperature(divergence, temperature)
-    check_fraction(divergence, "beta", beta)
-    divergence = without_ends(divergence, beta)
-    check_mask(divergence, mask, tuple(student.shape[:-1]))
-    # The mask is applied below, by index: boolean indexing here would copy both sides first.
-    rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
-    labels, ratio = (None, 0.0) if hard is None else (hard.labels, hard.ratio)
-    places = None
-    if mask is not None:  # found once: on a GPU the host waits for it, unless it knows how many there are
-        flat = mask.to(student.device).flatten()
-        places = (flat.nonzero() if hard is None else torch.nonzero_static(flat, size=hard.count)).squeeze(1)
-        count = torch.full_like(count, len(places))
-    # The kernel multiplies by T² itself; without scaling its inverse takes that out.
-    factor = 1.0 if scale_by_temperature else temperature**-2
-    rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
-    terms = labels, temperature, factor, ratio, divergence, beta
-    # `student` carries the graph, `rows` its detached values.
-    total: Tensor = _FusedSum.apply(student, rows, targets, places, terms)  # type: ignore[no-untyped-call]
-    return total, count
-
-
-class _FusedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        places: Tensor | None,
-        terms: tuple[Tensor | None, float, float, float, str, float],
-    ) -> Tensor:
-        labels, temperature, factor, *_ = terms
-        with torch.autocast(student.device.type, enabled=False):
-            if places is None:
-                soft, _, gradient = kd_rows(rows, targets, *terms)
-            else:
-                # What is chosen is a copy, and can become the gradient.
-                gradient = rows.index_select(0, places).to(arithmetic_dtype(student.dtype, temperature))
-                labels = None if labels is None else labels.index_select(0, places)
-                soft, _ = kd_rows_(gradient, targets.index_select(0, places), labels, *terms[1:])
-        ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
-        total: Tensor = soft.sum() * factor
-        return total.to(arithmetic_dtype(student.dtype, 1.0))
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_backward("distill", ctx.gradient)
-        kept = graph_is_kept()
-        gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
-        if not kept:
-            ctx.gradient = None
-        if ctx.places is not None:
-            # Rows that do not count get gradient 0: the compact (rows that count, C) gradient is put back in its
-            # places.
-            whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
-            gradient = whole.index_copy_(0, ctx.places, gradient)
-        return gradient.view(ctx.shape), *[None] * 4

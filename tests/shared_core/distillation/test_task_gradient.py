@@ -1,5 +1,9 @@
-"""The soft loss of large logits, whose gradient is computed with it: the same as autograd's, in less memory."""
+"""The soft loss of large logits, whose gradient is computed with it, and heads that are fused into the loss.
 
+The same as autograd's, in less memory; gradients go where they would have gone.
+"""
+
+import copy
 import math
 
 import pytest
@@ -7,12 +11,30 @@ import torch
 import torch.nn.functional as F
 from plain_loop import plain_step
 from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from shared_core.distillation import comparison
-from shared_core.distillation.chunked import loss as module
-from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
+from shared_core.distillation import task_gradient as module
+from shared_core.distillation.forward_capture import Forward
 from shared_core.distillation.losses.divergences import DIVERGENCES
-from shared_core.distillation.task_gradient import TaskLoss, cross_entropy_of, hard_term
+from shared_core.distillation.task_gradient import (
+    FusedHead,
+    TaskLoss,
+    cross_entropy_of,
+    fits_fused_sum,
+    fused_sum,
+    hard_term,
+)
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
 
@@ -71,16 +93,6 @@ def test_it_is_the_equation(divergence, dtype, tolerance, temperature, masked):
     assert not student.grad[~mask].any()
 
 
-def test_without_the_square_of_the_temperature():
-    student, teacher = pair()
-    options = {"temperature": 3.0, "scale_by_temperature": False}
-    found, _ = fused_sum("forward_kl", student, teacher, **options)
-    expected, _ = DIVERGENCES["forward_kl"](student, teacher, **options)
-    assert torch.allclose(found, expected, rtol=1e-12)
-    ours, theirs = (torch.autograd.grad(each, student)[0] for each in (found, expected))
-    assert torch.allclose(ours, theirs, atol=1e-14)
-
-
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_the_ends_of_jsd(beta):
     student, teacher = pair()
@@ -114,16 +126,6 @@ def test_float16_keeps_what_the_scale_of_a_loss_is_to_save():
     total, _ = fused_sum("forward_kl", student, teacher, temperature=1.0)
     (total * 2.0**20).backward()
     assert (student.grad != 0).float().mean() > 0.99  # unscaled they are below 2^-24
-
-
-def test_logits_that_are_cut_out_of_others():
-    student, teacher = torch.randn(4, 6, 10, requires_grad=True), torch.randn(4, 6, 12)
-    for fused in (fused_sum, lambda divergence, *rest: DIVERGENCES[divergence](*rest)):
-        total, _ = fused("forward_kl", student[..., :8], teacher[..., :8])
-        total.backward()
-    assert torch.equal(student.grad[..., 8:], torch.zeros(4, 6, 2))
-    first = torch.autograd.grad(fused_sum("forward_kl", student[..., :8], teacher[..., :8])[0], student)[0]
-    assert torch.allclose(2 * first, student.grad, atol=1e-6)
 
 
 def test_a_second_backward_needs_the_graph():
@@ -261,3 +263,65 @@ def test_a_row_with_a_label_alone_is_not_left_out():
     task = TaskLoss(F.cross_entropy(logits.view(-1, 11), torch.zeros(20, dtype=torch.int64)), lambda weight, _: weight)
     assert hard_term(task, cross_entropy_of(task.loss, logits), torch.ones(4, 5, dtype=torch.bool)) is not None
     assert hard_term(task, cross_entropy_of(task.loss, logits), torch.arange(20).view(4, 5) > 0) is None
+
+
+TEXT = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 8, "patch_size": 4, "projection_dim": 16}  # fmt: skip
+SCANS = {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+MODELS = {
+    "plain": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
+    "divided": lambda: GraniteForCausalLM(GraniteConfig(**TEXT, logits_scaling=8.0)),
+    "multiplied": lambda: FalconH1ForCausalLM(FalconH1Config(**TEXT, **SCANS, lm_head_multiplier=0.3)),
+    "with images": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=CLIPVisionConfig(**VISION), text_config=LlamaConfig(**TEXT), image_token_id=23)
+    ),
+}
+
+
+def fused(kind="plain"):
+    from trl.trainer.utils import add_fused_lm_head
+
+    torch.manual_seed(0)
+    model = MODELS[kind]().train()
+    ids = torch.randint(0, 20, (2, 6))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "fused_lm_head": True}
+    logits = model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits
+    add_fused_lm_head(model)
+    return model, inputs, logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_those_of_the_models_own_forward(kind):
+    model, inputs, logits = fused(kind)
+    head = FusedHead(model)
+    head.active = True
+    found = head.with_logits(Forward((), inputs, model(**inputs))).output.logits
+    assert torch.equal(found, logits)
+    assert found.requires_grad
+
+
+def test_every_forward_of_a_loss_keeps_its_gradient():
+    def gradients(head):
+        model.zero_grad()
+        loss = sum(factor * model(**inputs).log_probs.square().sum() for factor in (1.0, 2.0))
+        (loss if head is None else head.take(loss).rejoined()).backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    model, inputs, _ = fused()
+    expected, head = gradients(None), FusedHead(model)
+    head.active = True
+    assert all(map(torch.equal, gradients(head), expected))
+    head.detach()
+    assert not model._forward_hooks
+    assert not model(**inputs).log_probs.is_leaf
+
+
+def test_evaluation_and_copies_keep_their_graph():
+    model, inputs, _ = fused()
+    head = FusedHead(model)
+    head.active = True
+    assert not model.eval()(**inputs).log_probs.is_leaf
+    assert not copy.deepcopy(model).train()(**inputs).log_probs.is_leaf
+    assert model.train()(**inputs).log_probs.is_leaf

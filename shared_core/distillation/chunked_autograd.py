@@ -57,21 +57,18 @@ class Terms:
 
 
 def rows_in_budget(classes: int, dtype: torch.dtype, device: torch.device, budget: int | None = None) -> int:
-    """Return how many rows of two logit buffers fit into a budget in bytes, 8 at least.
-
-    Args:
-        classes: Classes of a row.
-        dtype: Of the logits.
-        device: Decides the default.
-        budget: Bytes; None: 64 MiB on CPU, 512 MiB elsewhere.
-
-    Example:
-        >>> rows_in_budget(32_000, torch.float32, torch.device("cpu"))
-        262
-    """
+    """Return how many rows of two logit buffers fit into a budget in bytes (64 MiB on CPU, else 512), 8 at least."""
     if budget is None:
         budget = _CPU_BUDGET if device.type == "cpu" else _DEVICE_BUDGET
     return max(8, budget // (2 * classes * dtype.itemsize))
+
+
+def product_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type that `F.linear` multiplies in: under autocast its own, which leaves float64 alone."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, input.dtype):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
 
 
 class ChunkedDistillation(torch.autograd.Function):
@@ -79,35 +76,13 @@ class ChunkedDistillation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        student_hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_hidden: Tensor,
-        student: Head,
-        teacher: Head,
-        labels: Tensor | None,
-        rows: Tensor | None,
-        terms: Terms,
-        chunk_rows: int,
+        ctx: Any, student_hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: Terms, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted total and, without gradients, the sums of the soft and of the hard loss."""
-        needs = ctx.needs_input_grad[:3]
         # The head's dtype follows autocast already (`checked_head`). Autocast on top would cast operands once more.
         with torch.autocast(student_hidden.device.type, enabled=False):
-            soft, hard, grads = _chunks(
-                student_hidden.detach(),
-                teacher_hidden.detach(),
-                student,
-                teacher,
-                labels,
-                rows,
-                terms,
-                chunk_rows,
-                needs,
-            )
-        # On the context, not in save_for_backward: backward writes over them, which the version check of saved
-        # tensors forbids.
+            soft, hard, grads = _chunks(student_hidden.detach(), terms, *arguments, needs=ctx.needs_input_grad[:3])
+        # Not in save_for_backward: backward writes over them, which the version check forbids.
         ctx.grads = grads
         ctx.dtypes = [None if value is None else value.dtype for value in (student_hidden, weight, bias)]
         ctx.mark_non_differentiable(soft, hard)
@@ -131,14 +106,10 @@ class ChunkedDistillation(torch.autograd.Function):
 
 def check_first_backward(where: str, kept: object) -> None:
     """Refuse what gradients that were computed in forward cannot give."""
-    # In a backward with create_graph the results would have to carry a graph back to the inputs, and forward kept
-    # none.
+    # With create_graph the results would have to carry a graph back to the inputs, and forward kept none.
     if torch.is_grad_enabled():
-        raise TrainingError(
-            where,
-            "gradients must be first ones, got a backward with create_graph",
-            "they are computed in forward, so take second ones of kd_loss",
-        )
+        rule = "gradients must be first ones, got a backward with create_graph"
+        raise TrainingError(where, rule, "they are computed in forward, so take second ones of kd_loss")
     if kept is None:
         raise TrainingError(where, "backward must run once, got a second one", "the first needs retain_graph=True")
 
@@ -163,13 +134,14 @@ def graph_is_kept() -> bool:
 
 def _chunks(
     hidden: Tensor,
+    terms: Terms,
     teacher_hidden: Tensor,
     student: Head,
     teacher: Head,
     labels: Tensor | None,
     rows: Tensor | None,
-    terms: Terms,
     chunk_rows: int,
+    *,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return the sums of the soft and of the hard loss, and the total's gradients by hidden, weight and bias."""
@@ -210,18 +182,10 @@ def _chunks(
             # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
             # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
             losses[0, there], losses[1, there] = kd_rows_(
-                ours,
-                theirs,
-                None if labels is None or not terms.hard_weight else labels[some],
-                terms.temperature,
-                terms.soft_weight * soft_factor * lift,
-                terms.hard_weight * lift,
-                terms.divergence,
-                terms.beta,
-                student.softcap,
-                teacher.softcap,
-                ruled_out,
-            )
+                ours, theirs, None if labels is None or not terms.hard_weight else labels[some], terms.temperature,
+                terms.soft_weight * soft_factor * lift, terms.hard_weight * lift, terms.divergence, terms.beta,
+                student.softcap, teacher.softcap, ruled_out,
+            )  # fmt: skip
         # logits[:n] holds ∂total/∂z times `lift` now; the products divide it out before they are rounded.
         gradients.add(index, logits[:n], inputs, weight, 1 / lift)
     # Both buffers are free before the sums and casts of the gradients take memory.
@@ -234,14 +198,7 @@ def _chunks(
 class HeadGradients:
     """Gradients by the input, weight and bias of ``z = h Wᵀ + b``, from those by z, chunk by chunk.
 
-    By h it is ``∂z W``, by W the sum of ``∂zᵀ h`` over chunks, by b that of ``∂z`` over rows.
-
-    Args:
-        hidden: h, ``(rows, features)``.
-        head: W and b.
-        needs: Which of the three.
-        dtype: Of the gradient by h.
-        several: Whether there is more than one chunk.
+    By h it is ``∂z W``, by W the sum of ``∂zᵀ h`` over chunks, by b that of ``∂z`` over rows; `needs` tells which.
     """
 
     def __init__(
@@ -276,12 +233,7 @@ def even_rows(count: int, most: int) -> int:
 
 
 def chunk_sizes(count: int, budget: int, parts: int) -> tuple[int, int]:
-    """Return how many rows of the student's and of the teacher's logits fit into a budget of rows.
-
-    Example:
-        >>> chunk_sizes(8192, 2048, 1), chunk_sizes(8192, 2092, 2)
-        ((1024, 1024), (1366, 688))
-    """
+    """Return how many rows of the student's and of the teacher's logits fit into a budget of rows."""
     # of eight rows each of any length begins where a vector of eight numbers does
     most = (budget - 8) * parts // (parts + 1)
     if parts == 1 or count <= budget // 2 or most < 8 * parts:

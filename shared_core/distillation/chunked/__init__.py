@@ -1,1 +1,0 @@
-"""Distillation losses that never hold all logits."""
