@@ -15,13 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from hf_eff._adapters.teacher import load_teacher
-from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples, first_line
 from hf_eff._adapters.distillation import load_teacher
-from hf_eff.evaluation.images import ImageExamples
-from hf_eff.evaluation.metrics import class_score, regression_score
-from hf_eff.evaluation.tables import first_line
-from hf_eff.evaluation.texts import IGNORED, TextExamples
+from hf_eff.evaluation import class_score, regression_score
+from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples, first_line
 from shared_core.checkpoint_formats import storage_key
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
