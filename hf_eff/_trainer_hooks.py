@@ -26,9 +26,7 @@ from hf_eff._epoch_end import EpochEnd
 from hf_eff._given_callbacks import GivenCallbacks
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._model_card import leave_section, tell_in_card
-from hf_eff._older_versions import OlderLoop, second_division
-from hf_eff._preflight import preflight
-from hf_eff._private_names import check_private_names
+from hf_eff._private_names import OlderLoop, check_private_names, second_division
 from hf_eff._recount import Recount
 from hf_eff._run_environment import (
     check_output_folder,
@@ -37,7 +35,7 @@ from hf_eff._run_environment import (
     is_peft,
     run_environment,
 )
-from hf_eff._services import TrainerServices
+from hf_eff._services import TrainerServices, preflight
 from hf_eff._watched_steps import WatchedSteps
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.engine import compatibility, rank_states

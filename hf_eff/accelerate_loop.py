@@ -23,9 +23,9 @@ from tqdm.auto import tqdm
 
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
-from hf_eff._gradient_scale import GradientScale
 from hf_eff._model_card import leave_section
 from hf_eff._run_environment import accelerator_environment, is_peft
+from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.recipe import Recipe
@@ -34,7 +34,7 @@ from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
-from shared_core.front_ends.loop_services import LoopServices
+from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
 

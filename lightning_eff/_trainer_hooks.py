@@ -13,11 +13,10 @@ from lightning_eff import _joining, _run_environment
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
-from lightning_eff._preflight import preflight
 from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
 from lightning_eff._run_environment import Callback
-from lightning_eff._services import LightningServices
+from lightning_eff._services import LightningServices, preflight
 from lightning_eff._watched_steps import WatchedSteps
 from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_eff._adapters.adapter import Adapter
-from hf_eff._adapters.trl import fuses_head, loss_of_trl
+from hf_eff._adapters.trainers import fuses_head, loss_of_trl
 from hf_eff._run_environment import is_peft
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError

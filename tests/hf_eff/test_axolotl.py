@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 from safetensors.torch import load_file
 
-from hf_eff._attach import session_callback_of
+from hf_eff.callbacks import session_callback_of
 from shared_core.errors import ConfigError
 
 PRUNE = {"sparsity": 0.75, "begin": 1, "end": 6, "every": 2}
