@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 
 from hf_eff._adapters.teacher import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
-from hf_eff._model_card import leave_section
 from hf_eff._run_environment import accelerator_environment, is_peft
+from hf_eff._saving import leave_section
 from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
