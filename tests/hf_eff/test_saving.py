@@ -15,9 +15,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_eff import EffCallback, ModelSoup, Pruning, QuantizationAwareTraining, attach
+from hf_eff import EffCallback, ModelSoup, attach
 from shared_core.cli.loading import load_weights
-from shared_core.engine.state_file import load_state
 from shared_core.errors import CheckpointError
 from shared_core.soup import uniform_soup
 
@@ -65,32 +64,6 @@ def test_every_saved_model_is_plain_and_only_the_users_own_is_baked(make, tmp_pa
     saved, batch = load_plain(tmp_path / "end").eval(), make.examples(4)
     inputs = {key: torch.stack([row[key] for row in batch]) for key in ("input_ids", "attention_mask")}
     assert torch.equal(saved(**inputs).logits, trainer.model.eval()(**inputs).logits)
-
-
-def test_the_best_model_comes_with_its_own_state(make, tmp_path):
-    class Worse(TrainerCallback):
-        """From step 4 on every validation loss is bad."""
-
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 4:
-                model.classifier.weight.data.mul_(-50)
-
-    trainer = make.trainer(
-        tmp_path, callbacks=[Worse(), Pruning(**PRUNE), QuantizationAwareTraining(**QAT)], save_strategy="steps",
-        save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-    )  # fmt: skip
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best.endswith(("-2", "-4"))
-    saved = load_file(f"{best}/model.safetensors")["bert.encoder.layer.0.output.dense.weight"]
-    held = trainer.model.bert.encoder.layer[0].output.dense.weight
-    zeros = saved == 0
-    assert bool((held[zeros] == 0).all())
-    assert float((held - saved).detach().abs().max()) < 0.5
-    receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
-    assert any("best one" in note for note in receipt["notes"])
-    assert receipt["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
-    assert receipt["techniques"]["qat"]["range_updates"] == load_state(best)["techniques"]["qat"]["num_updates"]
 
 
 @pytest.mark.parametrize("shard", ["5GB", "5KB"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning_world import make_trainer
-from promise_drivers import difference, lightning_module, run_lightning, saved_state
+from promise_drivers import assert_resumes, difference, lightning_module, run_lightning
 from promise_table import NUM_STEPS, recipe_of
 
 import lightning_eff
@@ -26,15 +26,10 @@ def test_the_plugin_trains_as_the_callback_does(with_callback, tmp_path):
 
 
 def test_it_resumes_bit_for_bit(tmp_path):
-    def run(folder, **more):
-        torch.manual_seed(3)
-        plugin = Fp8Precision(**OPTIONS)
-        return run_lightning({}, tmp_path / folder, plugin=False, plugins=[plugin], save_every=2, shuffle=True, **more)
+    def run(recipe, folder, **options):
+        return run_lightning(recipe, folder, plugin=False, plugins=[Fp8Precision(**OPTIONS)], shuffle=True, **options)
 
-    whole = run("whole")
-    again = run("again", resume=whole.checkpoints[2])
-    assert difference(whole.weights, again.weights) is None
-    assert difference(saved_state(whole.checkpoints[NUM_STEPS]), saved_state(again.checkpoints[NUM_STEPS])) is None
+    assert_resumes(run, dict, tmp_path, [2], save_every=2)
 
 
 def test_bf16_autocast_is_on_by_default(tmp_path):
