@@ -97,13 +97,17 @@ def check_sharding(trainer: Trainer) -> None:
             f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED",
         )
-    # accelerate's environment asks for FSDP as well as the flags.
-    asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
+    if not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
+        refuse_unsharded("hf", trainer.accelerator, bool(trainer.args.fsdp))
+
+
+def refuse_unsharded(where: str, accelerator: Any, by_flags: bool = False) -> None:
+    """Refuse FSDP that was asked for, by flags or by accelerate's environment, where accelerate does not shard."""
+    if by_flags or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise CompatibilityError(
-            "hf",
+            where,
             "FSDP was asked for, but accelerate does not shard here (distributed type "
-            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
+            f"{accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP",
         )
 

@@ -38,12 +38,9 @@ class TrainerServices:
         self._trainer = trainer
         self.saved_steps: list[int] = []
         """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
-        self.metric: str | None = None
-        """The validation metric that `checkpoints` reports."""
-        self.note = self.say
-        """Tells the user a line, and keeps it for the receipt where a session listens."""
-        self.trial: Any = None
-        """That of a hyperparameter search."""
+        self.metric: str | None = None  # the validation metric that `checkpoints` reports
+        self.note = self.say  # tells the user a line, and keeps it for the receipt where a session listens
+        self.trial: Any = None  # that of a hyperparameter search
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 

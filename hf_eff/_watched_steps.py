@@ -35,8 +35,7 @@ class GradientScale:
     def __init__(self, trainer: Accelerated) -> None:
         self._trainer = trainer
         self._before: float | None = None
-        self.unscaled = False
-        """Whether the gradients of this step are divided by the scale already."""
+        self.unscaled = False  # whether the gradients of this step are divided by the scale already
 
     def watch(self) -> Wrapped:
         """Return what keeps accelerate from dividing gradients by the scale twice; each accelerator needs it."""
@@ -81,8 +80,7 @@ class WatchedSteps:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._scale = trainer, GradientScale(trainer)
-        self.computed = False
-        """Whether the loss of this step went through `compute_loss`."""
+        self.computed = False  # whether the loss of this step went through `compute_loss`
         self._complete = False  # the step's gradients are all there
         self._discarded = False  # the last step was, and accelerate was told so
         self._zero: ZeroOptimizer | None = None

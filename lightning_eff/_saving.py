@@ -43,8 +43,7 @@ class Saving:
         self, trainer: Any, session: Session, services: LightningServices, final: Any, trains_on: bool
     ) -> None:
         self._trainer, self._session, self._services = trainer, session, services
-        self.final: Mapping[str, Any] | None = final
-        """The state at the end of this run, or of the one before it."""
+        self.final: Mapping[str, Any] | None = final  # the state at the end of this run, or of the one before it
         self.begins_with: Mapping[str, Any] | None = final if trains_on else None  # what was pruned stays pruned
         """The state that training begins with, None for a new run."""
         self.recount: Recount | None = None

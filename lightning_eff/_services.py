@@ -35,10 +35,8 @@ class LightningServices:
 
     def __init__(self, trainer: Any, run: str) -> None:
         self._trainer, self.run = trainer, run
-        self.metric: str | None = None
-        """The validation metric that `checkpoints` reports."""
-        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        """The present arguments of `training_step`."""
+        self.metric: str | None = None  # the validation metric that `checkpoints` reports
+        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the present arguments of `training_step`
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a file or folder, or under a Hub name."""
