@@ -1,4 +1,3 @@
-from ._attach import attach as attach
 from .accelerate_loop import prepare as prepare
 from .callbacks import ActivationCheckpointing as ActivationCheckpointing
 from .callbacks import ActivationCompression as ActivationCompression
@@ -18,6 +17,7 @@ from .callbacks import Pruning as Pruning
 from .callbacks import QuantizationAwareTraining as QuantizationAwareTraining
 from .callbacks import WeightAverage as WeightAverage
 from .callbacks import WeightClustering as WeightClustering
+from .callbacks import attach as attach
 from .trainer import EffTrainer as EffTrainer
 from .trainer import EffTrainerMixin as EffTrainerMixin
 from .training_args import EffFlags as EffFlags

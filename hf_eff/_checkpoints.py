@@ -29,6 +29,8 @@ from shared_core.checkpoint_formats.opening import MODULES, parts_of
 from shared_core.distributed.collectives import (
     world_size,
 )
+from shared_core.checkpoint_formats.module_folders import MODULES, parts_of
+from shared_core.distributed.collectives import world_size
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
@@ -256,8 +258,7 @@ class ModelWeights(Mapping[str, Tensor]):
             for name, value in state.items()
         }
         lacking = [name for name, source in self._names.items() if not source]
-        self.renamed = bool(lacking)
-        """Whether the names in the file are not the model's."""
+        self.renamed = bool(lacking)  # whether the names in the file are not the model's
         if not lacking:
             return
         # Else transformers' own renaming for files (experts, tied heads), name by name.
@@ -287,15 +288,7 @@ class ModelWeights(Mapping[str, Tensor]):
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """What `ModelWeights` is, of a folder whose modules have folders of their own, as sentence-transformers saves them.
-
-    Args:
-        folder: The checkpoint, with ``modules.json``.
-        model: Whose names to use.
-
-    Raises:
-        CheckpointError: If a file cannot be read, or the modules are not the model's.
-    """
+    """What `ModelWeights` is, of a folder whose modules have folders of their own, as sentence-transformers saves."""
 
     renamed = False  # its trainer loads it through the modules' own classes
 

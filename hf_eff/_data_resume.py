@@ -40,12 +40,9 @@ class TrackedCollator:
 
     def __init__(self, collator: Callable[[Any], Any], workers: int, ahead: int) -> None:
         self.collator, self.workers = collator, workers
-        self.run = 0
-        """Which start of the workers it is: set before they start."""
-        self.given: Sequence[Any] = ()
-        """The states that workers start from, none where they are seeded by the loader."""
-        self.counts = [0] * workers
-        """Number of batches that each worker had made in the run that is resumed."""
+        self.run = 0  # which start of the workers it is: set before they start
+        self.given: Sequence[Any] = ()  # the states that workers start from, none where they are seeded by the loader
+        self.counts = [0] * workers  # number of batches that each worker had made in the run that is resumed
         # one is being written, one is asked for, and one more may have been received
         # These are reused in a ring: workers run up to `ahead` batches ahead of what the trainer has taken.
         self._board = torch.zeros(workers, ahead + 3, _BYTES, dtype=torch.uint8)
@@ -123,13 +120,11 @@ class WatchedLoader:
         """State that the data set, the collator and samplers keep for themselves."""
         self.before: dict[int, Callable[[], None]] = {}
         """Calls before a fetch, by its number in the next iteration; -1 is when that was begun."""
-        self.after: dict[int, Callable[[], None]] = {}
-        """Calls after a fetch."""
+        self.after: dict[int, Callable[[], None]] = {}  # calls after a fetch
         self.length = length_of(loader)
         self.made: list[int] | None = None
         """Number of batches that each worker that lives on had made before this epoch, None if unknown."""
-        self.is_fresh = True
-        """Whether workers were started for this epoch."""
+        self.is_fresh = True  # whether workers were started for this epoch
         self._ahead: Any = None
         self._before_ahead: Callable[[], dict[str, Any]] = dict
         self._iteration = self._runs = 0
@@ -350,13 +345,7 @@ class DataResume:
         self._is_restored = False
 
     def start(self, loader: Any, saved: Mapping[str, Any] | None, checkpoint: str | None) -> None:
-        """Watch the loader of a run.
-
-        Args:
-            loader: The trainer's.
-            saved: What `state` returned in the run that is resumed.
-            checkpoint: Its folder, None where nothing is resumed.
-        """
+        """Watch the loader of a run; a resumed one goes on from what `state` returned, saved in a checkpoint."""
         self.stop()
         self._saved, self._checkpoint, self._is_restored = saved or {}, checkpoint, False
         if isinstance(loader, DataLoaderShard | DataLoaderDispatcher):

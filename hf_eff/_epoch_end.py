@@ -19,12 +19,9 @@ class EpochEnd:
         self._trainer = trainer
         self._has_ended = self._is_resumed = False
         self._figures: tuple[Any, Any] = (None, None)  # gradient norm and learning rate of the last step
-        self.trial: Any = None
-        """That of a hyperparameter search."""
-        self.ignored_keys: Any = None
-        """Keys of the model's output that evaluations leave out, as `train` was told."""
-        self.is_due = False
-        """Whether the run that is resumed had an epoch's end before it."""
+        self.trial: Any = None  # that of a hyperparameter search
+        self.ignored_keys: Any = None  # keys of the model's output that evaluations leave out, as `train` was told
+        self.is_due = False  # whether the run that is resumed had an epoch's end before it
         self.is_silent = False
         """Whether nothing is logged, evaluated or saved any more: the run that is resumed was over."""
 
@@ -52,12 +49,7 @@ class EpochEnd:
         }
 
     def resume(self, saved: Mapping[str, Any] | None, is_over: bool) -> None:
-        """Restore the state returned by `state`.
-
-        Args:
-            saved: It, None where nothing is resumed or nothing was saved of it.
-            is_over: Whether the run had taken all its steps.
-        """
+        """Restore what `state` returned, if a run is resumed, which may have taken all its steps."""
         trainer: Any = self._trainer
         self.is_due, self.is_silent = bool(saved and saved["is_due"]), False
         self._has_ended, self._is_resumed = not self.is_due, bool(saved)

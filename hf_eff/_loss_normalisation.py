@@ -28,27 +28,19 @@ class Window:
 
     The loss that `compute_loss` returns is summed over the micro-batches and averaged over the processes by DDP. In
     between the trainer may divide it by the number of micro-batches: then a term must be multiplied by it first.
-
-    Args:
-        trainer: The trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._count: Tensor | None = None
         self._labels: Tensor | None = None
-        self.causal = False
-        """Whether a technique knows that labels are one position ahead; the trainer may not."""
-        self.is_weighed = False
-        """Whether a technique weighs the loss."""
-        self.adds_term = False
-        """Whether a technique adds a term to the task loss."""
-        self.lacks_logits = False
-        """Whether logits of a whole micro-batch are too many to compute."""
+        self.causal = False  # whether a technique knows that labels are one position ahead; the trainer may not
+        self.is_weighed = False  # whether a technique weighs the loss
+        self.adds_term = False  # whether a technique adds a term to the task loss
+        self.lacks_logits = False  # whether logits of a whole micro-batch are too many to compute
         self.term_positions: Tensor | None = None
         """The term's positions in the window that is opened next, None where nothing tells."""
-        self.divides = False
-        """Whether the trainer divides the loss by the number of micro-batches."""
+        self.divides = False  # whether the trainer divides the loss by the number of micro-batches
 
     @property
     def micro_batches(self) -> int:
@@ -61,11 +53,9 @@ class Window:
         return int(self._trainer.accelerator.num_processes // self._trainer.get_tp_size())
 
     def open(self, batches: list[Any], num_items: Tensor | int | None) -> None:
-        """Note the window's labels, the added term's positions in it, and the trainer's own count of labels.
+        """Note labels, positions of the added term, and the trainer's count over all processes.
 
-        Args:
-            batches: The micro-batches of this process; none where no technique looks at the loss's size.
-            num_items: What the trainer counted, over all processes.
+        There are no micro-batches where no technique looks at the loss's size.
         """
         self.divides = self._trainer_divides(num_items)
         self._labels = self._count = None
@@ -152,8 +142,7 @@ class TaskLoss:
 
     def __init__(self, trainer: Trainer, window: Window) -> None:
         self._trainer, self._window = trainer, window
-        self.follows: bool | None = None
-        """Whether the loss follows the count; None as long as nobody needed to know."""
+        self.follows: bool | None = None  # whether the loss follows the count; None as long as nobody needed to know
 
     def look(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """Find out whether the loss follows the count, the first time that it matters.

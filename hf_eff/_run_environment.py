@@ -1,4 +1,4 @@
-"""Find out about a trainer before anything is attached: its precision, its processes, its output folder."""
+"""Find out about a trainer before anything is attached: precision, processes, output folder, callbacks given to it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
 from shared_core.engine.model_guards import wrapped_by_user
-from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.engine.recipe import Recipe
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 def forget_optimizer(trainer: Trainer) -> None:
@@ -96,13 +97,17 @@ def check_sharding(trainer: Trainer) -> None:
             f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED",
         )
-    # accelerate's environment asks for FSDP as well as the flags.
-    asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
+    if not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
+        refuse_unsharded("hf", trainer.accelerator, bool(trainer.args.fsdp))
+
+
+def refuse_unsharded(where: str, accelerator: Any, by_flags: bool = False) -> None:
+    """Refuse FSDP that was asked for, by flags or by accelerate's environment, where accelerate does not shard."""
+    if by_flags or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise CompatibilityError(
-            "hf",
+            where,
             "FSDP was asked for, but accelerate does not shard here (distributed type "
-            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
+            f"{accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
             "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP",
         )
 
@@ -120,3 +125,43 @@ def check_output_folder(args: TrainingArguments) -> None:
         raise CheckpointError(
             "hf", f"output_dir must be a writable folder, got {args.output_dir!r}: {error}"
         ) from error
+
+
+class GivenCallbacks:
+    """Watches that what was given stays while the trainer trains."""
+
+    def __init__(self, trainer: Trainer, driver: TrainerCallback) -> None:
+        self._trainer, self._driver = trainer, driver
+        self.callbacks: list[Any] = []
+
+    def gone(self) -> list[Any]:
+        """Return the callbacks that the user removed, the driver among them."""
+        # By identity: callbacks of users may define __eq__.
+        there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
+        return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
+
+    def others(self) -> list[str]:
+        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
+        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
+        own = [type(self._driver), *map(type, self.callbacks)]
+        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
+
+    def check(self, step: int) -> None:
+        """Refuse that one is taken away in mid-training."""
+        if gone := self.gone():
+            raise TrainingError(
+                "hf",
+                f"{type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}",
+                "remove it before training or after it",
+            )
+
+    def left_of(self, recipe: Recipe) -> Recipe:
+        """Return the techniques of a session without those of callbacks that were removed, which forget it."""
+        gone = self.gone()
+        out = {key for callback in gone if callback is not self._driver for key in callback.recipe}
+        # The driver itself removed: nothing drives the session, so nothing is left of it.
+        left = {key: config for key, config in recipe.items() if key not in out and self._driver not in gone}
+        for callback in gone if left else self.callbacks:
+            callback.session = None
+        self.callbacks = [callback for callback in self.callbacks if callback not in gone]
+        return Recipe(left, allow_partial=recipe.allow_partial)

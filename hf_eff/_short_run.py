@@ -59,7 +59,7 @@ def _first(data: Any, number: int) -> Any:
 
 def conclude_trainer(trainer: Trainer) -> NoReturn:
     """Validate, save, and end the process."""
-    from hf_eff._attach import session_callback_of
+    from hf_eff.callbacks import session_callback_of
 
     driver: Any = session_callback_of(trainer)
 

@@ -1,51 +1,34 @@
-"""The Trainer's events translated into a session's hooks. No other file replaces methods of a Trainer in training."""
+"""The Trainer's events translated into a session's hooks; `_wire` installs all that surrounds methods of a Trainer."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._adapters.adapter import Adapter
-from hf_eff._checkpoints import (
-    clean_run,
-    factors_renamed,
-    load_renamed_,
-    resumed_from,
-    save_whole,
-    step_of,
-)
+from hf_eff._checkpoints import clean_run, resumed_from, save_whole
 from hf_eff._data_resume import DataResume
 from hf_eff._epoch_end import EpochEnd
-from hf_eff._given_callbacks import GivenCallbacks
 from hf_eff._loss_normalisation import TaskLoss, Window
-from hf_eff._model_card import leave_section, tell_in_card
-from hf_eff._older_versions import OlderLoop, second_division
-from hf_eff._preflight import preflight
-from hf_eff._private_names import check_private_names
-from hf_eff._recount import Recount
+from hf_eff._private_names import OlderLoop, check_private_names, second_division
 from hf_eff._run_environment import (
+    GivenCallbacks,
     check_output_folder,
     check_sharding,
     forget_optimizer,
-    is_peft,
     run_environment,
 )
-from hf_eff._services import TrainerServices
+from hf_eff._saving import Loading, Saving
+from hf_eff._services import TrainerServices, preflight
 from hf_eff._watched_steps import WatchedSteps
-from shared_core.checkpoint_formats.plain import write_deployment
-from shared_core.engine import compatibility, rank_states
-from shared_core.engine.claims import Where
+from shared_core.engine import compatibility
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fit_to, loading
-from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
 
@@ -64,14 +47,12 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._task = TaskLoss(trainer, self._window)
         self._adapters = [kind(trainer, self._window, self._services) for kind in Adapter.registered()]
-        self._recount, self._steps = Recount(trainer, self.given, self._services), WatchedSteps(trainer)
-        self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
+        self._data, self._epoch_end, self._steps = DataResume(trainer), EpochEnd(trainer), WatchedSteps(trainer)
+        self._loading = Loading(trainer, self._services, self._steps.optimizer)
+        self._saving = Saving(trainer, self.given, self._services, self._state)
         self._made_optimizer: Any = None
         self._training = False  # between train() and its end
-        self._baking = False  # what is being saved is the user's model
-        self._passed_over = False  # an evaluated model was not compared: it did not hold what was asked for
         self._is_over = False  # a resumed run had taken its last step
-        self._resumed_from: Path | None = None
         self._wrapped: list[Wrapped] = []
         self._new_session(recipe)
         self._watch_accelerator()
@@ -82,7 +63,8 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.note = self._data.note = self.session.note
-        self._task.session = self._recount.session = self._steps.session = self.session
+        for part in (self._task, self._steps, self._loading, self._saving):
+            part.session = self.session
         self._window.is_weighed = any(one.weighs_loss for one in self.session.techniques.values())
         for adapter in self._adapters:
             adapter.join(self.session)
@@ -133,13 +115,8 @@ class SessionCallback(TrainerCallback):
             "evaluate": self._evaluate,
             "predict": self._evaluate,
             "_save_checkpoint": self._save_checkpoint,
-            "save_model": self._save_model,
-            "_save": self._save,
-            "_load_from_checkpoint": self._load_from_checkpoint,
-            "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
-            "_determine_best_metric": self._determine_best_metric,
-            "_load_best_model": self._load_best_model,
-            "create_model_card": functools.partial(tell_in_card, self),
+            **self._saving.around(),
+            **self._loading.around(),
         }
         # Later wrappers stand outside: the session's own around the adapters', so that an adapter sees a forward in
         # progress.
@@ -190,10 +167,7 @@ class SessionCallback(TrainerCallback):
             self._training = False
             self._steps.stop()
             self._data.stop()
-        try:
-            self._recount.trained()
-        finally:
-            self._write_receipt()
+        self._saving.trained()
         return output
 
     def _drop_removed_callbacks(self) -> bool:
@@ -219,7 +193,7 @@ class SessionCallback(TrainerCallback):
         if makes_optimizer:
             forget_optimizer(self._trainer)
         resumed = kwargs.get("resume_from_checkpoint")
-        self._resumed_from = Path(resumed) if resumed else None
+        self._loading.resumed_from = Path(resumed) if resumed else None
         self._epoch_end.trial, self._epoch_end.ignored_keys = kwargs.get("trial"), kwargs.get("ignore_keys_for_eval")
         try:
             return method(*args, **kwargs)
@@ -256,17 +230,7 @@ class SessionCallback(TrainerCallback):
         session = self.session
         # Again: wrapping and the optimizer have come since `attach`, and some rules are about these.
         compatibility.check(session.recipe, run_environment(self._trainer))
-        self._services.saved_steps, self._passed_over = [], False
-        mine: Mapping[str, Any] = {}
-        if self._resumed_from is not None:
-            saved = load_state(self._resumed_from)
-            mine = rank_states.load(session, saved)
-            # A metric of a model with other sparsity or bits cannot be compared: else the old one would be loaded at
-            # the end.
-            if session.is_changed and state.best_global_step is not None:
-                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-                session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
-            self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
+        mine = self._loading.state()
         loader = kwargs.get("train_dataloader")
         try:
             # As the trainer counts steps: a short last window is a step too.
@@ -291,7 +255,8 @@ class SessionCallback(TrainerCallback):
             session.note(f"the run that is resumed had taken its {state.max_steps} steps: none is added")
         self._task.follows = None
         self._epoch_end.resume(mine.get("epoch_end"), self._is_over)
-        self._data.start(loader, mine.get("data"), None if self._resumed_from is None else str(self._resumed_from))
+        folder = self._loading.resumed_from
+        self._data.start(loader, mine.get("data"), None if folder is None else str(folder))
         preflight(self._trainer, session, self._services)
 
     def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
@@ -307,74 +272,12 @@ class SessionCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bake, on every process; the best model has been loaded. Then evaluate what no validation has seen."""
-        session, trainer = self.session, self._trainer
-        if self._passed_over and trainer.state.best_global_step is None:
-            session.note("no checkpoint that was compared held what was asked for: the model is that of the last step")
+        session = self.session
+        self._loading.note_best()
         session.finish()
         self._steps.follow()
-        if trainer.args.eval_strategy != IntervalStrategy.NO:
+        if self._trainer.args.eval_strategy != IntervalStrategy.NO:
             session.validation.of_final(self._services.evaluate)
-
-    def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
-        if not self.session.has_begun:
-            fit_to(self.session, load_state(Path(folder)), run_environment(self._trainer))
-        with loading(self.session):
-            method(folder, *args, **kwargs)
-        # After the trainer's own, which compares names as they stand in the file and only warns of what it did not
-        # find.
-        self._load_renamed(Path(folder))
-
-    def _load_renamed(self, folder: Path) -> None:
-        # FSDP has files of its own, under the model's own names
-        if self.session.context is not None and not self._trainer.is_fsdp_enabled:
-            load_renamed_(self.session.context.model, folder)
-
-    def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # Before the state is loaded: torch casts what it loads to the parameters that it finds in the groups.
-        if self.session.is_attached:
-            self.session.prepare_optimizers([self._steps.optimizer()])
-        if not self._trainer.is_fsdp_enabled:
-            method(*args, **kwargs)
-            return
-        # torch (2.13) first makes the state that it loads into by a step with zero gradients and learning rate, which
-        # accelerate (1.15) hands to the scaler, and that fails before the first loss
-        optimizer = cast(Any, self._trainer.optimizer)
-        scaler, optimizer.scaler = optimizer.scaler, None
-        try:
-            method(*args, **kwargs)
-        finally:
-            optimizer.scaler = scaler
-
-    def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        """Compare models that hold what was asked for; early stopping waits for the first of them, too."""
-        state, session = self._trainer.state, self.session
-        # The trainer writes both before it returns; a model that may not be the best must leave them as they were.
-        before = state.best_metric, state.best_global_step
-        is_best = method(*args, **kwargs)
-        compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
-        if not compared or session.ending.may_be_best():
-            return is_best
-        self._passed_over = True
-        state.best_metric, state.best_global_step = before
-        return False
-
-    def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
-        session.settle_optimizers()  # the optimizer's own other weights are those of the last step
-        with loading(session):
-            method(*args, **kwargs)
-        self._load_renamed(best)
-        session.note(f"the model is the best one, {best.name}, not that of the last step")
-        # Techniques go to the state of that checkpoint: its masks and ranges belong to its weights.
-        session.load_state_dict(load_state(best))
-        session.begin_again()
-
-    def _write_receipt(self) -> None:
-        trainer = self._trainer
-        if trainer.args.should_save:
-            receipt = self.session.receipt()
-            receipt.write(self._services.run_folder)
-            self._services.say(receipt.told())
 
     # --- loss
 
@@ -446,48 +349,8 @@ class SessionCallback(TrainerCallback):
         """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""
         self.session.evaluated(metrics or {})
 
-    def _save_model(
-        self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
-        # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
-        trainer, session = self._trainer, self.session
-        self._baking = not _internal_call and session.is_attached and not is_peft(trainer.model)
-        folder = Path(output_dir or str(trainer.args.output_dir))
-        is_complete = not _internal_call and trainer.args.should_save and session.has_begun
-        with factors_renamed(folder, cast(nn.Module, trainer.model)) if is_complete else contextlib.nullcontext():
-            try:
-                with session.swapped("checkpoint" if _internal_call else "export"):
-                    method(output_dir, _internal_call)
-                    if is_complete:
-                        write_deployment(folder, session.deployment())
-            finally:
-                self._baking = False
-            if not _internal_call and session.is_finished:
-                self._recount.saved(folder, Where.END)
-                if trainer.is_world_process_zero():
-                    leave_section(folder, session.receipt())
-        # `_save_checkpoint` calls save_model internally with a folder named after the step: the state goes there.
-        step = step_of(output_dir) if output_dir and _internal_call else None
-        if step is not None and self.session.is_attached and self.session.has_begun:
-            self._save_state(Path(str(output_dir)), step)
-
-    def _save(
-        self, method: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
-    ) -> None:
-        # FSDP and others hand in what they gathered; else the model's own tensors are baked into copies.
-        if self._baking and self._trainer.args.should_save and self.session.context is not None:
-            state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
-        method(output_dir, state_dict=state_dict)
-
-    def _save_state(self, folder: Path, step: int) -> None:
-        # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
-        saved = self._services.saved_steps
-        self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
-        more = {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
-        state = rank_states.gathered(self.session, self._trainer.model_wrapped, **more)
-        if self._trainer.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
-            save_state(folder, {**state, "saved_steps": self._services.saved_steps})
+    def _state(self) -> dict[str, Any]:
+        return {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any

@@ -1,14 +1,16 @@
-"""Show the gradients of each step to a session, complete and unscaled, and tell it whether the step was applied."""
+"""Show the gradients of each step to a session, complete and unscaled, and tell it whether the step was applied.
+
+The scale of accelerate's gradients is divided out once, and steps that its scaler skips in silence are found.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from hf_eff._gradient_scale import GradientScale
 from hf_eff._run_environment import inner_optimizer
 from shared_core.distributed.zero import ZeroOptimizer
 from shared_core.errors import TrainingError
@@ -20,6 +22,56 @@ if TYPE_CHECKING:
     from shared_core.engine.session import Session
 
 
+class Accelerated(Protocol):
+    """A trainer, or a loop: what steps an optimizer through accelerate."""
+
+    accelerator: Any
+    optimizer: Any
+
+
+class GradientScale:
+    """Around the scaler of a trainer's accelerator, if it has one."""
+
+    def __init__(self, trainer: Accelerated) -> None:
+        self._trainer = trainer
+        self._before: float | None = None
+        self.unscaled = False  # whether the gradients of this step are divided by the scale already
+
+    def watch(self) -> Wrapped:
+        """Return what keeps accelerate from dividing gradients by the scale twice; each accelerator needs it."""
+        return Wrapped(self._trainer.accelerator, "unscale_gradients", self._unscale_once)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, if there is one and nobody did."""
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None and not self.unscaled:
+            # With torch's optimizer: the scaler keeps its state by that object.
+            scaler.unscale_(inner_optimizer(self._trainer.optimizer))
+            self.unscaled = True
+
+    def _unscale_once(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        accelerator = self._trainer.accelerator
+        if self.unscaled:
+            return  # accelerate would do it again when it clips
+        method(*args, **kwargs)
+        # Only here is there a scale at all: `native_amp` with fp16.
+        self.unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
+
+    def before_step(self) -> None:
+        """Remember the scale where a skip would be hidden: torch's scaler leaves it to a fused optimizer."""
+        scaler = self._trainer.accelerator.scaler
+        # A fused optimizer gets the scale and the overflow flag, and skips inside its kernel: accelerate sees a step.
+        hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
+        is_torchs = scaler is not None and type(scaler).step is torch.amp.GradScaler.step
+        self._before = scaler.get_scale() if hidden and is_torchs else None
+
+    def hid_a_skip(self) -> bool:
+        """Return whether the step since then was skipped and the trainer does not know; the next one begins."""
+        self.unscaled = False
+        # After an overflow the scale falls: that is the only trace of a hidden skip.
+        return self._before is not None and self._trainer.accelerator.scaler.get_scale() < self._before
+
+
 class WatchedSteps:
     """Follows one trainer's steps; those of DeepSpeed come inside the last backward."""
 
@@ -28,8 +80,7 @@ class WatchedSteps:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._scale = trainer, GradientScale(trainer)
-        self.computed = False
-        """Whether the loss of this step went through `compute_loss`."""
+        self.computed = False  # whether the loss of this step went through `compute_loss`
         self._complete = False  # the step's gradients are all there
         self._discarded = False  # the last step was, and accelerate was told so
         self._zero: ZeroOptimizer | None = None

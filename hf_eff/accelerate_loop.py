@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +22,9 @@ from tqdm.auto import tqdm
 
 from hf_eff._adapters.distillation import load_teacher
 from hf_eff._checkpoints import factors_renamed, weights_of
-from hf_eff._gradient_scale import GradientScale
-from hf_eff._model_card import leave_section
-from hf_eff._run_environment import accelerator_environment, is_peft
+from hf_eff._run_environment import accelerator_environment, is_peft, refuse_unsharded
+from hf_eff._saving import leave_section
+from hf_eff._watched_steps import GradientScale
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import is_main
 from shared_core.engine.recipe import Recipe
@@ -34,7 +33,7 @@ from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.loop_driver import LoopDriver, LoopPlan
-from shared_core.front_ends.loop_services import LoopServices
+from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.printing import printable
 
@@ -413,13 +412,8 @@ def _check_kind(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise CompatibilityError("accelerate", f"techniques do not run in a loop with {kind.value}", "use DDP or FSDP2")
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked and kind != DistributedType.FSDP:
-        raise CompatibilityError(
-            "accelerate",
-            f"FSDP was asked for, but accelerate does not shard here (distributed type {kind.value})",
-            "start several processes on devices that it shards on, or drop ACCELERATE_USE_FSDP",
-        )
+    if kind != DistributedType.FSDP:
+        refuse_unsharded("accelerate", accelerator)
     if accelerator.mixed_precision == "fp8":
         raise CompatibilityError(
             "accelerate", "mixed_precision must not be fp8, which replaces layers", "use bf16 and the technique fp8"

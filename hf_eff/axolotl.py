@@ -8,7 +8,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from hf_eff._attach import attach
+from hf_eff.callbacks import attach
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.front_ends.flags import as_recipe

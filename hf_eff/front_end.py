@@ -94,7 +94,7 @@ class HuggingFace:
 
     def train(self, stock: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Train with the recipe attached."""
-        from hf_eff._attach import attach, session_callback_of
+        from hf_eff.callbacks import attach, session_callback_of
 
         run = self._short_run
         if run is not None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_eff._attach import attach, session_callback_of
-from hf_eff.callbacks import EffCallback
+from hf_eff.callbacks import EffCallback, attach, session_callback_of
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 

@@ -107,3 +107,23 @@ def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: i
         f"{type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by step {step}",
         "remove it before fit or after it, and run a tuner before training",
     )
+
+
+def came_late(callback: Any) -> TrainingError:
+    """Return the error for a callback that a Trainer got in training."""
+    return TrainingError(
+        "lightning",
+        f"{type(callback).__name__} must be among the Trainer's callbacks before fit, got it in training, when the "
+        "optimizer exists",
+        "pass it in Trainer(callbacks=[...])",
+    )
+
+
+def not_of_fabric(callback: Any) -> CompatibilityError:
+    """Return the error for a callback that Fabric got."""
+    return CompatibilityError(
+        "lightning",
+        f"{type(callback).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells "
+        "of no step",
+        "call lightning_eff.setup(fabric, model, optimizer, recipe=..., total_steps=...) in place of fabric.setup",
+    )

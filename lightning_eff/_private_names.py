@@ -13,8 +13,8 @@ from typing import Any
 from packaging.version import Version
 
 from lightning_eff._run_environment import PYTORCH_LIGHTNING
-from shared_core.front_ends import private_names
-from shared_core.front_ends.private_names import PrivateName
+from shared_core.front_ends import wrapped_method
+from shared_core.front_ends.wrapped_method import PrivateName
 
 FIRST_SEEN, LAST_SEEN = "2.5.0", "2.6.6"
 
@@ -103,4 +103,4 @@ def check_private_names(namespace: str) -> None:
     # the callback that came with Lightning 2.6 is not missed by one that has none
     names = {name: its for name, its in NAMES.items() if Version(version) >= Version(its.since or "0")}
     remedy = f"install {namespace.partition('.')[0]} {FIRST_SEEN} to {LAST_SEEN}"
-    private_names.check_private_names(names, lambda its: find(its.owner, namespace), whose, remedy)
+    wrapped_method.check_private_names(names, lambda its: find(its.owner, namespace), whose, remedy)

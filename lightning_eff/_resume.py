@@ -165,8 +165,7 @@ class ExactResume:
         """Which loaders began again within this epoch, at which fetch, and where the generators were before it."""
         self._before_validation: dict[str, Any] | None = None
         """Where the generators were when the validation that is going on began."""
-        self.backward_began = False
-        """Whether gradients hold a part of the present batch already."""
+        self.backward_began = False  # whether gradients hold a part of the present batch already
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
         self._is_marked = self._goes_on_within = False
         self.step_was_skipped = False
@@ -261,12 +260,7 @@ class ExactResume:
             self._trainer.strategy.model.require_forward_param_sync = False  # as DDP's last forward left it
 
     def load_state_dict(self, state: Mapping[str, Any] | None, of_main: Any) -> Any:
-        """Keep a saved state until training reaches its place; return this process's session.
-
-        Args:
-            state: What `state_dict` returned, None if nothing is saved.
-            of_main: The main process's session.
-        """
+        """Keep a saved state until training reaches its place; return this process's session for the main one's."""
         if state is None:
             return of_main
         ranks = state.get("ranks") if isinstance(state, Mapping) else None

@@ -1,13 +1,13 @@
-"""Services that only a Lightning Trainer has for a technique."""
+"""Services that only a Lightning Trainer has for a technique, and one batch validated by them before the first step."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,10 +19,14 @@ from lightning_eff._run_environment import no_logging
 from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import is_main
+from shared_core.engine.preflight import without_trace
 from shared_core.engine.services import BareServices, SavedCheckpoint
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError, CompatibilityError
-from shared_core.front_ends.looking import looking
+from shared_core.front_ends.services import looking
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
 
 
 class LightningServices:
@@ -30,10 +34,8 @@ class LightningServices:
 
     def __init__(self, trainer: Any, run: str) -> None:
         self._trainer, self.run = trainer, run
-        self.metric: str | None = None
-        """The validation metric that `checkpoints` reports."""
-        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        """The present arguments of `training_step`."""
+        self.metric: str | None = None  # the validation metric that `checkpoints` reports
+        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the present arguments of `training_step`
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a file or folder, or under a Hub name."""
@@ -171,3 +173,35 @@ def say(text: str) -> None:
     """Print one line on the main process."""
     if is_main():
         BareServices().say(text)
+
+
+def preflight(trainer: Any, session: Session, services: LightningServices, seen: Collection[str]) -> None:
+    """Check that validation logs what techniques go by."""
+    if trainer.global_step == 0 and not {*session.recipe.needed_metrics().values()} <= set(seen):
+        session.validation.preflight(lambda: _names_logged(trainer, services))
+
+
+def _names_logged(trainer: Any, services: LightningServices) -> list[str]:
+    loop, connector, module = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector, trainer.lightning_module
+    # Loops, connector and trainer: a validation writes into all of them.
+    with without_trace(module, trainer, loop, loop.batch_progress, connector, module):
+        if loop._combined_loader is None:  # check_val_every_n_epoch is above 1
+            stage, trainer.validating = trainer.state.stage, True
+            loop.setup_data()
+            trainer.state.stage = stage
+        loaders = loop._combined_loader
+        if loaders is None:
+            services.check_validation()
+        # An iterator with workers that live on stays for the run.
+        iterators = [(one, one._iterator) for one in loaders.flattened if hasattr(one, "_iterator")]
+        with without_trace(module, loaders, data=[loaders.flattened]):
+            loop.batch_progress = copy.deepcopy(loop.batch_progress)
+            # Results of its own: logged names are all that is looked for.
+            loop._results = type(loop._results)(training=False)
+            loop._max_batches = [min(1, batches) for batches in loop._max_batches]
+            connector.reset_metrics()
+            try:
+                return list(services.evaluate())
+            finally:
+                for loader, iterator in iterators:
+                    loader._iterator = iterator

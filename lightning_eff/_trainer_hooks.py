@@ -1,4 +1,4 @@
-"""Lightning's hooks translated into the verbs of a session; nothing else here knows when Lightning calls what."""
+"""Lightning's hooks translated into those of a session; nothing else here knows when Lightning calls what."""
 
 from __future__ import annotations
 
@@ -12,27 +12,22 @@ from torch import Tensor
 from lightning_eff import _joining, _run_environment
 from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
-from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
-from lightning_eff._preflight import preflight
+from lightning_eff._checkpoints import whole_files, wrap_loading
 from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
 from lightning_eff._run_environment import Callback
-from lightning_eff._services import LightningServices
+from lightning_eff._saving import BestCheckpoints, Saving
+from lightning_eff._services import LightningServices, preflight
 from lightning_eff._watched_steps import WatchedSteps
-from shared_core.checkpoint_formats import RUN_KEY
-from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
 from shared_core.engine.logged_figures import is_in_bar
-from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
+from shared_core.engine.receipt import Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.engine.session_state import fit_to
-from shared_core.errors import CompatibilityError, EffError, TrainingError
+from shared_core.errors import EffError
 from shared_core.front_ends.flags import as_recipe
 from shared_core.front_ends.wrapped_method import Wrapped
-
-_STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 
 
 class EffCallback(Callback):
@@ -61,21 +56,15 @@ class EffCallback(Callback):
         self.session: Session | None = None
         """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
         self._trainer: Any = None
-        self._run_id = ""
         self._wrapped: list[Wrapped] = []
         self._steps: WatchedSteps | None = None
-        self._saved: Mapping[str, Any] | None = None
-        self._final: Mapping[str, Any] | None = None
-        self._recount: Recount | None = None
         # made in `setup`, with the session
         self._resume, self._averages = cast(ExactResume, None), cast(Averages, None)
-        self._best = cast(BestCheckpoints, None)
+        self._best, self._saving = cast(BestCheckpoints, None), cast(Saving, None)
         self._adapters: list[Adapter] = []
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
         self._tries_first = False
-        self._validated_at = -1
-        self._place: ReceiptPlace | None = None
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
@@ -120,21 +109,21 @@ class EffCallback(Callback):
 
     def _open_session(self, trainer: Any, recipe: Recipe, before: Session | None) -> LightningServices:
         """Make the run's session: on the same Trainer it goes on from what a finished one (`before`) left."""
-        earlier = _joining.replaced(trainer, recipe)
+        earlier, last = _joining.replaced(trainer, recipe), self._saving
+        if earlier is not None and before is None:
+            before, last = earlier.session, earlier._saving
         # The recount of an earlier run's checkpoints ends here: the module's weights change from now on.
         for one in (self, earlier):
-            if one is not None and one._recount is not None:
-                one._recount.close()
-        if earlier is not None and before is None:
-            before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
+            if one is not None and one._saving is not None:
+                one._saving.close()
         # `fit` again on the same Trainer, after an end: it trains on from baked weights.
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         # Broadcast: checkpoints of one run carry one id, and each process would draw its own.
-        self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
-        services = LightningServices(trainer, self._run_id)
+        run = cast(Any, before)._services.run if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
+        services = LightningServices(trainer, run)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
-        self._saved = self._final if trains_on else None  # what was pruned stays pruned
+        self._saving = Saving(trainer, self.session, services, last and last.final, trains_on)
         return services
 
     def _wrap_methods(self, trainer: Any, pl_module: Any) -> None:
@@ -142,17 +131,15 @@ class EffCallback(Callback):
             self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
             ("configure_model", self._configure_model),
-            ("on_save_checkpoint", self._save_weights),
-            ("on_load_checkpoint", self._load_weights),
             ("on_train_end", self._module_ends),
         )
         self._wrapped += whole_files(trainer, self._session.note) + wrap_loading(trainer.strategy, self._session)
         # On the instance: a class's method would be replaced for all its models.
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
+        self._wrapped += self._saving.wrapped(pl_module)
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._best = BestCheckpoints(trainer, self._session)
         self._wrapped += [*self._best.wrapped, *self._averages.wrapped()]
-        self._recount = Recount(trainer, pl_module, self._session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         # keep_signature: Lightning looks at the parameters of `training_step` (batch_idx, dataloader_iter).
@@ -193,8 +180,7 @@ class EffCallback(Callback):
             return
         # Again: wrapping and optimizers have come since `setup`, and some rules are about these.
         check(self.session.recipe, _run_environment.run_environment(trainer, pl_module))
-        folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
-        self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
+        self._saving.find_place()
         for adapter in self._adapters:
             adapter.start_fit()
         if self._session.is_attached:
@@ -220,8 +206,8 @@ class EffCallback(Callback):
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         session = self._session
-        if self._saved is not None:
-            session.load_state_dict(self._saved)
+        if self._saving.begins_with is not None:
+            session.load_state_dict(self._saving.begins_with)
         # The learning rate schedule and Lightning's averaging may shorten the run: total steps are those that will
         # come.
         with self._averages.planned_epochs():
@@ -247,21 +233,11 @@ class EffCallback(Callback):
     def _check_set_up(self, trainer: Any) -> None:
         leader = self._leader
         if self.recipe and (leader is None or leader._trainer is not trainer or self not in leader._joined):
-            raise TrainingError(
-                "lightning",
-                f"{type(self).__name__} must be among the Trainer's callbacks before fit, got it in training, when "
-                "the optimizer exists",
-                "pass it in Trainer(callbacks=[...])",
-            )
+            raise _joining.came_late(self)
 
     def on_after_setup(self, *_: Any, **__: Any) -> None:
         """Refuse Fabric, which asks this of its callbacks when a module is set up."""
-        raise CompatibilityError(
-            "lightning",
-            f"{type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells of "
-            "no step",
-            "call lightning_eff.setup(fabric, model, optimizer, recipe=..., total_steps=...) in place of fabric.setup",
-        )
+        raise _joining.not_of_fabric(self)
 
     on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module
 
@@ -328,8 +304,7 @@ class EffCallback(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validation starts, or the sanity check, which comes before `begin` and changes nothing."""
         if self.session is not None:
-            # The sanity check's metrics are of an untrained model: no save may carry them.
-            self._validated_at = -1 if trainer.sanity_checking else self.session.step
+            self._saving.validates()
             self.session.before_eval()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -348,54 +323,29 @@ class EffCallback(Callback):
         with self._session.swapped("checkpoint"):
             original(*args, **kwargs)
         path = str(args[0] if args else kwargs["filepath"])
-        if self._recount is not None:
-            self._recount.saved(path)
+        if self._saving.recount is not None:
+            self._saving.recount.saved(path)
         for adapter in self._adapters:
             adapter.saved(path)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
-        if self.session is None or self.session.context is None:
-            return
-        # After the end the module is baked, and a state taken now would describe no training state: keep the one of
-        # the end.
-        checkpoint[_STATE_KEY] = (ended := self.session.is_finished and self._final) or self.session.state_dict()
-        if ended:
-            checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
-        skipped = bool(self._steps and self._steps.skipped)
-        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], skipped)
-        if self._place is not None and self._place.is_in_checkpoints:
-            checkpoint[RECEIPT_KEY] = self.session.receipt().json()
+        if self.session is not None and self.session.context is not None:
+            self._saving.add_state(checkpoint, self._resume, bool(self._steps and self._steps.skipped))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
-        if trainer.state.fn != "fit" and self._recount is not None:
-            self._recount.close()  # the module gets the weights of some checkpoint
-        if self.session is None or trainer.state.fn != "fit":
+        if self.session is None:
+            return
+        if trainer.state.fn != "fit":
+            self._saving.close()  # the module gets the weights of some checkpoint
             return
         _joining.refuse_trials_on_resume(trainer, checkpoint)
-        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
-        told = checkpoint.get(RUN_KEY)
-        self._run_id = self._services.run = told.get("id", self._run_id) if isinstance(told, dict) else self._run_id
-        if self._saved is None:
-            self.session.is_changed = True
-            self.session.note("the checkpoint was saved without these techniques: they start at step 0")
+        self._saving.take_state(checkpoint, self._resume)
 
     @property
     def _services(self) -> Any:
         return self._session._services
-
-    def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
-        metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
-        bake_saved(self._session, checkpoint, self._run_id, metrics)  # before the user's hook, which may drop keys
-        original(checkpoint)
-
-    def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
-        original(checkpoint)
-        module = self._trainer.lightning_module
-        # Before weights are loaded: adapters and quantisers of the checkpoint must be there for its keys to fit.
-        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _run_environment.run_environment(self._trainer, module))
-        restore_raw(module, checkpoint)
 
     # -- the end
 
@@ -409,21 +359,13 @@ class EffCallback(Callback):
         session.finish()
         self._averages.take_over()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
-        self._final, trainer._eff_leader = session.state_dict(), self
+        self._saving.final, trainer._eff_leader = session.state_dict(), self
         if self._services.can_validate:
             session.validation.of_final(self._services.evaluate, after_steps=self._best.is_missing)
         self._best.save_last()
-        if self._recount is not None:
-            self._recount.keep_final()
-        self._write_receipt()
-
-    def _write_receipt(self) -> None:
-        trainer, receipt = self._trainer, self._session.receipt()
-        if not trainer.is_global_zero:
-            return
-        if not trainer.fast_dev_run and self._place is not None:
-            receipt.leave(self._place)
-        self._services.say(receipt.told())
+        if self._saving.recount is not None:
+            self._saving.recount.keep_final()
+        self._saving.leave_receipt()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
@@ -456,11 +398,11 @@ class EffCallback(Callback):
         if self.session is not None:
             # In one process only: gathering would wait for others that the exception may not have reached.
             if self.session.is_attached and self.session.has_begun and world_size() == 1:
-                self._final = self.session.state_dict()  # a notebook trains on
+                self._saving.final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
         vars(self._trainer or self).pop("_eff_leader", None)
-        if self._recount is not None:
-            self._recount.close()
+        if self._saving is not None:
+            self._saving.close()
         self._undo()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -468,16 +410,13 @@ class EffCallback(Callback):
         session = self.session
         if session is None or not session.is_attached or session.has_begun:
             return
-        if self._saved is None:  # Lightning leaves training out, and its end, where a Timer has no time left
+        if self._saving.begins_with is None:
+            # Lightning leaves out training, and its end, where a Timer has no time left.
             session.finish()
-            self._write_receipt()
+            self._saving.leave_receipt()
         else:
             self._begin(trainer, pl_module)
-            # The model was loaded with latent weights and never trained: bake a copy, detach, and load it as plain
-            # weights.
-            baked = session.bake(pl_module.state_dict())
-            session.detach()
-            pl_module.load_state_dict(baked)
+            self._saving.bake_loaded(pl_module)
             self._resume.use_up()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -500,7 +439,7 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_recount", "_averages"))
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_saving", "_averages"))
         return {**self.__dict__, **empty, "_wrapped": [], "_joined": [], "_adapters": []}
 
 

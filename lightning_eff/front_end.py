@@ -1,15 +1,17 @@
-"""The front end as `eff run` and teacher loading find it; imports no Lightning by itself."""
+"""How Lightning and `eff run` find this package: names of strategies, a recipe for a script. Imports no Lightning."""
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lightning_eff.auto_callback import VARIABLE
 from shared_core.front_ends.after_import import after_import
@@ -17,6 +19,34 @@ from shared_core.front_ends.after_import import after_import
 if TYPE_CHECKING:
     from shared_core.engine.recipe import Recipe
     from shared_core.runs.short_run import ShortRunConfig
+
+
+_STRATEGIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "eff_ddp": ("ddp_class", {}, "DDP whose communication hooks run on a CPU too"),
+    **{
+        f"eff_ddp_{hook}": ("ddp_class", {"comm": {"hook": hook}}, f"DDP that sends gradients by {hook}")
+        for hook in ("fp16", "bf16", "powersgd")
+    },
+    "eff_fsdp": ("fsdp_class", {}, "FSDP2 of a module that shards nothing itself"),
+}
+
+
+def register_strategies() -> None:
+    """Make ``Trainer(strategy="eff_fsdp")`` known to every Lightning that is imported, and to one imported later."""
+    for namespace in ("pytorch_lightning", "lightning.pytorch"):
+        after_import(f"{namespace}.strategies", _register)
+
+
+def _register(module: ModuleType) -> None:
+    for name, (maker, options, description) in _STRATEGIES.items():
+        if name not in module.StrategyRegistry:  # else by another import of this package
+            made = functools.partial(_make, maker, module.__name__.rpartition(".")[0])
+            module.StrategyRegistry.register(name, made, description, **options)
+
+
+def _make(maker: str, namespace: str, **options: Any) -> Any:
+    strategy_class = getattr(importlib.import_module("lightning_eff.strategies"), maker)(namespace)
+    return strategy_class(**options)
 
 
 class LightningFrontEnd:

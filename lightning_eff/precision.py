@@ -132,21 +132,14 @@ def precision_class(namespace: str) -> Any:
             with context:
                 yield
 
-        def convert_module(self, module: Any) -> Any:
-            """Cast a model of 16-true."""
-            return super().convert_module(module) if self._casts is None else self._casts.convert_module(module)
+        def _cast(self, name: str, *args: Any) -> Any:
+            """Call the method of the plugin that casts model, batches and new tensors of 16-true, else our own."""
+            return getattr(super() if self._casts is None else self._casts, name)(*args)
 
-        def convert_input(self, data: Any) -> Any:
-            """Cast the batches of 16-true."""
-            return super().convert_input(data) if self._casts is None else self._casts.convert_input(data)
-
-        def tensor_init_context(self) -> Any:
-            """Make tensors of 16-true in fp16."""
-            return super().tensor_init_context() if self._casts is None else self._casts.tensor_init_context()
-
-        def module_init_context(self) -> Any:
-            """Make modules of 16-true in fp16."""
-            return super().module_init_context() if self._casts is None else self._casts.module_init_context()
+        convert_module = functools.partialmethod(_cast, "convert_module")
+        convert_input = functools.partialmethod(_cast, "convert_input")
+        tensor_init_context = functools.partialmethod(_cast, "tensor_init_context")
+        module_init_context = functools.partialmethod(_cast, "module_init_context")
 
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
             """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""

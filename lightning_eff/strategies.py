@@ -129,22 +129,15 @@ def fsdp_class(namespace: str) -> Any:
             finally:
                 stand_in.undo()
 
-        def _through_root(self, context: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        def _through_root(self, context: str, name: str, *args: Any, **kwargs: Any) -> Any:
             # Weights of the root are gathered by its forward alone, which Lightning does not call.
-            with context():
+            with getattr(self.precision_plugin, context)():
                 return through_root(self.lightning_module, getattr(self.lightning_module, name), *args, **kwargs)
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._through_root(self.precision_plugin.train_step_context, "training_step", *args, **kwargs)
-
-        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._through_root(self.precision_plugin.val_step_context, "validation_step", *args, **kwargs)
-
-        def test_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._through_root(self.precision_plugin.test_step_context, "test_step", *args, **kwargs)
-
-        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self._through_root(self.precision_plugin.predict_step_context, "predict_step", *args, **kwargs)
+        training_step = functools.partialmethod(_through_root, "train_step_context", "training_step")
+        validation_step = functools.partialmethod(_through_root, "val_step_context", "validation_step")
+        test_step = functools.partialmethod(_through_root, "test_step_context", "test_step")
+        predict_step = functools.partialmethod(_through_root, "predict_step_context", "predict_step")
 
     return public(EffFSDPStrategy, namespace)
 

@@ -23,7 +23,7 @@ from shared_core.engine.session import Session
 from shared_core.engine.session_state import fits, load_window_state, window_state
 from shared_core.engine.technique import Purpose
 from shared_core.errors import CheckpointError, EffError, TrainingError
-from shared_core.front_ends.loop_services import LoopServices
+from shared_core.front_ends.services import LoopServices
 from shared_core.front_ends.wrapped_method import Wrapped
 
 T = TypeVar("T")

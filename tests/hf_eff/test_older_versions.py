@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer
 
 from hf_eff import Pruning
-from hf_eff._older_versions import OlderLoop
+from hf_eff._private_names import OlderLoop
 
 pytestmark = pytest.mark.matrix
 

@@ -216,7 +216,7 @@ def test_a_resumed_run_evaluates_no_batch_at_its_start(make, tmp_path, monkeypat
     trainer.train()
     trainer = make.trainer(tmp_path, max_steps=4, **SAVING)
     attach(trainer, GREEDY)
-    monkeypatch.setattr("hf_eff._preflight._names", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr("hf_eff._services._names_reported", lambda *_: pytest.fail("evaluated again"))
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4
 

@@ -1,11 +1,12 @@
 """Models loaded in 16 bit in the Hugging Face Trainer, updated in float32."""
 
 import json
-import shutil
 
+import promise_drivers
 import pytest
 import torch
-from safetensors.torch import load_file
+from promise_drivers import run_hf, saved_state
+from promise_table import make_net
 from torch import nn
 
 from hf_eff import attach
@@ -41,36 +42,19 @@ def build(make, folder, dtype, recipe, **settings):
     ],
     ids=["copy", "drawn+prune", "kahan", "autocast", "fp16+scale"],
 )
-def test_resume_is_exact(make, tmp_path, optim, dtype, kind, more, settings):
+def test_resume_is_exact(tmp_path, optim, dtype, kind, more, settings, monkeypatch):
+    monkeypatch.setattr(promise_drivers, "make_net", lambda *args, **options: make_net(*args, **options).to(dtype))
     recipe = {"primary_weights": {"kind": kind, "telemetry_every": 2}, **more}
-    straight, whole = build(make, tmp_path / "straight", dtype, recipe, optim=optim, **settings)
-    straight.train()
-    for stop in (2, 5):
-        stopped, _ = build(make, tmp_path / f"stopped{stop}", dtype, recipe, optim=optim, **settings)
-        name = f"checkpoint-{stop}"
-        shutil.copytree(tmp_path / "straight" / name, tmp_path / f"stopped{stop}" / name)
-        stopped.train(resume_from_checkpoint=True)
-        for one, other in zip(straight.model.parameters(), stopped.model.parameters(), strict=True):
-            assert one.dtype == dtype
-            assert torch.equal(one, other)
-        states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (straight, stopped)]
-        for index, state in states[0].items():
-            for key, value in state.items():
-                if torch.is_tensor(value):
-                    assert torch.equal(value, states[1][index][key])
-                    assert value.dtype == torch.float32
-        copies = [
-            load_state(tmp_path / run / "checkpoint-8")["techniques"]["primary_weights"]["copies"]
-            for run in ("straight", f"stopped{stop}")
-        ]
-        assert copies[0].keys() == copies[1].keys()
-        assert bool(copies[0]) == (kind != "stochastic_rounding")
-        assert all(torch.equal(copies[0][key], copies[1][key]) for key in copies[0])
-    saved = load_file(tmp_path / "straight" / "checkpoint-8" / "model.safetensors")
-    assert all(value.dtype == dtype for value in saved.values())
-    assert whole.receipt()["steps"]["applied"] + whole.skipped == 8
-    if more is SCALED:
-        assert whole.skipped > 0
+    options = {"optim": optim, "accumulate": 2, **settings}
+    whole = promise_drivers.assert_resumes(run_hf, lambda: recipe, tmp_path, (2, 5), **options)
+    assert {value.dtype for value in whole.weights.values() if value.is_floating_point()} == {dtype}
+    state = saved_state(whole.checkpoints[8])
+    moments = [value for one in state["optimizer.pt"]["state"].values() for value in one.values()]
+    assert {value.dtype for value in moments if torch.is_tensor(value)} == {torch.float32}
+    assert bool(state["eff"]["techniques"]["primary_weights"]["copies"]) == (kind != "stochastic_rounding")
+    assert {value.dtype for value in state["model"].values() if value.is_floating_point()} == {dtype}
+    assert whole.receipt["steps"]["applied"] + whole.receipt["steps"]["skipped"] == 8
+    assert (whole.receipt["steps"]["skipped"] > 0) == (more is SCALED)
 
 
 @pytest.mark.slow

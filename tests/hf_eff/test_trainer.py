@@ -345,3 +345,33 @@ def test_deepspeed_that_accelerate_does_not_use_is_refused(make, tmp_path):
     trainer.is_deepspeed_enabled = True
     with pytest.raises(CompatibilityError, match="cluster cannot be combined with DeepSpeed"):
         attach(trainer, {"cluster": {"bits": 3}})
+
+
+class OwnStep(Trainer):
+    """A subclass that computes its loss by itself."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = model(**self._prepare_inputs(inputs)).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_only_techniques_that_need_the_loss_ask_a_training_step_for_compute_loss(make, tmp_path):
+    pruned = make.trainer(tmp_path / "pruned", trainer_class=OwnStep, callbacks=[Pruning(sparsity=0.5)])
+    pruned.train()
+    assert pruned.state.global_step == 8
+    trainer = make.trainer(
+        tmp_path / "own", trainer_class=OwnStep, callbacks=[Distillation(teacher=make.classifier(seed=7))]
+    )
+    before = [value.clone() for value in trainer.model.parameters()]
+    with pytest.raises(TrainingError, match=r"OwnStep must call self.compute_loss"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_a_replaced_method_that_leaves_gradients_to_nobody_is_refused(make, tmp_path):
+    trainer = make.trainer(tmp_path, callbacks=[Pruning(sparsity=0.5)], max_grad_norm=0.0)
+    trainer._get_grad_norm = lambda *args, **kwargs: 1.0
+    with pytest.raises(TrainingError, match=r"Trainer must call self._get_grad_norm"):
+        trainer.train()

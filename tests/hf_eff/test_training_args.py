@@ -1,203 +1,74 @@
+"""Flags of techniques in training arguments, and what changes them later: a search, whose loop is short here."""
+
 import copy
 import dataclasses
 import inspect
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils.memory import release_memory
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 from trl import SFTConfig
 
-from hf_eff import EffCallback, EffFlags, EffTrainer, EffTrainingArguments, Pruning, attach, with_eff
+from hf_eff import (
+    EffCallback,
+    EffFlags,
+    EffTrainer,
+    EffTrainingArguments,
+    Pruning,
+    QuantizationAwareTraining,
+    attach,
+    with_eff,
+)
 from shared_core.engine.registry import flags
 from shared_core.errors import ConfigError, MatchError
 from shared_core.front_ends.flags import take_flags
 
-FLAGS = [
-    "matmul_precision",
-    "low_rank_rank",
-    "low_rank_decomposition",
-    "low_rank_calibration_batches",
-    "low_rank_conv",
-    "low_rank_force",
-    "low_rank_multiple_of",
-    "low_rank_merge",
-    "low_rank_include",
-    "low_rank_skip",
-    "low_rank_min_size",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_base",
-    "lora_double_quant",
-    "lora_requantize",
-    "lora_include",
-    "lora_skip",
-    "lora_min_size",
-    "lora_train",
-    "primary_weights_kind",
-    "primary_weights_state_dtype",
-    "primary_weights_telemetry_every",
-    "prune_sparsity",
-    "prune_criterion",
-    "prune_threshold",
-    "prune_permutations",
-    "prune_cost",
-    "prune_granularity",
-    "prune_n_m",
-    "prune_block",
-    "prune_schedule",
-    "prune_initial_sparsity",
-    "prune_begin",
-    "prune_end",
-    "prune_every",
-    "prune_scope",
-    "prune_max_layer_sparsity",
-    "prune_dynamic",
-    "prune_drop_share",
-    "prune_sr_ste",
-    "prune_regularizer",
-    "prune_regularizer_strength",
-    "prune_include",
-    "prune_skip",
-    "prune_min_size",
-    "prune_overrides",
-    "lottery_out",
-    "lottery_ticket",
-    "lottery_rewind_to",
-    "lottery_rewind",
-    "lottery_rate",
-    "lottery_output_rate",
-    "lottery_conv_rate",
-    "lottery_scope",
-    "lottery_max_layer_sparsity",
-    "lottery_control",
-    "lottery_seed",
-    "lottery_include",
-    "lottery_skip",
-    "lottery_min_size",
-    "cluster_bits",
-    "cluster_bits_of",
-    "cluster_begin",
-    "cluster_include",
-    "cluster_skip",
-    "cluster_min_size",
-    "qat_scheme",
-    "qat_begin",
-    "qat_freeze_observers",
-    "qat_fold_batch_norm",
-    "qat_freeze_bn",
-    "qat_range",
-    "qat_ema_constant",
-    "qat_percentile",
-    "qat_clip_gelu",
-    "qat_weight_bits",
-    "qat_activation_bits",
-    "qat_group_size",
-    "qat_rounding",
-    "qat_gate",
-    "qat_calibration_batches",
-    "qat_include",
-    "qat_skip",
-    "qat_min_size",
-    "qat_overrides",
-    "qat_keep",
-    "fp8_recipe",
-    "fp8_format",
-    "fp8_amax_history",
-    "fp8_backend",
-    "fp8_max_skips",
-    "fp8_include",
-    "fp8_skip",
-    "fp8_min_size",
-    "checkpointing_policy",
-    "checkpointing_k",
-    "checkpointing_include",
-    "activations_pack",
-    "activations_offload",
-    "activations_min_size",
-    "activations_group_size",
-    "activations_sparse",
-    "distill_teacher",
-    "distill_peers",
-    "distill_teacher_weights",
-    "distill_teacher_dtype",
-    "distill_trust_remote_code",
-    "distill_ema_decay",
-    "distill_divergence",
-    "distill_beta",
-    "distill_temperature",
-    "distill_temperature_end",
-    "distill_scale_by_temperature",
-    "distill_alpha",
-    "distill_alpha_end",
-    "distill_confidence",
-    "distill_unlabelled_field",
-    "distill_vocab_size",
-    "distill_chunked",
-    "distill_budget_mib",
-    "distill_begin",
-    "distill_end",
-    "distill_hidden",
-    "distill_hidden_loss",
-    "distill_hidden_weight",
-    "distill_attention",
-    "distill_attention_weight",
-    "distill_init_layers",
-    "distill_student",
-    "distill_logits",
-    "distill_causal",
-    "loss_scale_kind",
-    "loss_scale_init_scale",
-    "loss_scale_growth_factor",
-    "loss_scale_backoff_factor",
-    "loss_scale_growth_interval",
-    "loss_scale_min_scale",
-    "loss_scale_max_skips",
-    "loss_scale_floor",
-    "loss_scale_floor_window",
-    "loss_scale_floor_overflows",
-    "loss_scale_format",
-    "loss_scale_margin",
-    "loss_scale_smoothing",
-    "loss_scale_telemetry_every",
-    "loss_scale_flush_every",
-    "loss_scale_histogram_every",
-    "dp_noise_multiplier",
-    "dp_target_epsilon",
-    "dp_max_grad_norm",
-    "dp_delta",
-    "dp_accountant",
-    "dp_grad_sample_mode",
-    "dp_check_loss",
-    "dp_secure_mode",
-    "dp_seed",
-    "comm_hook",
-    "comm_rank",
-    "comm_begin",
-    "average_kind",
-    "average_decay",
-    "average_warmup",
-    "average_begin",
-    "average_every",
-    "average_k",
-    "average_evaluate",
-    "average_bn_batches",
-    "soup_kind",
-    "soup_metric",
-    "soup_mode",
-    "soup_strict",
-    "soup_min_delta",
-    "soup_order",
-    "soup_seed",
-    "soup_repeat",
-    "soup_weights",
-    "soup_last",
-    "soup_max_ingredients",
-    "soup_rank",
-    "soup_bn_batches",
-]
+OPTIONS = {
+    "matmul": "precision",
+    "low_rank": "rank decomposition calibration_batches conv force multiple_of merge include skip min_size",
+    "lora": "rank alpha dropout base double_quant requantize include skip min_size train",
+    "primary_weights": "kind state_dtype telemetry_every",
+    "prune": (
+        "sparsity criterion threshold permutations cost granularity n_m block schedule initial_sparsity begin end "
+        "every scope max_layer_sparsity dynamic drop_share sr_ste regularizer regularizer_strength include skip "
+        "min_size overrides"
+    ),
+    "lottery": (
+        "out ticket rewind_to rewind rate output_rate conv_rate scope max_layer_sparsity control seed include "
+        "skip min_size"
+    ),
+    "cluster": "bits bits_of begin include skip min_size",
+    "qat": (
+        "scheme begin freeze_observers fold_batch_norm freeze_bn range ema_constant percentile clip_gelu "
+        "weight_bits activation_bits group_size rounding gate calibration_batches include skip min_size overrides "
+        "keep"
+    ),
+    "fp8": "recipe format amax_history backend max_skips include skip min_size",
+    "checkpointing": "policy k include",
+    "activations": "pack offload min_size group_size sparse",
+    "distill": (
+        "teacher peers teacher_weights teacher_dtype trust_remote_code ema_decay divergence beta temperature "
+        "temperature_end scale_by_temperature alpha alpha_end confidence unlabelled_field vocab_size chunked "
+        "budget_mib begin end hidden hidden_loss hidden_weight attention attention_weight init_layers student "
+        "logits causal"
+    ),
+    "loss_scale": (
+        "kind init_scale growth_factor backoff_factor growth_interval min_scale max_skips floor floor_window "
+        "floor_overflows format margin smoothing telemetry_every flush_every histogram_every"
+    ),
+    "dp": (
+        "noise_multiplier target_epsilon max_grad_norm delta accountant grad_sample_mode check_loss secure_mode seed"
+    ),
+    "comm": "hook rank begin",
+    "average": "kind decay warmup begin every k evaluate bn_batches",
+    "soup": ("kind metric mode strict min_delta order seed repeat weights last max_ingredients rank bn_batches"),
+}
+FLAGS = [f"{key}_{name}" for key, names in OPTIONS.items() for name in names.split()]
 
 
 def parse(*arguments):
@@ -248,13 +119,8 @@ def test_the_command_line_gives_a_recipe():
 
 
 def test_yaml_json_and_dict_give_the_same_arguments(tmp_path):
-    values = {
-        "output_dir": "out",
-        "report_to": "none",
-        "prune_sparsity": 1e-3,
-        "prune_skip": ["last"],
-        "prune_begin": 5,
-    }
+    stock = {"output_dir": "out", "report_to": "none"}
+    values = {**stock, "prune_sparsity": 1e-3, "prune_skip": ["last"], "prune_begin": 5}
     (tmp_path / "a.json").write_text(json.dumps(values))
     (tmp_path / "a.yaml").write_text(
         "output_dir: out\nreport_to: none\nprune_sparsity: 1e-3\nprune_skip: [last]\nprune_begin: 5\n"
@@ -331,21 +197,13 @@ def test_help_is_complete_and_the_group_holds_only_our_flags():
     assert "--learning_rate" not in separate.split(title)[1]
 
 
-def test_a_stock_trainer_does_not_ignore_the_flags(make, tmp_path):
-    trainer = make.trainer(tmp_path, arguments_class=EffTrainingArguments, prune_sparsity=0.5)
-    assert type(trainer) is Trainer
-    with pytest.raises(ConfigError, match=r"prune must be taken by the trainer.*EffTrainer"):
-        trainer.train()
-    session = attach(trainer)
-    trainer.train()
-    assert session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
-
-
-def test_a_stock_trainer_with_a_schedule_of_its_own_does_not_ignore_them_either(make, tmp_path):
+@pytest.mark.parametrize("own_schedule", [False, True])
+def test_a_stock_trainer_does_not_ignore_the_flags(make, tmp_path, own_schedule):
     model = make.classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
+    own = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))} if own_schedule else {}
     trainer = make.trainer(tmp_path, model=model, extra=own, arguments_class=EffTrainingArguments, prune_sparsity=0.5)
+    assert type(trainer) is Trainer
     assert trainer.args.to_dict()["auto_find_batch_size"] is False
     for again in (copy.deepcopy(trainer.args), pickle.loads(pickle.dumps(trainer.args))):
         assert again.to_dict() == trainer.args.to_dict()
@@ -405,3 +263,64 @@ def test_a_technique_may_reach_little_where_the_flag_says_so(tmp_path):
     trainer = Trainer(net, args, callbacks=callbacks)
     assert callbacks[0].session.is_attached
     assert trainer.model is net
+
+
+def build(make, folder, **settings):
+    return EffTrainer(
+        model_init=lambda: make.classifier(),
+        args=make.arguments(folder, arguments_class=EffTrainingArguments, max_steps=2, **settings),
+        train_dataset=make.examples(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _trials_of_our_own(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+
+
+def search(trainer, trials):
+    """Train as `hyperparameter_search` does, and return what each trial left of the receipt."""
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    trainer.hp_space = lambda trial: trial.params
+    for number, params in enumerate(trials):
+        trainer.train(trial=SimpleNamespace(number=number, params=params))
+        yield trainer.session.receipt()
+        trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
+        trainer.accelerator.clear()
+
+
+def test_each_trial_runs_with_its_own_flags(make, tmp_path):
+    trainer = build(make, tmp_path, prune_sparsity=0.8, qat_scheme="int8")
+    found = list(search(trainer, [{"prune_sparsity": 0.5}, {"prune_sparsity": 0.25, "learning_rate": 1e-3}]))
+    assert [receipt["techniques"]["prune"]["sparsity"] for receipt in found] == pytest.approx([0.5, 0.25], abs=2e-3)
+    assert [receipt["steps"]["applied"] for receipt in found] == [2, 2]
+    assert all("qat" in receipt["techniques"] for receipt in found)
+    assert all((tmp_path / f"run-{number}" / "eff_receipt.json").is_file() for number in range(2))
+
+
+def test_each_trials_accelerator_unscales_once(make, tmp_path):
+    trainer = build(make, tmp_path, fp16=True, loss_scale_kind="dynamic")
+    found = list(search(trainer, [{}, {}]))
+    assert [receipt["techniques"]["loss_scale"]["steps"] for receipt in found] == [2, 2]
+
+
+def test_a_flag_that_changes_after_construction_counts(make, tmp_path):
+    settings = {"trainer_class": EffTrainer, "arguments_class": EffTrainingArguments}
+    trainer = make.trainer(
+        tmp_path, prune_sparsity=0.8, callbacks=[QuantizationAwareTraining(scheme="int8")], **settings
+    )
+    trainer.args.prune_sparsity = 0.5
+    trainer.train()
+    assert list(trainer.session.recipe) == ["prune", "qat"]
+    assert trainer.session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=2e-3)
+    plain = make.trainer(tmp_path, **settings)
+    plain.args.prune_sparsity = 0.5
+    with pytest.raises(ConfigError, match=r"prune must be taken by the trainer.*changed after"):
+        plain.train()
+
+
+def test_a_session_is_the_trainers_after_others_joined(make, tmp_path):
+    callback = QuantizationAwareTraining(scheme="int8")
+    trainer = make.trainer(tmp_path, trainer_class=EffTrainer, callbacks=[callback])
+    trainer.add_callback(Pruning(sparsity=0.5))
+    assert attach(trainer, {"average": {"kind": "ema"}}) is trainer.session is callback.session

@@ -54,7 +54,7 @@ def test_a_batch_is_validated_only_where_the_sanity_check_logs_no_metric(tmp_pat
 
 
 def test_a_run_that_needs_no_metric_validates_nothing_at_its_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_eff._preflight._names", lambda *_: pytest.fail("validated"))
+    monkeypatch.setattr("lightning_eff._services._names_logged", lambda *_: pytest.fail("validated"))
     for recipe in ({"soup": {"kind": "uniform"}}, {"prune": {"sparsity": 0.5}}):
         fit(prepared(tmp_path, recipe), make_module(), val=True)
 
@@ -117,7 +117,7 @@ def test_it_leaves_no_trace(tmp_path, monkeypatch, namespace, workers):
 def test_a_resumed_run_validates_no_batch_at_its_start(tmp_path, monkeypatch):
     trainer = prepared(tmp_path, GREEDY, max_epochs=1)
     fit(trainer, make_module(), val=True)
-    monkeypatch.setattr("lightning_eff._preflight._names", lambda *_: pytest.fail("validated again"))
+    monkeypatch.setattr("lightning_eff._services._names_logged", lambda *_: pytest.fail("validated again"))
     trainer = prepared(tmp_path, GREEDY, max_epochs=2)
     fit(trainer, make_module(), val=True, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
     assert trainer.current_epoch == 2

@@ -14,6 +14,7 @@ from promise_drivers import (
     batches,
     difference,
     hf_trainer,
+    prepared_loop,
     weights_of,
 )
 from promise_table import NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, Row, make_net, recipe_of
@@ -210,72 +211,43 @@ def test_a_loop_that_goes_back_ends_as_one_that_did_not(name):
         assert whole[2] == again[2], back
 
 
-def in_accelerate(recipe, folder, back):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    from hf_eff import prepare
-
-    AcceleratorState._reset_state(reset_partial_state=False)
-    GradientState._reset_state()
-    accelerator = Accelerator(project_dir=folder, cpu=True)
-    parts = LoopOptions(dropout=0.3).parts(recipe)
-    model, optimizer, loader = prepare(accelerator, *parts, recipe=recipe, total_steps=NUM_STEPS)
-    files = accelerator.save_state, accelerator.load_state
-    steps(model, optimizer, loader, accelerator.backward, back, *files, str(folder / "2"))
-    net = accelerator.unwrap_model(model)
-    accelerator.end_training()
-    return weights_of(net)
-
-
-def in_fabric(recipe, folder, back):
-    from lightning_fabric import Fabric
-
-    from lightning_eff import setup
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    model, optimizer, loader = LoopOptions(dropout=0.3).parts(recipe)
-    plan = {"total_steps": NUM_STEPS, "steps_per_epoch": len(loader), "calibration": loader}
-    model, optimizer = setup(fabric, model, optimizer, recipe=recipe, **plan)
-
-    def save(path):
-        fabric.save(path, {"model": model, "optimizer": optimizer, "random": rng_state()})
-
-    def load(path):
-        state = {"model": model, "optimizer": optimizer, "random": rng_state()}
-        fabric.load(path, state)
-        set_rng_state(state["random"])
-
-    steps(model, optimizer, loader, fabric.backward, back, save, load, str(folder / "2"))
-    return weights_of(model.module)
-
-
-def steps(model, optimizer, loader, backward, back, save, load, path):
+def in_loop(kind, recipe, folder, back):
     """Train; after the step `back` once load what was saved after step 2 and go on from there."""
-    data, step = list(loader), 0
+    driver, model, optimizer, loader = prepared_loop(kind, recipe, folder, LoopOptions(dropout=0.3).parts(recipe))
+    data, step, path = list(loader), 0, str(folder / "2")
     torch.manual_seed(0)
     model.train()
     while step < NUM_STEPS:
-        backward(model(**data[step % len(data)])["loss"])
+        driver.backward(model(**data[step % len(data)])["loss"])
         optimizer.step()
         optimizer.zero_grad()
         step += 1
+        state = {"model": model, "optimizer": optimizer, "random": rng_state()}
         if step == 2:
-            save(path)
+            driver.save_state(path) if kind == "accelerate" else driver.save(path, state)
         if step == back:
-            load(path)
+            if kind == "accelerate":
+                driver.load_state(path)
+            else:
+                driver.load(path, state)
+                set_rng_state(state["random"])
             step, back = 2, None
+    if kind == "fabric":
+        return weights_of(model.module)
+    net = driver.unwrap_model(model)
+    driver.end_training()
+    return weights_of(net)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("run", [in_accelerate, in_fabric])
+@pytest.mark.parametrize("kind", ["accelerate", "fabric"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_that_loads_an_earlier_checkpoint_ends_as_one_that_did_not(run, name, tmp_path):
+def test_a_script_that_loads_an_earlier_checkpoint_ends_as_one_that_did_not(kind, name, tmp_path):
     keys = [key for key in TOGETHER if key not in ("soup", "dp")]
     found = []
     for number, back in enumerate((None, 5, 7)):
         recipe = recipe_of(*keys) if name == "everything" else ROWS[name].recipe()
-        found.append(run(recipe, tmp_path / str(number), back))
+        found.append(in_loop(kind, recipe, tmp_path / str(number), back))
     assert difference(found[0], found[1]) is None
     assert difference(found[0], found[2]) is None
 

@@ -1,25 +1,23 @@
-"""Factors in both trainers: a resume builds those of the checkpoint, and needs a checkpoint of them."""
+"""Factors in both trainers: made for the inputs seen; a resume builds those of the checkpoint, which must hold some."""
 
+import promise_drivers
 import pytest
 import torch
-from promise_drivers import difference, run_hf, run_lightning, saved_state
-from promise_table import NUM_STEPS, DigitsNet
+from promise_drivers import TRAINERS, difference, lightning_module, run_lightning, saved_state
+from promise_table import NUM_STEPS, DigitsNet, make_net, train_examples
 
 from shared_core.errors import CheckpointError
-from shared_core.low_rank import LowRankLayer
+from shared_core.low_rank import LowRankLayer, load
 
 ENERGY = {"rank": "energy:0.8"}
 AVERAGE = {"average": {"kind": "ema"}}
-TRAINERS = {"hf": (run_hf, {"seed": 3}), "lightning": (run_lightning, {})}
 
 
 @pytest.fixture(params=TRAINERS)
 def run(request, tmp_path):
-    train, options = TRAINERS[request.param]
-
     def run(folder, recipe, **more):
-        torch.manual_seed(3)
-        return train(recipe, tmp_path / folder, dropout=0.3, shuffle=True, save_every=4, **options, **more)
+        options = {"dropout": 0.3, "shuffle": True, "save_every": 4, "seed": 3, **more}
+        return TRAINERS[request.param](recipe, tmp_path / folder, **options)
 
     return run
 
@@ -50,3 +48,30 @@ def test_a_checkpoint_without_factors_is_refused_and_one_with_them_without_low_r
         run("again", {"low_rank": ENERGY}, resume=plain.checkpoints[4])
     with pytest.raises(CheckpointError, match="recipe must keep low_rank"):
         run("other", AVERAGE, resume=factors.checkpoints[4])
+
+
+def test_a_finished_checkpoint_of_lightning_resumed_and_loaded_is_the_trained_model(tmp_path):
+    options = {"dropout": 0.3, "shuffle": True, "save_every": 4}
+    whole = run_lightning({"low_rank": ENERGY}, tmp_path / "whole", **options)
+    again = run_lightning({"low_rank": ENERGY}, tmp_path / "again", resume=whole.checkpoints[NUM_STEPS], **options)
+    assert difference(whole.weights, again.weights) is None
+    fresh = load(lightning_module(), whole.checkpoints[NUM_STEPS]).net
+    assert difference(whole.weights, dict(fresh.state_dict())) is None
+
+
+def test_inputs_are_looked_at_before_the_first_step(run, monkeypatch):
+    monkeypatch.setattr(promise_drivers, "LEARNING_RATE", 0.0)
+    errors, told = {}, {}
+    images = torch.stack([row["x"] for row in train_examples()])
+    for decomposition in ("svd", "scaled", "whitened"):
+        recipe = {"low_rank": {"rank": 3, "calibration_batches": 4, "decomposition": decomposition}}
+        result = run(decomposition, recipe, max_steps=1, dropout=0.0, shuffle=False)
+        outputs = [net.eval()(images)["logits"] for net in (result.model, make_net())]
+        errors[decomposition] = float((outputs[0] - outputs[1]).norm())
+        told[decomposition] = result.receipt["techniques"]["low_rank"]
+    assert errors["whitened"] < 0.9 * errors["svd"]
+    assert errors["scaled"] < errors["svd"]
+    assert told["whitened"]["calibration_batches"] == 4
+    (layer,), (plain,) = (told[name]["per_layer"] for name in ("whitened", "svd"))
+    assert layer["output_error"] < layer["weight_error"]
+    assert plain["weight_error"] < layer["weight_error"]

@@ -4,7 +4,16 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from plain_loop import plain_step
-from promise_drivers import batches, difference, hf_trainer, run_hf, run_lightning, weights_of
+from promise_drivers import (
+    assert_resumes,
+    batches,
+    difference,
+    hf_trainer,
+    prepared_loop,
+    run_hf,
+    run_lightning,
+    weights_of,
+)
 from promise_table import NUM_STEPS, TECHNIQUES, make_net, recipe_of, train_examples
 from safetensors.torch import load_file
 from schedule_free import ScheduleFree
@@ -193,11 +202,8 @@ def test_trainers_end_as_a_loop_does(key, tmp_path):
 
 @pytest.mark.parametrize("key", ["cluster", "average"])
 def test_a_trainer_resumes_bit_for_bit(key, tmp_path):
-    options = {"optim": "schedule_free", "save_every": 1, "eval_strategy": "steps", "eval_steps": EVERY}
-    whole = run_hf(RECIPES[key], tmp_path / "whole", **options)
-    for stop in (3, 6):
-        again = run_hf(RECIPES[key], tmp_path / str(stop), resume=whole.checkpoints[stop], **options)
-        assert difference(whole.weights, again.weights) is None
+    options = {"optim": "schedule_free", "eval_strategy": "steps", "eval_steps": EVERY}
+    assert_resumes(run_hf, lambda: RECIPES[key], tmp_path, (3, 6), **options)
 
 
 class SwitchesBack(TrainerCallback):
@@ -222,27 +228,8 @@ def test_the_best_model_of_a_trainer_stays_as_its_checkpoint(tmp_path):
 def loop(kind, recipe, folder, order):
     """Train in a loop of Accelerate or Fabric that evaluates and switches, the model first or last."""
     model, optimizer = fresh(recipe)
-    loader = DataLoader(train_examples(), batch_size=8)
-    if kind == "accelerate":
-        from accelerate import Accelerator
-        from accelerate.state import AcceleratorState, GradientState
-
-        from hf_eff import prepare
-
-        AcceleratorState._reset_state(reset_partial_state=False)
-        GradientState._reset_state()
-        driver = Accelerator(project_dir=folder, cpu=True)
-        wrapped, switched, loader = prepare(driver, model, optimizer, loader, recipe=recipe, total_steps=NUM_STEPS)
-    else:
-        from lightning_fabric import Fabric
-
-        from lightning_eff import setup
-
-        driver = Fabric(accelerator="cpu", devices=1)
-        driver.launch()
-        plan = {"total_steps": NUM_STEPS, "steps_per_epoch": 4, "calibration": loader}
-        wrapped, switched = setup(driver, model, optimizer, recipe=recipe, **plan)
-        loader = driver.setup_dataloaders(loader)
+    parts = model, optimizer, DataLoader(train_examples(), batch_size=8)
+    driver, wrapped, switched, loader = prepared_loop(kind, recipe, folder, parts)
     wrapped.train()
     for step, batch in enumerate([*loader, *loader], 1):
         driver.backward(wrapped(**batch)["loss"])

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
+from promise_drivers import assert_resumes, difference, run_bare, run_hf, run_lightning
 from promise_table import TECHNIQUES, Row
 
 import hf_eff.training_args  # noqa: F401, its flags are made before a technique is added
@@ -47,15 +46,7 @@ def test_three_ways_to_train_give_the_same_weights_and_receipts(tmp_path):
 
 @pytest.mark.parametrize("run", [run_hf, run_lightning])
 def test_it_resumes_bit_for_bit(run, tmp_path):
-    def train(folder, **more):
-        torch.manual_seed(3)
-        return run(RECIPE, tmp_path / folder, dropout=0.3, shuffle=True, save_every=1, **more)
-
-    whole = train("whole")
-    again = train("again", resume=whole.checkpoints[3])
-    last = max(whole.checkpoints)
-    assert difference(saved_state(whole.checkpoints[last]), saved_state(again.checkpoints[last])) is None
-    assert difference(whole.weights, again.weights) is None
+    assert_resumes(run, lambda: RECIPE, tmp_path, [3], dropout=0.3, shuffle=True)
 
 
 def test_what_it_declares_is_heard():
@@ -88,17 +79,8 @@ def test_an_entry_point_brings_flag_yaml_and_explain(tmp_path):
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    explained = run(
-        "-c",
-        "from shared_core.cli import main; main()",
-        "explain",
-        "recipe.yaml",
-        "--model",
-        "net:build",
-        "--steps",
-        "9",
-        "--json",
-    )
+    arguments = ["explain", "recipe.yaml", "--model", "net:build", "--steps", "9", "--json"]
+    explained = run("-c", "from shared_core.cli import main; main()", *arguments)
     assert json.loads(explained.stdout)["techniques"].keys() == {"noise"}, explained.stderr[-2000:]
     parsed = run("args.py", "--output_dir", "out", "--noise_eta", "0.25")
     assert parsed.stdout.strip() == "Recipe.from_dict({'noise': {'eta': 0.25}})", parsed.stderr[-2000:]

@@ -5,9 +5,8 @@ import itertools
 
 import pytest
 import torch
-from promise_drivers import difference, run_hf, run_lightning, saved_state
-from promise_table import EVERYTHING, NUM_STEPS, PAIRS, is_refused, recipe_of
-from stopped_runs import STOPS, copied
+from promise_drivers import assert_resumes, difference, run_hf, run_lightning
+from promise_table import EVERYTHING, PAIRS, is_refused, recipe_of
 
 import hf_eff
 import lightning_eff
@@ -20,16 +19,7 @@ UNORDERED = list(itertools.combinations(EVERYTHING, 2))
 @pytest.mark.parametrize("house", HOUSES)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):
-    run, _ = HOUSES[house]
-    options = {"dropout": 0.3, "shuffle": True, "save_every": 1} | ({"seed": 3} if house == "hf" else {})
-    torch.manual_seed(3)
-    whole = run(recipe_of(*pair), tmp_path / "whole", **options)
-    for stop in STOPS:
-        torch.manual_seed(3)
-        again = run(recipe_of(*pair), tmp_path / str(stop), resume=copied(whole, stop, tmp_path / str(stop)), **options)
-        for step in (stop + 1, NUM_STEPS):
-            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None, stop
-        assert difference(whole.weights, again.weights) is None
+    assert_resumes(HOUSES[house][0], lambda: recipe_of(*pair), tmp_path, dropout=0.3, shuffle=True)
 
 
 @pytest.mark.parametrize("house", HOUSES)

@@ -5,9 +5,8 @@ import promise_table
 import pytest
 import torch
 from mixtures import KINDS, mixture, stacks
-from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
+from promise_drivers import copied, difference, run_bare, run_hf, run_lightning, saved_state
 from real_models import BATCH, GROWING, MODELS, RECIPES, REFUSED, STEPS, VOCAB, recipe_for, use
-from stopped_runs import copied
 from torch import nn
 
 from shared_core.errors import EffError

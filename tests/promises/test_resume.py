@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, run_accelerate, run_fabric, run_hf, run_lightning, saved_state, told
+from promise_drivers import (
+    STOPS,
+    TRAINERS,
+    assert_resumes,
+    copied,
+    difference,
+    run_accelerate,
+    run_fabric,
+    run_hf,
+    run_lightning,
+    saved_state,
+    told,
+)
 from promise_table import EVERYTHING, FEW_RUNS, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
-from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
 
 from shared_core.engine.state_file import load_state
@@ -18,41 +29,20 @@ IN_MATRIX = pytest.mark.matrix
 ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
 
 
-def in_turn(shift):
+def in_turn(front_end, shift):
     """Each row with three of the stops, others for each row and front end; with the other two in `make test-all`."""
     for i, keys in enumerate(ROWS):
         name = "+".join(keys) if len(keys) < 3 else "all"
         turned = [STOPS[(i + shift + k) % len(STOPS)] for k in range(len(STOPS))]
-        yield pytest.param(keys, sorted(turned[:3]), id=name, marks=IN_MATRIX if keys in FEW_RUNS else ())
-        yield pytest.param(keys, sorted(turned[3:]), id=f"{name}-more", marks=pytest.mark.slow)
+        marks = IN_MATRIX if keys in FEW_RUNS else ()
+        yield pytest.param(front_end, keys, sorted(turned[:3]), id=f"{front_end}-{name}", marks=marks)
+        yield pytest.param(front_end, keys, sorted(turned[3:]), id=f"{front_end}-{name}-more", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("keys", "stops"), in_turn(0))
-def test_hf_resumes_bit_for_bit(keys, stops, tmp_path):
-    options = {"dropout": 0.3, "shuffle": True, "save_every": 1, "seed": 3}
-    whole = run_hf(recipe_of(*keys), tmp_path / "whole", **options)
-    for stop in stops:
-        folder = tmp_path / f"from{stop}"
-        again = run_hf(recipe_of(*keys), folder, resume=copied(whole, stop, folder), **options)
-        for step in (stop + 1, NUM_STEPS):
-            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None
-        assert difference(whole.weights, again.weights) is None
-
-
-@pytest.mark.parametrize(("keys", "stops"), in_turn(2))
-def test_lightning_resumes_bit_for_bit(keys, stops, tmp_path):
-    options = {"dropout": 0.3, "shuffle": True, "save_every": 1}
-
-    def run(folder, **more):
-        torch.manual_seed(3)
-        return run_lightning(recipe_of(*keys), tmp_path / folder, **options, **more)
-
-    whole = run("whole")
-    for stop in stops:
-        again = run(f"from{stop}", resume=copied(whole, stop, tmp_path / f"from{stop}"))
-        for step in (stop + 1, NUM_STEPS):
-            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None
-        assert difference(whole.weights, again.weights) is None
+@pytest.mark.parametrize(("front_end", "keys", "stops"), [*in_turn("hf", 0), *in_turn("lightning", 2)])
+def test_a_trainer_resumes_bit_for_bit(front_end, keys, stops, tmp_path):
+    options = {"dropout": 0.3, "shuffle": True}
+    assert_resumes(TRAINERS[front_end], lambda: recipe_of(*keys), tmp_path, stops, **options)
 
 
 WITHOUT_SOUP = tuple(key for key in TOGETHER if key != "soup")
@@ -128,7 +118,7 @@ COUNTED = {
     "prune-wanda": {"prune": {"criterion": "wanda", "sparsity": 0.5, "begin": 1, "end": 6, "every": 2}},
     "qat-mse": {"qat": {"scheme": "int8", "range": "mse", "begin": 2}},
 }
-TRAINERS = {
+RECEIPTS = {
     "hf": (run_hf, {"save_every": 1, "seed": 3, "eval_strategy": "steps", "eval_steps": 2}),
     "lightning": (run_lightning, {"save_every": 1, "limit_val_batches": 2, "val_check_interval": 2}),
     **{loop: (run, {"save_at_batches": (3, NUM_STEPS)}) for loop, (run, _) in LOOPS.items()},
@@ -139,12 +129,12 @@ TRAINERS = {
     ("name", "front_end"),
     [
         (name, front_end)
-        for name, front_end in itertools.product([*EVERYTHING, *VARIANTS, *COUNTED], TRAINERS)
+        for name, front_end in itertools.product([*EVERYTHING, *VARIANTS, *COUNTED], RECEIPTS)
         if front_end not in LOOPS or name not in LOOPS[front_end][1]
     ],
 )
 def test_a_receipt_is_that_of_the_run_that_never_stopped(name, front_end, tmp_path):
-    train, options = TRAINERS[front_end]
+    train, options = RECEIPTS[front_end]
 
     def run(folder, **more):
         torch.manual_seed(3)

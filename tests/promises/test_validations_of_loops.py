@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from lightning.fabric import Fabric
+from promise_drivers import prepared_loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import hf_eff
 import lightning_eff
 
 AVERAGE = {"average": {"kind": "ema", "begin": 1, "bn_batches": 2}}
@@ -25,16 +24,10 @@ def loop(request, tmp_path, monkeypatch):
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=8)
+    driver, model, own, loader = prepared_loop(request.param, AVERAGE, tmp_path, (plain, optimizer, loader), STEPS)
+    yield plain, model, driver.backward, own.step, loader
     if request.param == "accelerate":
-        accelerator = Accelerator(cpu=True)
-        model, own, loader = hf_eff.prepare(accelerator, plain, optimizer, loader, recipe=AVERAGE, total_steps=STEPS)
-        yield plain, model, accelerator.backward, own.step, loader
-        accelerator.end_training()
-        return
-    fabric = Fabric(accelerator="cpu", devices=1)
-    given = {"recipe": AVERAGE, "total_steps": STEPS, "calibration": loader}
-    model, own = lightning_eff.setup(fabric, plain, optimizer, **given)
-    yield plain, model, fabric.backward, own.step, loader
+        driver.end_training()
 
 
 def test_norms_of_an_average_are_estimated_and_training_goes_on_with_its_own(loop):

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,31 @@ def run_fabric(recipe: Any, folder: Path, **options: Any) -> Result:
     return Result(weights_of(model.module), receipt, saved, model.module)
 
 
+def prepared_loop(
+    kind: str, recipe: Any, folder: Path, parts: tuple[Any, Any, Any], total_steps: int = NUM_STEPS
+) -> tuple[Any, Any, Any, Any]:
+    """Return an Accelerator, or a Fabric, and the model, optimizer and loader that it has prepared with a recipe."""
+    model, optimizer, loader = parts
+    if kind == "accelerate":
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState
+
+        from hf_eff import prepare
+
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        accelerator = Accelerator(project_dir=folder, cpu=True)
+        return accelerator, *prepare(accelerator, *parts, recipe=recipe, total_steps=total_steps)
+    from lightning_fabric import Fabric
+
+    from lightning_eff import setup
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    plan = {"total_steps": total_steps, "steps_per_epoch": len(loader), "calibration": loader}
+    model, optimizer = setup(fabric, model, optimizer, recipe=recipe, **plan)
+    return fabric, model, optimizer, fabric.setup_dataloaders(loader)
+
+
 def hf_trainer(
     recipe: Any,
     folder: Path,
@@ -413,15 +439,18 @@ def run_lightning(
     optim: str = "adamw_torch",
     plugin: bool = True,
     callbacks: Any = (),
+    seed: int | None = None,
     **more: Any,
 ) -> Result:
-    """Train with Lightning."""
+    """Train with Lightning; `seed` is of torch's generator."""
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
 
     from lightning_eff import EffCallback
     from lightning_eff.pytorch import LossScalingPrecision
 
+    if seed is not None:
+        torch.manual_seed(seed)
     recipe = Recipe.from_dict(recipe)
     if "distill" in recipe and recipe["distill"].student is None:  # type: ignore[attr-defined]
         partial = {"allow_partial": recipe.allow_partial}
@@ -537,5 +566,44 @@ def difference(first: Any, second: Any, path: str = "") -> str | None:
             return path
         pairs = enumerate(zip(first, second, strict=True))
         return next((found for i, (a, b) in pairs if (found := difference(a, b, f"{path}/{i}"))), None)
+    if isinstance(first, float) and isinstance(second, float) and first != first and second != second:
+        return None  # of a step whose gradients are not finite
     equal = first == second
     return None if (bool(equal) if not hasattr(equal, "all") else bool(equal.all())) else path
+
+
+TRAINERS: dict[str, Callable[..., Result]] = {"hf": run_hf, "lightning": run_lightning}
+
+# Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
+STOPS = (1, 2, 4, 5, 6)
+
+
+def copied(whole: Result, stop: int, folder: Path) -> Path:
+    """The run's folder as it was when it stopped: a soup at the end takes its ingredients from there."""
+    folder.mkdir()
+    for step, path in whole.checkpoints.items():
+        if step <= stop:
+            shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copy(path, folder / path.name)
+    return folder / whole.checkpoints[stop].name
+
+
+def assert_resumes(
+    run: Callable[..., Result],
+    recipe: Callable[[], Any],
+    folder: Path,
+    stops: Iterable[int] = STOPS,
+    *,
+    save_every: int = 1,
+    **options: Any,
+) -> Result:
+    """Check that a run stopped after each of these steps goes on bit for bit; return the one that never stopped."""
+    options = {"save_every": save_every, "seed": 3, **options}
+    whole = run(recipe(), folder / "whole", **options)
+    for stop in stops:
+        again = run(recipe(), folder / f"from{stop}", resume=copied(whole, stop, folder / f"from{stop}"), **options)
+        for step in {stop + save_every, max(whole.checkpoints)}:
+            found = difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step]))
+            assert found is None, f"stopped at {stop}, at {step}: {found}"
+        found = difference(whole.weights, again.weights)
+        assert found is None, f"stopped at {stop}: {found}"
+    return whole

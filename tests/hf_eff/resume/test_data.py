@@ -135,52 +135,51 @@ def assert_goes_on(run, tmp_path, stops, make_data, make_collator=masking, **set
         assert not told(resumed), stop
 
 
-DATA = {"masks": lambda: rows(24), "augmented": lambda: Augmented(24)}
+def masked():
+    return rows(24)
+
+
+def augmented(count=24):
+    return lambda: Augmented(count)
+
+
+def own_masks():
+    return masking(seed=5)
+
+
+LIVE_ON = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+TWO = {"gradient_accumulation_steps": 2}
+WORKERS = {"two": {"dataloader_num_workers": 2}, "live on": LIVE_ON,
+           "three": {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 3, **TWO}}  # fmt: skip
+STOPS = (1, 2, 3, 5, 6, 7)  # 6 batches are an epoch
+GOES_ON = {
+    "masks": (STOPS, masked, masking, {}),
+    "masks in windows": (STOPS, masked, masking, TWO),
+    "augmented": (STOPS, augmented(), masking, {}),
+    "augmented in windows": (STOPS, augmented(), masking, TWO),
+    "a short last batch": ((1, 2, 3, 5), augmented(22), masking, TWO),
+    "a short last window": ((1, 2, 3, 5), augmented(18), masking, TWO),
+    "a collator's own generator": ((1, 4, 6, 8), augmented(), own_masks, {}),
+    "an order of the same generator": (
+        (1, 5, 6, 7), augmented(), masking, {"accelerator_config": {"use_seedable_sampler": False}},
+    ),
+    "a stream": ((1, 2, 4), lambda: Stream(48), masking, {}),
+    **{
+        f"workers: {name}": ((3, 6, 8), augmented(22), own_masks, {**settings, "max_steps": 10})
+        for name, settings in WORKERS.items()
+    },
+    **{
+        f"workers of a stream: {name}": ((2,), lambda: Stream(48), masking, {**WORKERS[name], "max_steps": 5})
+        for name in ("two", "live on")
+    },
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind, accumulate):
-    # 6 batches are an epoch
-    settings = {"gradient_accumulation_steps": accumulate}
-    assert_goes_on(run, tmp_path, (1, 2, 3, 5, 6, 7), DATA[kind], **settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [22, 18], ids=["a short last batch", "a short last window"])
-def test_an_epoch_that_does_not_come_out_even(run, tmp_path, count):
-    assert_goes_on(run, tmp_path, (1, 2, 3, 5), lambda: Augmented(count), gradient_accumulation_steps=2)
-
-
-@pytest.mark.slow
-def test_a_collator_with_a_generator_of_its_own_goes_on(run, tmp_path):
-    assert_goes_on(run, tmp_path, (1, 4, 6, 8), DATA["augmented"], lambda: masking(seed=5))
-
-
-@pytest.mark.slow
-def test_an_order_that_is_drawn_from_the_same_generator(run, tmp_path):
-    settings = {"accelerator_config": {"use_seedable_sampler": False}}
-    assert_goes_on(run, tmp_path, (1, 5, 6, 7), DATA["augmented"], **settings)
-
-
-@pytest.mark.slow
-def test_a_stream_goes_on(run, tmp_path):
-    assert_goes_on(run, tmp_path, (1, 2, 4), lambda: Stream(48))
-
-
-WORKERS = {
-    "two": {"dataloader_num_workers": 2},
-    "three": {"dataloader_num_workers": 3, "gradient_accumulation_steps": 2, "dataloader_prefetch_factor": 3},
-    "live on": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", WORKERS)
-def test_workers_go_on(run, tmp_path, workers):
-    settings = {**WORKERS[workers], "max_steps": 10}
-    assert_goes_on(run, tmp_path, (3, 6, 8), lambda: Augmented(22), lambda: masking(seed=5), **settings)
+@pytest.mark.parametrize("case", GOES_ON)
+def test_what_is_drawn_at_random_is_drawn_again(run, tmp_path, case):
+    stops, data, collator, settings = GOES_ON[case]
+    assert_goes_on(run, tmp_path, stops, data, collator, **settings)
 
 
 @pytest.mark.slow
@@ -205,17 +204,10 @@ def test_workers_read_only_what_is_left_of_the_round(run, tmp_path):
 
 @pytest.mark.slow
 def test_workers_of_evaluations_that_live_on(run, tmp_path):
-    settings = {**WORKERS["live on"], "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
+    settings = {**LIVE_ON, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
     whole = run("whole", data=rows(12), **settings)
     resumed = run("again", tmp_path / "whole" / "checkpoint-3", data=rows(12), **settings)
     assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lives_on", [False, True], ids=["anew", "live on"])
-def test_workers_that_read_a_stream(run, tmp_path, lives_on):
-    settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": lives_on, "max_steps": 5}
-    assert_goes_on(run, tmp_path, (2,), lambda: Stream(48), **settings)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -112,14 +112,24 @@ def test_checkpoints_of_a_validation_that_draws_resume_exactly_too(hook, interva
             assert again == validations[point + (hook == "on_validation_end") :]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
-    def seeded():
-        return loader(generator=torch.Generator().manual_seed(3), num_workers=workers)
+def seeded(workers):
+    return lambda: loader(generator=torch.Generator().manual_seed(3), num_workers=workers)
 
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=seeded, max_epochs=2)
-    for point in (2, 5, 8)[: 3 - workers]:
-        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=seeded, max_epochs=2)
+
+@pytest.mark.parametrize(
+    ("options", "points"),
+    [
+        pytest.param({"train": seeded(0), "max_epochs": 2}, (2, 5, 8), id="a loader's own generator"),
+        pytest.param({"train": seeded(1), "max_epochs": 2}, (2, 5), id="and workers"),
+        pytest.param({}, (17,), id="at the very end, where the model is baked"),
+        pytest.param({"precision": "64-true", "max_epochs": 2}, (7,), id="64 bits"),
+    ],
+)
+def test_a_run_goes_on_exactly(options, points, tmp_path):
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], **options)
+    assert whole["net.0.weight"].dtype == (torch.float64 if "precision" in options else torch.float32)
+    for point in points:
+        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
         assert difference(whole, resumed) == [], point
 
 
@@ -188,12 +198,6 @@ def test_a_resume_without_this_callback_is_not_exact(tmp_path):
     assert difference(whole, plain(tmp_path / "7.ckpt", seed=9)) != []
 
 
-def test_a_checkpoint_at_the_very_end_leaves_the_baked_model(tmp_path):
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
-    _, resumed = train(tmp_path, ckpt_path=tmp_path / "17.ckpt", seed=9)
-    assert difference(whole, resumed) == []
-
-
 def test_a_checkpoint_without_techniques_is_resumed_with_a_note(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
     fit(trainer, make_module())
@@ -250,13 +254,6 @@ def test_layers_unfrozen_in_mid_run_stay_unfrozen(point, tmp_path):
 
     whole = trained([saver(NAMESPACE, tmp_path)])
     assert difference(whole, trained(ckpt_path=tmp_path / f"{point}.ckpt")) == []
-
-
-def test_64_bit_weights_are_not_rounded_by_a_resume(tmp_path):
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], precision="64-true", max_epochs=2)
-    _, resumed = train(tmp_path, ckpt_path=tmp_path / "7.ckpt", precision="64-true", max_epochs=2)
-    assert whole["net.0.weight"].dtype == torch.float64
-    assert difference(whole, resumed) == []
 
 
 @pytest.mark.parametrize("point", [5, 7, 9])

@@ -1,17 +1,21 @@
+"""Loss scaling and FP8 by precision plugin: under both names, skips, resumes, what joins them, refusals."""
+
 import pickle
 
 import pytest
 import torch
-from lightning_world import BOTH, difference, everything, fit, hook_callback, make_module, make_trainer, module_class
+from lightning_world import BOTH, everything, fit, hook_callback, make_module, make_trainer, module_class
+from promise_drivers import assert_resumes, difference, lightning_module, run_lightning
+from promise_table import NUM_STEPS, recipe_of
 
 import lightning_eff
 import lightning_eff.lightning
 import lightning_eff.pytorch
 from lightning_eff import EffCallback, Pruning
+from lightning_eff.pytorch import Fp8Precision
 from shared_core.errors import CompatibilityError, ConfigError
 
 PLUGIN = {BOTH[0]: lightning_eff.pytorch.LossScalingPrecision, BOTH[1]: lightning_eff.lightning.LossScalingPrecision}
-HUGE = 2.0**127  # overflows at once in fp16, and in fp32 for this loss after the first doubling
 
 
 @pytest.mark.parametrize("namespace", BOTH)
@@ -82,10 +86,9 @@ def test_fp32_with_a_power_of_two_scale_changes_nothing(tmp_path):
 
     scaled = lightning_eff.LossScalingPrecision(precision="32-true", init_scale=4096.0)
     plain = trained()
-    assert difference(plain, trained(plugins=scaled)) == []
-    assert (
-        difference(plain, trained(callbacks=[EffCallback({"loss_scale": {"kind": "static", "init_scale": 256}})])) == []
-    )
+    assert difference(plain, trained(plugins=scaled)) is None
+    static = EffCallback({"loss_scale": {"kind": "static", "init_scale": 256}})
+    assert difference(plain, trained(callbacks=[static])) is None
     assert scaled.scaler.num_steps == 9
 
 
@@ -146,7 +149,7 @@ def test_the_plugin_alone_resumes_its_scale(tmp_path):
 
     whole, scaler = trained(callbacks=[saver(BOTH[0], tmp_path)])
     resumed, again = trained(tmp_path / "8.ckpt", seed=9)
-    assert difference(whole, resumed) == []
+    assert difference(whole, resumed) is None
     assert scaler == again
 
 
@@ -199,3 +202,46 @@ def test_histograms_of_one_micro_batch(tmp_path):
     assert told["activations"]["layers"]["net.4"]["elements"] == 4 * 4  # rows of one micro-batch, classes
     assert told["activation_gradients"]["layers"]["net.4"]["elements"] == 4 * 4
     assert told["updates"]["elements"] == told["gradients"]["elements"] == 8 * 16 + 16 + 32 + 16 * 4 + 4
+
+
+OPTIONS = recipe_of("fp8")["fp8"]
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_the_plugin_trains_as_the_callback_does(with_callback, tmp_path):
+    recipe = recipe_of("prune") if with_callback else {}
+    plugin = Fp8Precision(precision="32-true", **OPTIONS)
+    by_plugin = run_lightning(recipe, tmp_path / "plugin", plugin=with_callback, plugins=[plugin])
+    by_callback = run_lightning(recipe | {"fp8": OPTIONS}, tmp_path / "callback")
+    assert difference(by_plugin.weights, by_callback.weights) is None
+    told = by_plugin.receipt["techniques"]["fp8"]
+    assert (told["layers"], told["recipe"]) == (1, "delayed")
+    assert by_plugin.receipt["steps"]["applied"] == NUM_STEPS
+
+
+def test_it_resumes_bit_for_bit(tmp_path):
+    def run(recipe, folder, **options):
+        return run_lightning(recipe, folder, plugin=False, plugins=[Fp8Precision(**OPTIONS)], shuffle=True, **options)
+
+    assert_resumes(run, dict, tmp_path, [2], save_every=2)
+
+
+def test_bf16_autocast_is_on_by_default(tmp_path):
+    seen = []
+    module = lightning_module()
+    module.net.head.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    loader = torch.utils.data.DataLoader([{"x": torch.randn(1, 8, 8), "labels": torch.tensor(1)}] * 4, batch_size=2)
+    trainer = make_trainer(tmp_path, max_steps=1, plugins=Fp8Precision(include=["hidden"]))
+    with pytest.raises(Exception, match="include pattern 'hidden' matches no module"):
+        trainer.fit(module, loader)
+    trainer = make_trainer(tmp_path, max_steps=1, plugins=Fp8Precision(include=["net.hidden"]))
+    trainer.fit(module, loader)
+    assert seen == [torch.bfloat16]
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="precision must be one of bf16-mixed, 32-true, got '16-mixed'"):
+        Fp8Precision(precision="16-mixed")
+    with pytest.raises(ConfigError, match="fp8 must be given once, got it in a callback and in Fp8Precision"):
+        run_lightning({"fp8": {"recipe": "rowwise", "include": ["first"]}}, tmp_path, plugins=[Fp8Precision(**OPTIONS)])
+    assert lightning_eff.Fp8Precision is not None

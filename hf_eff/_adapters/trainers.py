@@ -1,4 +1,8 @@
-"""TRL's trainers multiply with the weight of the output layer themselves, outside of its forward."""
+"""Trainers of other libraries.
+
+TRL's multiply with the weight of the output layer themselves, outside of its forward. SetFit's trains its body by a
+Trainer of its own.
+"""
 
 from __future__ import annotations
 
@@ -143,3 +147,22 @@ def fuses_head(trainer: Trainer) -> bool:
             return not smooths and trainer.compute_loss_func is None
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+class SetFit(Adapter):
+    """Finds the Trainer inside, and refuses what would undo the techniques after it."""
+
+    @staticmethod
+    def trainer_in(trainer: Any) -> Any:
+        """Return ``st_trainer`` of SetFit's own class, which is none of transformers'."""
+        return getattr(trainer, "st_trainer", trainer)
+
+    def check(self) -> None:
+        """Refuse `end_to_end`."""
+        if getattr(getattr(self._trainer, "setfit_args", None), "end_to_end", False):
+            raise CompatibilityError(
+                "hf",
+                "SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer has "
+                "ended, which undoes what the techniques did to the weights",
+                "train the head alone",
+            )

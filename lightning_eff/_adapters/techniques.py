@@ -1,17 +1,55 @@
-"""Private training in a Lightning Trainer: which batches it gets."""
+"""What single techniques need of a Lightning Trainer: our precision plugin, drawn batches, checkpoints to average."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_eff._adapters.adapter import Adapter
-from lightning_eff._run_environment import no_logging
+from lightning_eff._run_environment import namespace_of, no_logging
+from lightning_eff.precision import precision_class
 from shared_core.distributed.collectives import world_size
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.privacy import PoissonBatches
 from shared_core.privacy.technique import losses_of_halves
+
+
+class LossScaling(Adapter):
+    """Puts the technique's scaler into the plugin, and the plugin into the Trainer."""
+
+    key = "loss_scale"
+    _stock: Any = None
+
+    def set_up(self) -> list[Wrapped]:
+        """Put our plugin in the place of Lightning's own, unless the Trainer has it already."""
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
+        if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
+            return []
+        if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision", "HalfPrecision"):
+            raise CompatibilityError(
+                "loss_scale",
+                "precision plugin must be Lightning's 32-true, 16-mixed, bf16-mixed or 16-true, got "
+                f"{type(plugin).__name__}",
+                "pass plugins=LossScalingPrecision(...) instead of precision=",
+            )
+        options = self.session.recipe["loss_scale"].to_dict()
+        trainer.strategy.precision_plugin = precision_class(namespace_of(trainer))(
+            precision=plugin.precision, **options
+        )
+        self._stock = plugin
+        return []
+
+    def start_fit(self) -> None:
+        """Give the plugin its scaler before its state is restored."""
+        device = self._trainer.strategy.root_device.type
+        self._trainer.precision_plugin.scaler = self.technique.make_scaler(device)
+
+    def undo(self) -> None:
+        """Put Lightning's own plugin back."""
+        if self._stock is not None:
+            self._trainer.strategy.precision_plugin = self._stock
 
 
 class DifferentialPrivacy(Adapter):
@@ -91,3 +129,39 @@ class DifferentialPrivacy(Adapter):
             drawn = getattr(loader, "batch_sampler", None)
             if isinstance(drawn, PoissonBatches):
                 drawn.replayed = batches
+
+
+class Soup(Adapter):
+    """Refuses at the start, or after the first checkpoint, what would leave nothing to average."""
+
+    key = "soup"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._options = self.session.recipe["soup"].to_dict()
+        self._services.metric = self._options["metric"]
+        self._has_checked = False
+
+    @classmethod
+    def left_out(cls, trainer: Any) -> str:
+        """Leave it out where the user's code is only tried."""
+        return "fast_dev_run saves no checkpoints" if trainer.fast_dev_run else ""
+
+    def start_training(self) -> None:
+        """Refuse a Trainer that cannot evaluate: a greedy soup would learn of it only after training."""
+        if self._options["kind"] == "greedy":
+            self._services.check_validation()
+
+    def saved(self, path: str) -> None:
+        """Refuse a checkpoint that no soup would read when the first is saved, not after all training."""
+        if self._has_checked or not Path(path).is_file():
+            return
+        self._has_checked = True
+        try:
+            self._services.load_weights(Path(path))
+        except CheckpointError as error:
+            raise CompatibilityError(
+                "soup",
+                f"checkpoints must be ones that can be averaged, but {error}",
+                "leave out of them what cannot be read, for instance by save_hyperparameters(ignore=[...])",
+            ) from error

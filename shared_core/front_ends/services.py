@@ -1,21 +1,38 @@
-"""What a loop of the user's own can do for techniques: run batches that it was given, print a line."""
+"""Services for techniques: batches that are only looked at, in each front end; what a loop of the user's own can do."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from shared_core.distributed.collectives import is_main
+from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.own_generators import OwnGenerators
 from shared_core.engine.services import BareServices
+from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CompatibilityError
-from shared_core.front_ends.looking import looking
 
 if TYPE_CHECKING:
     from shared_core.front_ends.loop_driver import LoopDriver
+
+
+@contextlib.contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Surround forwards in train mode without gradients; random numbers and the model's mode stay as they were."""
+    random, was_training = rng_state(), model.training
+    type(model).train(model)  # not the instance's own, where loops see validations begin and end
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        type(model).train(model, was_training)
+        set_rng_state(random)
+        reshard_(model)
 
 
 class LoopServices(BareServices):

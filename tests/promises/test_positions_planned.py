@@ -1,14 +1,18 @@
-"""Positions in a Lightning run: planned from the accumulation schedule, and told loudly where steps come otherwise."""
+"""Positions in a run: planned from Lightning's accumulation schedule, and told loudly where steps come otherwise."""
+
+import json
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_world import make_trainer
-from promise_drivers import lightning_module, run_lightning
+from promise_drivers import hf_trainer, lightning_module, run_lightning
 from promise_table import BATCH, eval_examples, train_examples
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
+from hf_eff import attach
 from lightning_eff import EffCallback
 
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.6, "end": 0.8, "every": 1}}
@@ -124,3 +128,34 @@ def test_an_early_end_is_told_in_capitals(tmp_path):
     told = by_epochs(recipe, tmp_path, callbacks=[Ends()]).receipt
     assert told["unreached"] == {}
     assert any("DISTILL DID NOT RUN AS PLANNED: the run ended after 8 steps" in note for note in told["notes"])
+
+
+class Discards(TrainerCallback):
+    """Has every second optimizer step discarded, or only the first six."""
+
+    session = None
+
+    def __init__(self, first_alone):
+        self.first_alone = first_alone
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        is_early = state.global_step < 6
+        self.session.context.discard_step = is_early if self.first_alone else state.global_step % 2 == 1
+
+
+@pytest.mark.parametrize("first_alone", [False, True])
+def test_steps_that_are_skipped_for_good_are_told(first_alone, tmp_path):
+    discards = Discards(first_alone)
+    trainer = hf_trainer({}, tmp_path, plugin=False, callbacks=[discards], max_steps=64)
+    discards.session = attach(trainer, {"prune": {"sparsity": 0.5, "begin": 0.25, "end": 0.75, "every": 1}})
+    trainer.train()
+    told = json.loads((tmp_path / "eff_receipt.json").read_text())
+    if first_alone:  # as a loss scale that is too large at first
+        assert told["steps"] == {"applied": 58, "skipped": 6, "planned": 64}
+        assert not loud(told)
+        assert told["unreached"] == {}
+        return
+    assert told["steps"] == {"applied": 32, "skipped": 32, "planned": 64}
+    (note,) = loud(told)
+    assert "8 were applied where 16 were planned; at this rate the run ends after 32 of 64, before prune" in note
+    assert told["unreached"].keys() == {"prune"}

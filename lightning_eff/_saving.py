@@ -1,0 +1,367 @@
+"""What a Lightning run saves and loads with techniques: its state, the best checkpoints, the final model.
+
+Only checkpoints that hold what was asked for compete for the best; early stopping waits for the first of them. After
+all other callbacks, the final module and the final files are compared with the receipt.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff._checkpoints import bake_saved, restore_raw
+from lightning_eff._run_environment import run_environment
+from shared_core.checkpoint_formats import RUN_KEY, load_checkpoint, open_ingredient
+from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
+from shared_core.distributed.collectives import from_main
+from shared_core.distributed.sharded_tensors import is_sharded
+from shared_core.engine.claims import Where
+from shared_core.engine.receipt import RECEIPT_KEY, ReceiptPlace
+from shared_core.engine.session import Session
+from shared_core.engine.session_state import fit_to
+from shared_core.errors import ReceiptError
+from shared_core.front_ends.wrapped_method import Wrapped
+
+if TYPE_CHECKING:
+    from lightning_eff._resume import ExactResume
+    from lightning_eff._services import LightningServices
+
+_STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
+
+
+class Saving:
+    """Puts the state of a run and its finished weights into checkpoints, and takes them out again."""
+
+    def __init__(
+        self, trainer: Any, session: Session, services: LightningServices, final: Any, trains_on: bool
+    ) -> None:
+        self._trainer, self._session, self._services = trainer, session, services
+        self.final: Mapping[str, Any] | None = final  # the state at the end of this run, or of the one before it
+        self.begins_with: Mapping[str, Any] | None = final if trains_on else None  # what was pruned stays pruned
+        """The state that training begins with, None for a new run."""
+        self.recount: Recount | None = None
+        self._validated_at = -1
+        self._place: ReceiptPlace | None = None
+
+    def wrapped(self, module: Any) -> list[Wrapped]:
+        """Return what surrounds the module's own hooks of checkpoints; begin to count."""
+        self.recount = Recount(self._trainer, module, self._session, self.leave_receipt)
+        # On the instance: a class's method would be replaced for all its models.
+        return [
+            Wrapped(module, "on_save_checkpoint", self._save_weights),
+            Wrapped(module, "on_load_checkpoint", self._load_weights),
+        ]
+
+    def close(self) -> None:
+        """Count no more: the module's weights change from now on."""
+        if self.recount is not None:
+            self.recount.close()
+
+    def find_place(self) -> None:
+        """Find out where the receipt goes; every process must ask."""
+        trainer = self._trainer
+        folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
+        self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)
+
+    def validates(self) -> None:
+        """Note that metrics are of this step; those of the sanity check, of an untrained model, no save may carry."""
+        self._validated_at = -1 if self._trainer.sanity_checking else self._session.step
+
+    def add_state(self, checkpoint: dict[str, Any], resume: ExactResume, skipped: bool) -> None:
+        """Add what an exact resume needs to a checkpoint."""
+        session = self._session
+        # After the end the module is baked, and a state taken now would describe no training state: keep the one of
+        # the end.
+        checkpoint[_STATE_KEY] = (ended := session.is_finished and self.final) or session.state_dict()
+        if ended:
+            checkpoint[DEPLOYMENT_KEY] = session.deployment()
+        checkpoint[_RESUME_KEY] = resume.state_dict(checkpoint[_STATE_KEY], skipped)
+        if self._place is not None and self._place.is_in_checkpoints:
+            checkpoint[RECEIPT_KEY] = session.receipt().json()
+
+    def take_state(self, checkpoint: Mapping[str, Any], resume: ExactResume) -> None:
+        """Keep the state in a checkpoint until training starts."""
+        self.begins_with = resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
+        told = checkpoint.get(RUN_KEY)
+        if isinstance(told, dict):
+            self._services.run = told.get("id", self._services.run)
+        if self.begins_with is None:
+            self._session.is_changed = True
+            self._session.note("the checkpoint was saved without these techniques: they start at step 0")
+
+    def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
+        bake_saved(self._session, checkpoint, self._services.run, metrics)  # before the user's hook may drop keys
+        original(checkpoint)
+
+    def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        original(checkpoint)
+        module = self._trainer.lightning_module
+        # Before weights are loaded: adapters and quantisers of the checkpoint must be there for its keys to fit.
+        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), run_environment(self._trainer, module))
+        restore_raw(module, checkpoint)
+
+    def bake_loaded(self, module: Any) -> None:
+        """Bake a module that was loaded with latent weights and never trained: a copy, loaded as plain weights."""
+        baked = self._session.bake(module.state_dict())
+        self._session.detach()
+        module.load_state_dict(baked)
+
+    def leave_receipt(self) -> None:
+        """Write the receipt where it belongs, and print its line."""
+        trainer, receipt = self._trainer, self._session.receipt()
+        if not trainer.is_global_zero:
+            return
+        if not trainer.fast_dev_run and self._place is not None:
+            receipt.leave(self._place)
+        self._services.say(receipt.told())
+
+
+class BestCheckpoints:
+    """Surrounds the comparisons of a Trainer's ``ModelCheckpoint`` and ``EarlyStopping``."""
+
+    def __init__(self, trainer: Any, session: Session) -> None:
+        self._trainer, self._session = trainer, session
+        self._passed_over: list[Any] = []
+        self._savers = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "monitor", None)]
+        self._stoppers = list(trainer.early_stopping_callbacks)
+        self.wrapped = [
+            *(Wrapped(each, "_save_monitor_checkpoint", functools.partial(self._save, each)) for each in self._savers),
+            *(
+                Wrapped(each, "_evaluate_stopping_criteria", functools.partial(self._stop, each))
+                for each in self._stoppers
+            ),
+        ]
+
+    def forget(self) -> None:
+        """Compare anew: what a resumed run had found so far was of another recipe."""
+        if any(callback.best_model_path for callback in self._savers):
+            self._session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
+        # The files stay on disk; only the comparison forgets them.
+        for callback in self._savers:
+            callback.best_k_models, callback.best_model_path, callback.kth_best_model_path = {}, "", ""
+            callback.best_model_score = None
+        for callback in self._stoppers:
+            callback.wait_count, callback.best_score = 0, _worst(callback)
+
+    def _save(self, callback: Any, original: Callable[..., None], trainer: Any, candidates: dict[str, Tensor]) -> None:
+        """Save what is not compared too, for a run to go on from, with the worst score: any other replaces it."""
+        # Lightning (2.6) writes the last checkpoint only where it has saved one of the best.
+        if self._session.ending.may_be_best() or callback.monitor not in candidates:
+            original(trainer, candidates)
+            return
+        if callback not in self._passed_over:
+            self._passed_over.append(callback)
+        # By the callback's own method, so that save_top_k, links and file names stay its business.
+        callback._update_best_and_save(_worst(callback), trainer, candidates)
+
+    def _stop(self, callback: Any, original: Callable[..., Any], current: Tensor) -> Any:
+        """Stop for what is not finite or diverges alone: neither patience nor the best score count."""
+        if self._session.ending.may_be_best():
+            return original(current)
+        names = ("best_score", "wait_count", "patience", "stopping_threshold")
+        before = {name: getattr(callback, name) for name in names}
+        # Infinite patience and no threshold: only NaN and divergence can stop then.
+        callback.patience, callback.stopping_threshold = math.inf, None
+        try:
+            return original(current)
+        finally:
+            vars(callback).update(before)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether a callback has no best checkpoint because none held what was asked for."""
+        return any(callback.best_model_score == _worst(callback) for callback in self._passed_over)
+
+    def save_last(self) -> None:
+        """Save the finished model as the best where there is none: `trainer.test(ckpt_path="best")` finds the run's."""
+        for callback in self._passed_over:
+            candidates = {
+                "epoch": torch.tensor(self._trainer.current_epoch),
+                "step": torch.tensor(self._trainer.global_step),
+                **self._trainer.callback_metrics,
+            }
+            # Nothing better than the worst score was ever saved.
+            if (
+                callback.best_model_score == _worst(callback)
+                and (metric := candidates.get(callback.monitor)) is not None
+            ):
+                callback._update_best_and_save(metric, self._trainer, candidates)
+                self._session.note(
+                    "no checkpoint that was compared held what was asked for: the model of the last step is saved as "
+                    f"the best, {callback.best_model_path}"
+                )
+
+
+def _worst(callback: Any) -> Tensor:
+    return torch.tensor(math.inf if callback.mode == "min" else -math.inf)
+
+
+_HARMLESS = {"EffCallback", "ProgressBar", "ModelSummary", "Checkpoint"}
+
+
+class Recount:
+    """Compares a run's module and files with its receipt when training ends, and files that are saved later."""
+
+    def __init__(self, trainer: Any, module: Any, session: Session, differs: Callable[[], None]) -> None:
+        self._trainer, self._module, self._session, self._differs = trainer, module, session, differs
+        self._files: dict[Path, tuple[int, bool]] = {}
+        self._last_step = -1
+        self._wrapped = [
+            # the last moment at which sharded weights lie where processes can gather them
+            Wrapped(trainer.strategy, "teardown", self._before_teardown),
+            Wrapped(module, "teardown", self._at_last),
+        ]
+
+    def close(self) -> None:
+        """Count no more: the model becomes another one."""
+        for wrapped in reversed(self._wrapped):
+            wrapped.undo()
+        self._wrapped = []
+
+    def saved(self, path: Any) -> None:
+        """Remember a file that was written in this run; it is read when the run is over."""
+        self._files[Path(str(path))] = self._session.step, self._session.is_finished
+
+    def keep_final(self) -> None:
+        """Save the finished module where techniques replaced its weights and no checkpoint holds them.
+
+        ModelCheckpoint saves before training ends: the soup, or ranges and batch norms of an average, come after that.
+        """
+        trainer, session = self._trainer, self._session
+        folders = [found for one in trainer.checkpoint_callbacks if (found := getattr(one, "dirpath", None))]
+        replaced = [key for key, one in session.techniques.items() if one.replaces_weights]
+        if trainer.fast_dev_run or not (folders and replaced) or from_main(self._file_of_final()):
+            return
+        # In a folder of its own: what looks for checkpoints to resume from, or to average, does not find it.
+        path = Path(from_main(str(_free(Path(folders[0]) / "final" / "final.ckpt"))))
+        trainer.save_checkpoint(path, weights_only=True)
+        session.note(f"{' and '.join(replaced)}: the final model is saved in {path}, as no other checkpoint holds it")
+
+    def _file_of_final(self) -> str:
+        """Return the checkpoint of this run that holds the finished module, empty if none does."""
+        final, context = self._module.state_dict(), self._session.context
+        # Sharded weights are not compared; ranges that are estimated again at the end show in no weight.
+        alone = any(map(is_sharded, final.values())) or (
+            context is not None and any(plan.looks_at_batches for plan in context.plans.values())
+        )
+        for path, (step, is_final) in self._files.items():
+            if not path.exists():
+                continue
+            if is_final or (step == self._session.step and not alone and _holds(path, final)):
+                return str(path)
+        return ""
+
+    def _before_teardown(self, original: Callable[[], None]) -> None:
+        # Once: a nested `fit` of a callback tears down too.
+        if self._session.is_finished and self._last_step < 0:
+            self._last_step = self._trainer.global_step
+            self._counted(lambda: self._verify(gather=True))
+        original()
+
+    def _at_last(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if self._last_step < 0 or self._trainer.interrupted:
+            self.close()
+            return
+        self.close()
+        self._counted(lambda: self._verify(gather=False))
+        self._counted(self._verify_files)
+        self._wrapped = [Wrapped(self._trainer, "save_checkpoint", self._save_later)]
+
+    def _save_later(self, original: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        original(filepath, *args, **kwargs)
+        # Trained on, or another module: the receipt is not of these weights.
+        if self._trainer.global_step != self._last_step or self._trainer.lightning_module is not self._module:
+            self.close()
+        elif self._trainer.is_global_zero:
+            self._verify_file(Path(str(filepath)), Where.END)
+
+    def _counted(self, verify: Callable[[], None]) -> None:
+        try:
+            verify()
+        except ReceiptError:
+            self._differs()
+            raise
+
+    def _verify(self, *, gather: bool) -> None:
+        self._session.verify(None, "the trained module", self._others(), gather=gather)
+
+    def _verify_files(self) -> None:
+        found = ""
+        # The main process reads; all raise, or the others would wait.
+        for path, (step, is_final) in self._files.items() if self._trainer.is_global_zero else ():
+            # Files of the last step and those that were saved after the end: earlier ones are not what the receipt
+            # describes.
+            if not path.exists() or not (is_final or step == self._session.step):
+                continue
+            # of shards that training goes on from, the weights in training are saved
+            before = Where.TRAINED if path.is_dir() else Where.SAVED
+            try:
+                self._verify_file(path, Where.END if is_final else before)
+            except ReceiptError as error:
+                found = found or str(error)
+        if found := from_main(found):
+            raise ReceiptError(found)
+
+    def _verify_file(self, path: Path, where: Where) -> None:
+        if not self._session.claims.any_hold(where):
+            return
+        try:
+            weights = _weights_in(path)
+        except Exception as error:  # whatever a CheckpointIO of the user's own makes of it
+            self._session.note(f"not counted again in {path}, which cannot be read: {type(error).__name__}: {error}")
+            return
+        self._session.verify(weights, str(path), self._others(), where=where)
+
+    def _others(self) -> list[str]:
+        kinds = [type(callback) for callback in self._trainer.callbacks]
+        return [kind.__name__ for kind in kinds if not _HARMLESS & {base.__name__ for base in kind.__mro__}]
+
+
+def _holds(path: Path, final: Mapping[str, Any]) -> bool:
+    try:
+        weights = _weights_in(path)
+        # a user's hook may leave some out, as those of a frozen teacher
+        return weights.keys() <= final.keys() and all(
+            torch.equal(weights[name].cpu(), final[name].detach().cpu()) for name in weights
+        )
+    except Exception:  # whatever a CheckpointIO of the user's own makes of it
+        return False
+
+
+def _free(path: Path) -> Path:
+    """Return a path at which nothing lies yet: with a version after the name, as ModelCheckpoint adds one."""
+    versions = (path.with_stem(f"{path.stem}-v{version}") for version in itertools.count(1))
+    return next(one for one in itertools.chain([path], versions) if not one.exists())
+
+
+class _Shards(Mapping[str, Tensor]):
+    """The weights in a folder of shards, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._read = open_ingredient(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read.tensor(name)
+
+    def __iter__(self) -> Any:
+        return iter([*self._read.specs, *self._read.ties])
+
+    def __len__(self) -> int:
+        return len(self._read.specs) + len(self._read.ties)
+
+
+def _weights_in(path: Path) -> Mapping[str, Tensor]:
+    """Return the weights that a user's module loads from a checkpoint."""
+    if path.is_dir():
+        return _Shards(path)
+    weights: Mapping[str, Tensor] = load_checkpoint(path)["state_dict"]
+    return weights
