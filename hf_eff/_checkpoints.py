@@ -29,8 +29,6 @@ from shared_core.checkpoint_formats.opening import MODULES, parts_of
 from shared_core.distributed.collectives import (
     world_size,
 )
-from shared_core.checkpoint_formats.module_folders import MODULES, parts_of
-from shared_core.distributed.collectives import world_size
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError

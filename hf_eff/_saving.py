@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hf_eff._checkpoints import checkpoint_folder, factors_renamed, load_renamed_, step_of, weights_of
 from hf_eff._run_environment import GivenCallbacks, is_peft, run_environment
-from shared_core.checkpoint_formats.model_card import CARD, add_section
-from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, write_deployment
+from shared_core.checkpoint_formats.plain import CARD, DEPLOYMENT_FILE, add_section, write_deployment
 from shared_core.distributed.collectives import from_main
 from shared_core.engine import rank_states
 from shared_core.engine.claims import Where

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from hf_eff._adapters.distillation import load_teacher
-from hf_eff.evaluation import class_score, regression_score
 from hf_eff.evaluation_data import IGNORED, ImageExamples, TextExamples, first_line
 from shared_core.checkpoint_formats import storage_key
 from shared_core.errors import CheckpointError, ConfigError, EffError

@@ -36,8 +36,7 @@ from shared_core.modules.own_forward import stock_kind
 from shared_core.modules.weight_views import as_rows, from_rows, output_axis
 from shared_core.numerics.rounding import sqnr
 from shared_core.quantization.batch_norm import LEARNED
-from shared_core.quantization.fake_quant_layers import FAKE_QUANT, is_quantized, know_layers
-from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.fake_quant_layers import FAKE_QUANT, STOCK, is_quantized, know_layers
 
 _PREFIX = "lora_"
 _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}

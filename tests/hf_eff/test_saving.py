@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_eff import EffCallback, ModelSoup, Pruning, attach
-from shared_core.checkpoint_formats.model_card import add_section
+from shared_core.checkpoint_formats.plain import add_section
 from shared_core.cli.loading import load_weights
 from shared_core.errors import CheckpointError
 from shared_core.soup import uniform_soup

@@ -27,7 +27,6 @@ from shared_core.quantization.fake_quant_layers import (
     layer_entry,
     restore,
 )
-from shared_core.quantization.integer.convert import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import (
     INTEGER,
     CodeModule,
@@ -38,7 +37,6 @@ from shared_core.quantization.integer.layers import (
     channel_codes,
 )
 from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLayer, OneDnnLinear, OneDnnTokenLinear
-from shared_core.quantization.layers.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.kv_cache import take_cache_scales_
 from shared_core.quantization.ranges.saved_ranges import (
     apply_ranges,

@@ -24,7 +24,7 @@ from shared_core.config.options import coerce
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
-from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.quantization.fake_quant_layers import STOCK
 from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_layers import multiplies_token_codes, token_scale
 
