@@ -10,7 +10,7 @@ from shared_core.checkpoint_formats.model_card import CARD, add_section
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.files.atomic import atomic_write
-from shared_core.reports.receipt_page import card_section
+from shared_core.reports.run_page import card_section
 
 if TYPE_CHECKING:
     from hf_eff._trainer_hooks import SessionCallback

@@ -300,7 +300,7 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
     from rich.progress import Progress, TimeElapsedColumn
 
     from shared_core.engine.receipt import is_quiet
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
@@ -317,7 +317,7 @@ def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, wi
 
         echo(json_text(values))
         return
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
 
     console = Console()
     console.width = max(console.width, width)

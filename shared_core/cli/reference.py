@@ -101,7 +101,7 @@ def compat(
 ) -> None:
     """Show which techniques combine with which, and with which run environments; with names, the reasons."""
     from shared_core.engine.compatibility import matrix
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
 
     rows = matrix()
     if as_json:

@@ -270,7 +270,7 @@ class Checkpoints:
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
         """Return those that the options name; the main process tells what is left out."""
         from shared_core.checkpoint_formats import expand
-        from shared_core.reports.plots import check_plot
+        from shared_core.reports.page import check_plot
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients
         from shared_core.soup.saving import check_beside, check_target
@@ -353,7 +353,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
     """Make a greedy soup, write it and tell its path."""
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
     from shared_core.soup.greedy import greedy_soup
     from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
@@ -466,7 +466,7 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
 
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
     from shared_core.soup.diagnosis import diagnose
     from shared_core.soup.reports import diagnosis_plot, diagnosis_table
 

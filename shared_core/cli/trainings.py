@@ -250,8 +250,7 @@ def lottery(asked: LotteryOptions) -> None:
     (safetensors), curve.json, curve.csv and curve.png.
     """
     from shared_core.engine.receipt import is_quiet
-    from shared_core.reports.console import Console
-    from shared_core.reports.plots import check_plot
+    from shared_core.reports.page import Console, check_plot
     from shared_core.runs import LotterySearch, executor_of
 
     command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
@@ -348,7 +347,7 @@ def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
     """
     from shared_core.engine.receipt import is_quiet
     from shared_core.engine.registry import flags
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
     from shared_core.runs import RunError, TeacherChain, executor_of
 
     out, as_json = asked.out, asked.as_json
