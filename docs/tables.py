@@ -3,15 +3,13 @@
 import re
 from pathlib import Path
 
-from shared_core.cli.compat import distributed_markdown, pairs_markdown
-from shared_core.cli.flags import markdown as flags
-from shared_core.cli.formats import markdown as formats
+from shared_core.cli.reference import distributed_markdown, flags_markdown, formats_markdown, pairs_markdown
 from shared_core.engine.logged_figures import markdown as logged
 
 DOCS = Path(__file__).resolve().parent
 TABLES = {
-    "flags.md": flags(),
-    "formats.md": formats(),
+    "flags.md": flags_markdown(),
+    "formats.md": formats_markdown(),
     "distributed.md": distributed_markdown(),
     "recipes.md": pairs_markdown(),
     "logging.md": logged(),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # What a terminal obeys: C0 but for tab and newline, C1, what ends lines or reorders them, and halves of characters.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -55,3 +58,21 @@ def markdown_text(text: str) -> str:
     """
     one_line = " ".join(printable(text).split()).replace("&", "&amp;")
     return re.sub(r"([\\`*\[\]<>|~]|\b_(?!\w)|(?<!\w)_)", r"\\\1", one_line)
+
+
+def table(title: str, words: Collection[str], headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table for a terminal; columns under `words` are text, the others numbers, None is a dash."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left")
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in words else "right", overflow="fold")
+    for row in rows:
+        made.add_row(
+            *("–" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row)
+        )
+    return made
+
+
+def _cell(value: object) -> str:
+    return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.cli.compat import distributed_markdown, pairs_markdown
-from shared_core.cli.flags import markdown
+from shared_core.cli.reference import distributed_markdown, flags_markdown, pairs_markdown
 from shared_core.engine import logged_figures
 from shared_core.engine.registry import REGISTRY
 
@@ -19,7 +18,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *CARDS]
 
 
 def test_the_flag_table_is_the_generated_one():
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(markdown()), "run `make docs`"
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(flags_markdown()), "run `make docs`"
 
 
 @pytest.mark.parametrize(

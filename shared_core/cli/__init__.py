@@ -13,27 +13,16 @@ from typer.core import TyperCommand, TyperGroup
 
 from shared_core.cli.arguments import click_parameters
 from shared_core.cli.cache_teacher import cache_teacher
-from shared_core.cli.chain import ChainCommand, chain
-from shared_core.cli.compat import compat
 from shared_core.cli.compress import compress, decompress
-from shared_core.cli.doctor import doctor
-from shared_core.cli.explain import explain
 from shared_core.cli.export import export
-from shared_core.cli.flags import flags
-from shared_core.cli.formats import formats
 from shared_core.cli.init import init
-from shared_core.cli.lottery import lottery
-from shared_core.cli.low_rank import LowRankCommand, low_rank
-from shared_core.cli.plan import plan
-from shared_core.cli.privacy import privacy
-from shared_core.cli.prune import PruneCommand, prune
+from shared_core.cli.loading import user_error, wants_traceback
+from shared_core.cli.planning import explain, plan, privacy
 from shared_core.cli.quantize import QuantizeCommand, quantize
-from shared_core.cli.report import report
-from shared_core.cli.run import run
-from shared_core.cli.shrink import shrink
+from shared_core.cli.reference import compat, doctor, flags, formats
+from shared_core.cli.smaller_models import LowRankCommand, PruneCommand, low_rank, prune, shrink
 from shared_core.cli.soup import soup
-from shared_core.cli.try_out import try_out
-from shared_core.cli.user_code import user_error, wants_traceback
+from shared_core.cli.trainings import ChainCommand, chain, lottery, report, run, try_out
 from shared_core.errors import CheckpointError, EffError, did_you_mean, nearest
 from shared_core.printing import echo
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 import typer
 from typer.core import TyperCommand
 
-from shared_core.cli.flags import describe_flags
 from shared_core.config.options import Options, option, type_text
 from shared_core.errors import ConfigError
-from shared_core.printing import results_alone
+from shared_core.printing import echo, results_alone
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn  # `eff --help` must not wait for torch
 
 BESIDE = "shared_core.cli.beside"
@@ -258,6 +258,22 @@ def _technique_parameters(key: str, left_out: tuple[str, ...]) -> list[Any]:
     return click_parameters(_with_parameters(options, made))
 
 
+def describe_flags(*keys: str) -> list[dict[str, str]]:
+    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
+    from shared_core.config.options import default_text, type_text
+    from shared_core.engine.registry import REGISTRY
+    from shared_core.engine.registry import flags as flags_of
+
+    rows = []
+    for flag, (key, field) in flags_of(*keys).items():
+        config_class = REGISTRY[key].config_class
+        hint = config_class.hints()[field.name]
+        default = "required" if field.default is dataclasses.MISSING else default_text(field.default)
+        kind = type_text(field.metadata.get("flag_type", hint))
+        rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": config_class.meaning(field)})
+    return rows
+
+
 def click_parameters(function: Callable[..., None]) -> list[Any]:
     """Return what typer makes of a function's parameters."""
     app = typer.Typer(add_completion=False)
@@ -284,7 +300,7 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
     from rich.progress import Progress, TimeElapsedColumn
 
     from shared_core.engine.receipt import is_quiet
-    from shared_core.reports.console import Console
+    from shared_core.reports.page import Console
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
@@ -292,3 +308,18 @@ def bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int, int | No
     with Progress(*columns, console=console, transient=True, disable=is_off) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def print_report(values: Any, shown: Iterable[str | Table], *, as_json: bool, width: int = 0) -> None:
+    """Print a report as JSON, or what is shown of it, which is not made otherwise, at least so wide."""
+    if as_json:
+        from shared_core.files.json_yaml import json_text
+
+        echo(json_text(values))
+        return
+    from shared_core.reports.page import Console
+
+    console = Console()
+    console.width = max(console.width, width)
+    for each in shown:
+        console.print(each, soft_wrap=isinstance(each, str))

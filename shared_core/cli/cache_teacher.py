@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import CommandOptions, bar, takes
+from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import build_model, device_name, function, load_folder
-from shared_core.cli.output import print_report
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 

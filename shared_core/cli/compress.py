@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared_core.cli.arguments import CommandOptions, bar, takes
+from shared_core.cli.arguments import CommandOptions, bar, print_report, takes
 from shared_core.cli.loading import check_new, keep_report
-from shared_core.cli.output import print_report, table
 from shared_core.config.options import option
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.printing import echo
+from shared_core.printing import echo, table
 
 if TYPE_CHECKING:
     from rich.table import Table

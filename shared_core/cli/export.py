@@ -1,23 +1,35 @@
-"""`eff export`: a model as a file, or a folder, that another runtime reads."""
+"""`eff export`: a model as a file or folder that another runtime reads; and quantised models that a command reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from shared_core.cli.arguments import CommandOptions, bar, takes
-from shared_core.cli.loading import check_new, copy_beside, keep_report, user_batches
-from shared_core.cli.quantized_models import model_and_inputs, saved_codes
+from shared_core.cli.arguments import CommandOptions, alone, bar, takes
+from shared_core.cli.loading import (
+    check_new,
+    copy_beside,
+    keep_report,
+    load_weights,
+    made_up_inputs,
+    open_model,
+    user_batches,
+)
 from shared_core.config.options import option
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import check_writable
 from shared_core.files.json_yaml import json_text
 from shared_core.printing import echo
-from shared_core.reports.export_lines import export_lines
 from shared_core.reports.quantization_page import cache_line
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
 
 _SUFFIX = {"onnx": ".onnx", "executorch": ".pte", "compressed-tensors": "", "torchao": "", "gguf": ".gguf"}
 _ONNX = {"kind": ("onnx",)}
@@ -139,7 +151,7 @@ def export(asked: ExportOptions) -> None:
     if asked.as_json:
         echo(json_text(values))
         return
-    for line in export_lines(kind, report):
+    for line in _lines(kind, report):
         echo(line)
     if asked.kv_cache is not None:
         echo(cache_line(values["calibrated_kv_cache"]))
@@ -164,3 +176,173 @@ def _checked_out(out: Path | None, kind: str) -> Path:
         )
     check_writable(out, "eff export: --out")
     return out
+
+
+BETWEEN = "between_layers"
+"""Of qat's part of ``eff_deployment.json``: scale and zero point of tensors that no layer's range is of."""
+
+
+def model_and_inputs(asked: Any, default_length: int | None, *, traced: bool) -> tuple[nn.Module, Any]:
+    """Return the model that `eff export` is asked for, as it quantised in training, and example inputs."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+    from shared_core.quantization import apply_ranges
+
+    length, is_folder = asked.length, Path(asked.model).is_dir()
+    if length is not None and not is_folder:
+        told = f"--length must come with a folder, got {asked.model}"
+        raise ConfigError(asked.key, told, "its function returns the inputs")
+    has_ranges = asked.weights is not None and _has_ranges(asked.weights)
+    network: Any
+    network, example, folder = open_model(
+        asked.model, asked.weights, asked.key, load_quantized if has_ranges else load_weights
+    )
+    if folder is None:
+        if example is None:
+            raise alone(asked)
+        return network, example
+    network = network.float()
+    for module in network.modules() if traced else ():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+    if traced:
+        network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
+    if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
+        apply_ranges(network, ranges)
+    inputs = _inputs(network, default_length if length is None else length)
+    if length is not None and not {"input_ids", "decoder_input_ids"} & inputs.keys():
+        read = f"{type(network).__name__}, which reads {', '.join(inputs)}"
+        raise ConfigError(asked.key, f"--length must come with a model that reads tokens, got {read}", "leave it out")
+    return network, inputs
+
+
+def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
+    import torch
+
+    inputs = made_up_inputs(network, "eff export", length or 8)
+    if (tokens := inputs.get("input_ids")) is None:
+        return inputs
+    if length is None or length < 2:
+        raise ConfigError("eff export", f"--length must be at least 2 for a model that reads tokens, got {length}")
+    if "attention_mask" in inspect.signature(network.forward).parameters:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
+    return inputs
+
+
+def _has_ranges(weights: Path) -> bool:
+    """Return whether a file or folder is what qat saved, or may be: weights without what qat writes are in float."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, LIGHTNING_META
+
+    folder = weights if weights.is_dir() else weights.parent
+    return weights.suffix == ".ckpt" or any((folder / name).exists() for name in (DEPLOYMENT_FILE, LIGHTNING_META))
+
+
+def _saved_ranges(folder: Path) -> dict[str, Any]:
+    return _of_qat(folder, "ranges")
+
+
+def _of_qat(folder: Path, key: str) -> dict[str, Any]:
+    from shared_core.checkpoint_formats.plain import read_deployment
+
+    values: dict[str, Any] = read_deployment(folder).get("qat", {}).get(key, {})
+    return values
+
+
+def saved_codes(model: str, weights: Path | None) -> dict[str, tuple[float, int]] | None:
+    """Return the codes between layers that `eff quantize` kept beside the weights; None without."""
+    from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
+
+    path = Path(model) if weights is None else weights
+    folder = path.parent if path.suffix == ".safetensors" else path
+    found = _of_qat(folder, BETWEEN) if (folder / DEPLOYMENT_FILE).exists() else {}
+    return {name: (scale, zero_point) for name, (scale, zero_point) in found.items()} or None
+
+
+def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
+    """Load the baked weights and the ranges that training with qat saved into a plain model."""
+    from shared_core.quantization import apply_ranges
+
+    beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
+    ranges = _saved_ranges(beside)
+    prefix = load_weights(model, path, where)
+    apply_ranges(model, {name.removeprefix(prefix): value for name, value in ranges.items() if name.startswith(prefix)})
+
+
+def _lines(kind: str, report: Any) -> Iterator[str]:
+    """Yield lines on what was written."""
+    how = f"{len(report.quantized)} layers quantised" if report.quantized else "all of it in float"
+    yield f"wrote {report.path}: {report.bytes} bytes, {how}"
+    if report.quantized and report.float_layers:
+        yield f"left in float: {', '.join(report.float_layers)}"
+    if report.cache_scales_left_out:
+        count = len(report.cache_scales_left_out)
+        yield f"left out: scales of the cache of {count} attention layers, which only compressed-tensors holds"
+    yield from {
+        "onnx": _onnx,
+        "executorch": _program,
+        "compressed-tensors": _served,
+        "torchao": _served,
+        "gguf": _llama,
+    }[kind](report)
+
+
+def _onnx(report: Any) -> Iterator[str]:
+    taken = (f"{name} ({', '.join(map(str, shape))})" for name, shape in report.inputs.items())
+    yield f"it takes {', '.join(taken)}"
+    if report.largest_difference is None:
+        yield "not compared with the model"
+    else:
+        yield f"largest difference to the model: {report.largest_difference:.2g}"
+    if report.relative_change is not None:
+        yield f"codes between layers change the outputs by {report.relative_change:.2%}"
+    if report.float_activations:
+        yield (
+            f"{len(report.float_activations)} outputs and sums of convolutions stay in float, with the convolutions "
+            "before them: slower than the float model; --calibration gives them codes"
+        )
+    nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
+    yield f"integer kernels of onnxruntime here: {nodes or 'none'}"
+    if report.unsigned_weights and nodes:
+        yield "weights as unsigned codes: exact without VNNI; --weight-codes signed is faster with it"
+
+
+def _program(report: Any) -> Iterator[str]:
+    yield f"integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}"
+    others = ", ".join(f"{count} {name}" for name, count in report.other_operators.items())
+    yield f"portable kernels: {others or 'none'}"
+    change = report.relative_change
+    yield "not compared with the model" if change is None else f"outputs change by {change:.2%} of the largest"
+
+
+def _served(report: Any) -> Iterator[str]:
+    yield f"format: {report.format}"
+    if report.format in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+        yield "vLLM runs it on GPUs alone; all other weights are bfloat16"
+    if report.kv_cache:
+        yield f"keys and values of {len(report.kv_cache)} attention layers have scales: vLLM keeps its cache in FP8"
+    if report.values:
+        yield f"values of their codes, in float: {', '.join(report.values)}"
+    if report.unrounded_inputs:
+        yield f"inputs that training rounded and engines do not: {', '.join(report.unrounded_inputs)}"
+    if report.equal_layers is None:
+        yield "not compared with the model"
+        return
+    yield f"dequantised, the weights of {report.equal_layers} layers are the model's, to the bit"
+    if report.largest_difference is None:
+        yield (
+            "outputs not compared: transformers loads neither float experts, nor those in W8A8 or with zero points, "
+            "nor other zero points beside other schemes"
+        )
+        return
+    yield f"largest difference in transformers, with inputs of layers in float: {report.largest_difference:.2g}"
+    yield f"inputs as transformers rounds them change the outputs by {report.relative_change:.2%}"
+
+
+def _llama(report: Any) -> Iterator[str]:
+    yield f"types: {report.format}"
+    if report.equal_layers is None:
+        yield "not compared with the model"
+        return
+    yield f"the codes of {report.equal_layers} layers are the model's; float16 scales change {report.scale_error:.2g}"
+    if report.largest_difference is not None:
+        yield f"largest difference in transformers, in float: {report.largest_difference:.2g}"

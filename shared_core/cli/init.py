@@ -96,7 +96,7 @@ def _kind(model: str) -> tuple[Kind, str | None]:
             "eff init", f"--model must be {', '.join(get_args(Kind))}, a folder or module:function, got {model!r}"
         )
     from shared_core.activation_checkpointing.policies import chosen_blocks
-    from shared_core.cli.explain import build
+    from shared_core.cli.planning import build
     from shared_core.errors import MatchError
 
     try:
@@ -109,6 +109,8 @@ def _kind(model: str) -> tuple[Kind, str | None]:
 def _check(recipe: Recipe, name: str, trainer: str) -> None:
     from shared_core.cli.explain import build
     from shared_core.tools.explain import explain
+    from shared_core.cli.planning import build
+    from shared_core.tools.planning.explain import explain
 
     conflicts = explain(recipe, build(name, where="eff init")[0], trainer=trainer).conflicts
     if conflicts:

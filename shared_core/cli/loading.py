@@ -1,20 +1,19 @@
-"""Load the user's code and files for a command: a function by name, a model, its trained weights.
-
-Folders of models that a command reads and writes: the model itself, and what lies beside its weights.
-"""
+"""The user's own for a command: functions by name, models, weights and folders; and what their code raises."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from shared_core.cli.user_code import broken_module, remember
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError, nearest
 from shared_core.files.atomic import atomic_folder, atomic_write, check_writable
 from shared_core.files.json_yaml import json_text
@@ -243,6 +242,42 @@ def open_model(
     return network, example, None
 
 
+def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:
+    """Return random example inputs for a model of transformers, from its configuration."""
+    import torch
+
+    described: Any = model
+    name, config = described.main_input_name, described.config
+    taken = inspect.signature(described.forward).parameters
+    generator = torch.Generator().manual_seed(0)
+    inputs: dict[str, Any] = {}
+    if name == "input_ids":
+        text = getattr(config, "text_config", config)
+        inputs[name] = torch.randint(1, text.vocab_size, (2, length), generator=generator)
+        if getattr(config, "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = inputs[name][:, :5].clone()
+    elif name == "input_features" and hasattr(config, "max_source_positions"):  # Whisper halves the frames of 30 s
+        frames = 2 * config.max_source_positions
+        inputs[name] = torch.randn((2, config.num_mel_bins, frames), generator=generator)
+        inputs["decoder_input_ids"] = torch.randint(1, config.vocab_size, (2, length), generator=generator)
+    elif name == "input_values" and hasattr(config, "conv_stride"):  # wav2vec 2.0 and its kin: a second of sound
+        inputs[name] = torch.randn((2, 16_000), generator=generator)
+    # a model of pairs, which has a loss of its own as CLIP has, reads both
+    if name == "pixel_values" or (inputs and {"pixel_values", "return_loss"} <= taken.keys()):
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
+        inputs["pixel_values"] = torch.randn(shape, generator=generator)
+    if not inputs:
+        raise ConfigError(
+            where,
+            f"model must read tokens, pixels or speech, for which inputs are made up, got {name}",
+            "name a function that returns them",
+        )
+    return inputs
+
+
 def keep_report(out: Path, values: Mapping[str, Any]) -> None:
     """Write what a command tells of the file that it wrote beside it, for `eff report`."""
     with atomic_write(out.with_name(f"{out.name}.eff.json")) as temporary:
@@ -290,3 +325,73 @@ def copy_beside(source: Path, target: Path) -> None:
         wanted = file.suffix in _BESIDE and not file.name.endswith(_OTHERS) and file.name not in _LEFT_BEHIND
         if file.is_file() and wanted and not file.name.startswith("eff_") and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
+
+
+TRACEBACK = "EFF_TRACEBACK"
+_OURS = frozenset({"shared_core", "hf_eff", "lightning_eff", "eff_kernels", "__main__"})  # the last: `eff` itself
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+_named: dict[CodeType, str] = {}
+_folders: set[Path] = set()
+
+
+def wants_traceback() -> bool:
+    """Return whether errors are to come with their traceback."""
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def remember(function: Callable[..., Any], name: str) -> None:
+    """Note a function of the user's, so that `user_error` knows what it raises."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if isinstance(code, CodeType):
+        _named[code] = name
+        _folders.add(Path(code.co_filename).resolve().parent)
+
+
+def user_error(error: Exception) -> str | None:
+    """Return the line that tells what rose in code of the user's, or None where none of it was running."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_own(frame)]
+    if not frames:
+        return None
+    name = next((_named[frame.f_code] for frame, _ in frames if frame.f_code in _named), "eff: your own code")
+    frame, line = frames[-1]
+    return f"{name} must run, got {place(error, frame, line)}; {TRACEBACK}=1 shows the whole traceback"
+
+
+def place(error: Exception, frame: FrameType, line: int) -> str:
+    """Return what rose, and where."""
+    code = frame.f_code
+    return f"{in_short(error)} at {_short(code.co_filename)}:{line} in {code.co_name}"
+
+
+def in_short(error: Exception) -> str:
+    """Return an error's kind and the first line of what it says."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}{f': {first:.300}' if first else ''}"
+
+
+def broken_module(error: Exception, file: Path | None) -> str:
+    """Return why a module of the user's cannot be imported, and at which line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} at {_short(error.filename)}:{error.lineno}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [found for found in frames if file is not None and Path(found[0].f_code.co_filename) == file]
+    return place(error, *own[-1]) if own else in_short(error)
+
+
+def _is_own(frame: FrameType) -> bool:
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+        return False
+    if frame.f_code in _named:
+        return True
+    file = Path(frame.f_code.co_filename)
+    for folder in _folders:
+        if file.is_absolute() and file.is_relative_to(folder):
+            inner = file.relative_to(folder).parts
+            return not any(part in _INSTALLED or part.startswith((".", "python3")) for part in inner)
+    return False
+
+
+def _short(file: str) -> str:
+    here = Path.cwd()
+    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file

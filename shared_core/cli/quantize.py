@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared_core.cli.arguments import JudgedOptions, alone, bar, command_with_options, takes
-from shared_core.cli.loading import check_new, save_folder, user_batches
-from shared_core.cli.quantized_models import BETWEEN, load_quantized
-from shared_core.cli.shrink import made_up_inputs
+from shared_core.cli.export import BETWEEN, load_quantized
+from shared_core.cli.loading import check_new, made_up_inputs, save_folder, user_batches
 from shared_core.config.options import option
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.files.json_yaml import json_text

@@ -270,7 +270,7 @@ class Checkpoints:
     def opened(cls, options: SoupOptions, *, is_main: bool = True) -> Checkpoints:
         """Return those that the options name; the main process tells what is left out."""
         from shared_core.checkpoint_formats import expand
-        from shared_core.reports.plots import check_plot
+        from shared_core.reports.page import check_plot
         from shared_core.soup.averaging import masked_ingredients
         from shared_core.soup.ingredients import open_ingredients
         from shared_core.soup.merging import check_weights
@@ -355,6 +355,9 @@ def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: P
     """Make a greedy soup, write it and tell its path."""
     from shared_core.reports.console import Console
     from shared_core.soup.greedy import greedy_soup, noise_of, path_json, path_plot, path_table
+    from shared_core.reports.page import Console
+    from shared_core.soup.greedy import greedy_soup
+    from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
 
     usable, order = checkpoints.usable, options.order
@@ -466,6 +469,9 @@ def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job:
     """Tell metrics, distances and barriers of the ingredients."""
     from shared_core.reports.console import Console
     from shared_core.soup.diagnosis import diagnose, diagnosis_plot, diagnosis_table
+    from shared_core.reports.page import Console
+    from shared_core.soup.diagnosis import diagnose
+    from shared_core.soup.reports import diagnosis_plot, diagnosis_table
 
     with _progress(4 * len(checkpoints.usable) - 2) as advance:
         found = diagnose(

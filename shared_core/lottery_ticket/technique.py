@@ -17,10 +17,10 @@ from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.lottery_ticket.config import LotteryConfig
-from shared_core.lottery_ticket.run_folder import RunFolder
 from shared_core.lottery_ticket.selection import layer_rates, most_of_a_tensor, next_masks, random_masks, redraw_
 from shared_core.lottery_ticket.ticket import (
     HeldRates,
+    RunFolder,
     Ticket,
     first_difference,
     load_,

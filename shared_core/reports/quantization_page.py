@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.reports.page import Block, Columns, Section, Table, show, table_of
-from shared_core.reports.plots import bar_plot, line_plot
+from shared_core.reports.page import Block, Columns, Section, Table, bar_plot, line_plot, show, table_of
 
 Values = Mapping[str, Any]
 _NAMES = {"float": "float", "quantized": "quantised (PTQ)", "qat": "trained quantised (QAT)"}

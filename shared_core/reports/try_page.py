@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared_core.reports.page import Block, Section, Table, show
-from shared_core.runs.verdicts import FLOORS, TRIMMED, Figure, Findings, Row
+from shared_core.runs.try_out import FLOORS, TRIMMED, Figure, Findings, Row
 
 _RULES = (
     "Two runs take turns of {block} steps, so that what else the machine does slows both alike: a plain one and one "

@@ -15,8 +15,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
 from shared_core.files.atomic import atomic_write
 from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, check_steps, take_flags
-from shared_core.runs.executors import Executor
-from shared_core.runs.started_run import StartedRun
+from shared_core.runs.executors import Executor, StartedRun
 
 VARIABLE = "EFF_RECIPE"
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")

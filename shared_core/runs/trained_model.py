@@ -1,4 +1,4 @@
-"""What a finished training left: its model, how large that is, and the results of its validations."""
+"""What a finished training left: its model, how large that is, its validations; the metric runs are compared by."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import csv
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
 from shared_core.engine.receipt import figures
 from shared_core.errors import CheckpointError
 from shared_core.files.atomic import is_stray
 from shared_core.files.journal import read_object
+from shared_core.soup.config import larger_is_better
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -126,3 +127,23 @@ def _monitor(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     callbacks = checkpoint.get("callbacks", {})
     states = [state for name, state in callbacks.items() if str(name).startswith("ModelCheckpoint")]
     return next((state for state in states if state.get("monitor")), {})
+
+
+Mode = Literal["auto", "max", "min"]
+_LOSSES = ("eval_loss", "val_loss")
+
+
+def usual_metric(known: Iterable[str]) -> str | None:
+    """Return the validation loss, or the only metric that there is; None: it must be chosen.
+
+    Example:
+        >>> usual_metric(["f1", "val_loss"]), usual_metric(["f1"]), usual_metric(["f1", "accuracy"])
+        ('val_loss', 'f1', None)
+    """
+    names = sorted(known)
+    return next((name for name in _LOSSES if name in names), names[0] if len(names) == 1 else None)
+
+
+def is_larger_better(metric: str, mode: str) -> bool:
+    """Return whether a metric is better when larger; with mode ``auto`` its name tells."""
+    return mode == "max" if mode != "auto" else larger_is_better(metric)

@@ -1,4 +1,4 @@
-"""Short runs of a script, with and without each technique of a recipe: two at a time, that take turns."""
+"""Short runs of a script, with and without each technique of a recipe, two taking turns; and what they show."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import ConfigError, TrainingError, nearest
 from shared_core.files.atomic import make_folder
 from shared_core.files.journal import read_object
 from shared_core.runs.command import TrainingCommand
 from shared_core.runs.executors import LocalExecutor
 from shared_core.runs.short_run import RESULT_FILE, VARIABLE
+from shared_core.runs.trained_model import is_larger_better
 
 PLAIN, ALL = "plain", "all together"
 _WHERE = "eff try"
@@ -244,3 +246,228 @@ def _take_turns(runs: list[_Run]) -> Iterator[int]:
             if not run.wait():
                 live.remove(run)
             yield count
+
+
+FLOORS = {"time": 0.02, "memory": 0.02, "bytes": 0.001, "packed": 0.01, "metric": 0.005}
+"""Relative differences below these are called noise, however alike the plain runs were."""
+TRIMMED = 0.1
+_MEASURED = ("memory", "metric", "bytes", "packed")
+_USUAL = ("eval_loss", "val_loss", "train_loss")
+# two-sided 95 % quantiles of Student's t by degrees of freedom; from 30 on the normal distribution's 2
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure of a variant beside the plain runs'.
+
+    Args:
+        plain: Their mean; 1 for the time of a step.
+        value: The variant's.
+        noise: The largest difference that noise explains.
+        is_smaller_better: Whether a smaller one is the better one.
+    """
+
+    plain: float
+    value: float
+    noise: float
+    is_smaller_better: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, ``same`` or ``noise``; what is not finite is worse."""
+        if self.value == self.plain:
+            return "same"
+        if not math.isfinite(self.value):
+            return "worse"
+        gain = self.plain - self.value if self.is_smaller_better else self.value - self.plain
+        return "noise" if abs(gain) <= self.noise else "better" if gain > 0 else "worse"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A variant.
+
+    Args:
+        name: A technique's key, or that of all together.
+        figures: ``time``, ``memory``, ``bytes``, ``packed`` and ``metric``, those that were measured.
+        metrics: The means of all figures that validation and training reported.
+        happened: What the receipt says of each technique.
+        error: Why there is nothing else, in a line.
+    """
+
+    name: str
+    figures: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    happened: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def advice(self) -> str:
+        """The advice, and its reason."""
+        if self.error is not None:
+            return f"failed: {self.error}"
+        found = {kind: [_WORDS[name] for name, one in self.figures.items() if one.verdict == kind] for kind in _KINDS}
+        good, bad = found["better"], found["worse"]
+        if not good:
+            return f"leave out: worse {_and(bad)}, better nothing" if bad else "no difference seen in so few steps"
+        if _WORDS["metric"] in bad:
+            return f"your choice: better {_and(good)}, for worse {_and(bad)}"
+        return f"keep: better {_and(good)}" + (f", for worse {_and(bad)}" if bad else "")
+
+
+_KINDS = ("better", "worse")
+_WORDS = {"time": "step time", "memory": "memory", "bytes": "file", "packed": "packed file", "metric": "metric"}
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """The comparison of all runs.
+
+    Args:
+        metric: By whose name quality is compared, None where nothing was logged.
+        is_smaller_better: Of the metric.
+        plain: Of the plain runs: means of ``seconds`` a step, ``memory``, ``bytes``, ``packed``, ``metric``.
+        num_plain: How many those were.
+        plain_metrics: The means of all their figures.
+        rows: The variants.
+        notes: What the figures do not say.
+    """
+
+    metric: str | None
+    is_smaller_better: bool
+    plain: Mapping[str, float]
+    num_plain: int
+    plain_metrics: Mapping[str, float]
+    rows: Sequence[Row]
+    notes: Sequence[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, verdicts and advice too."""
+        values = dataclasses.asdict(self)
+        for row, written in zip(self.rows, values["rows"], strict=True):
+            written["advice"] = row.advice
+            for name, figure in row.figures.items():
+                written["figures"][name]["verdict"] = figure.verdict
+        return values
+
+
+def findings(pairs: Sequence[Pair], *, metric: str | None = None, mode: str = "auto") -> Findings:
+    """Return what pairs of runs show.
+
+    Time: of each pair and block ``log(t / t_plain)``, of which a tenth at each end is left out; the ratio is the
+    exponential of their mean m over all blocks. It is noise if ``|m| <= max(2 s / √n, |m_0| + 2 s_0 / √n_0, 0.02)``
+    with s of these n logarithms, and m_0, s_0, n_0 of pairs of two plain runs.
+    Others: noise if a difference to the mean of n plain runs is at most ``t s √(1/r + 1/n)``, with s of the plain runs,
+    r of the variant's and t of Student's distribution with n - 1 degrees of freedom (95 %): the prediction interval.
+
+    Args:
+        pairs: Of `TryOut.run`, pairs of two plain runs among them.
+        metric: By the trainer's name; by default the validation loss, or that of training.
+        mode: ``min`` or ``max``; ``auto``: a loss or an error is better when smaller.
+
+    Raises:
+        ConfigError: If no plain run reported the metric.
+    """
+    plain = [one.values for pair in pairs for one in pair if one.variant == PLAIN]
+    metric, smaller = chosen_metric(pairs[0], metric, mode)
+    still = _log_ratios([pair for pair in pairs if pair[1].variant == PLAIN])
+    rows = []
+    for name in dict.fromkeys(pair[1].variant for pair in pairs if pair[1].variant != PLAIN):
+        mine = [pair for pair in pairs if pair[1].variant == name]
+        good = [pair for pair in mine if pair[1].error is None]
+        if not good:
+            rows.append(Row(name, error=mine[0][1].error))
+            continue
+        results = [pair[1].values for pair in good]
+        found = {"time": _time(_log_ratios(good), still)}
+        for what in _MEASURED:
+            values, others = (_values(some, what, metric) for some in (results, plain))
+            if values and others:
+                found[what] = _compared(values, others, FLOORS[what], smaller if what == "metric" else True)
+        rows.append(Row(name, found, _means(results), results[0]["techniques"]))
+    means = {"seconds": statistics.median(second for values in plain for second in values["seconds"])}
+    means |= {what: statistics.fmean(values) for what in _MEASURED if (values := _values(plain, what, metric))}
+    return Findings(metric, smaller, means, len(plain), _means(plain), rows, _notes(plain, metric))
+
+
+def chosen_metric(plain: Pair, metric: str | None, mode: str) -> tuple[str | None, bool]:
+    """Return what quality is compared by, None where nothing was logged, and whether it is better when smaller.
+
+    Args:
+        plain: Two plain runs.
+        metric: As `findings` takes it.
+        mode: As well.
+
+    Raises:
+        ConfigError: If they did not report it.
+    """
+    known = set(plain[0].values["metrics"])
+    if metric is not None and metric not in known:
+        told = f"--metric must be one that the script reports, got {metric!r}{nearest(metric, known)}"
+        raise ConfigError("eff try", told)
+    metric = metric or next((name for name in _USUAL if name in known), None)
+    return metric, metric is not None and not is_larger_better(metric, mode)
+
+
+def _values(results: Sequence[Mapping[str, Any]], what: str, metric: str | None) -> list[float]:
+    """Return a figure of every run, nothing where one lacks it."""
+    values = [result["metrics"].get(metric) if what == "metric" else result[what] for result in results]
+    return [] if None in values else values
+
+
+def _means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = [name for name in results[0]["metrics"] if all(name in result["metrics"] for result in results)]
+    return {name: statistics.fmean(result["metrics"][name] for result in results) for name in names}
+
+
+def _log_ratios(pairs: Sequence[Pair]) -> list[float]:
+    """Return the logarithms of time over the plain run's by block, without the first one and the outermost."""
+    kept: list[float] = []
+    for plain, other in pairs:
+        blocks = zip(plain.values["seconds"][1:], other.values["seconds"][1:], strict=False)
+        logs = sorted(math.log(second / first) for first, second in blocks if first > 0 and second > 0)
+        out = int(TRIMMED * len(logs))
+        kept += logs[out : len(logs) - out]
+    return kept
+
+
+def _time(logs: Sequence[float], still: Sequence[float]) -> Figure:
+    mean, error = _mean_and_error(logs)
+    still_mean, still_error = _mean_and_error(still)
+    noise = max(2 * error, abs(still_mean) + 2 * still_error, FLOORS["time"])
+    # told as a ratio: what is within e^noise of 1 on the side where it lies
+    return Figure(1.0, math.exp(mean), abs(math.exp(math.copysign(noise, mean)) - 1))
+
+
+def _mean_and_error(logs: Sequence[float]) -> tuple[float, float]:
+    if len(logs) < 2:
+        return (logs[0] if logs else 0.0), math.inf
+    return statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+
+
+def _compared(values: Sequence[float], plain: Sequence[float], floor: float, smaller: bool) -> Figure:
+    center = statistics.fmean(plain)
+    spread = statistics.stdev(plain) if len(plain) > 1 else math.inf
+    quantile = _T[len(plain) - 2] if 2 <= len(plain) <= len(_T) + 1 else 2.1
+    interval = quantile * spread * math.sqrt(1 / len(values) + 1 / len(plain)) if spread else 0.0
+    return Figure(center, statistics.fmean(values), max(interval, floor * abs(center)), smaller)
+
+
+def _notes(plain: Sequence[Mapping[str, Any]], metric: str | None) -> list[str]:
+    notes = []
+    if metric is None:
+        notes.append("no loss and no metric was seen, so quality is not compared")
+    elif len({*_values(plain, "metric", metric)}) == 1:
+        notes.append(
+            f"{metric} was the same in all plain runs, although their random numbers differ: a change of "
+            f"{100 * FLOORS['metric']:g} % of it counts as noise, which nothing here measured"
+        )
+    if metric == "train_loss":
+        told = "the mean over the last quarter of the steps, of a micro-batch, before techniques add to it"
+        notes.append(f"train_loss is {told}")
+    return notes

@@ -218,7 +218,7 @@ def weights_of_a_command(path, content):
 
 
 def journal(path, content):
-    from shared_core.runs.journal import Journal
+    from shared_core.files.journal import Journal
 
     (path / "lottery.json").write_bytes(content)
     Journal(path / "lottery.json", "lottery", "search", {"rate": 0.2}, own="round-*").read()

@@ -59,7 +59,7 @@ def contents(folder):
 @pytest.mark.parametrize("points", [QUICK_POINTS, pytest.param(ALL_POINTS, marks=SLOW)])
 @pytest.mark.parametrize("work", [search_a_soup, search_tickets, write_cache])
 def test_killed_work_ends_as_if_it_never_was(work, points, tmp_path, monkeypatch):
-    monkeypatch.setattr("shared_core.runs.ticket_curve.TicketCurve.plot", lambda curve, file: file)  # slow
+    monkeypatch.setattr("shared_core.runs.lottery.TicketCurve.plot", lambda curve, file: file)  # slow
     for name in ("whole", "counted"):
         (tmp_path / name).mkdir()
     work(tmp_path / "whole")  # here: what it imports on the way is not counted, nor done again in each that is killed

@@ -35,7 +35,7 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv(STEPS_VARIABLE, "")  # so that what `eff run` puts there goes with the test
     monkeypatch.delenv(STEPS_VARIABLE)
-    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [FRONT_END])
+    monkeypatch.setattr(sys.modules["shared_core.cli.trainings"], "front_ends", lambda: [FRONT_END])
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     yield

@@ -33,7 +33,7 @@ class Outline(HTMLParser):
 
 
 def report_of(*folders):
-    with patch("shared_core.reports.plots.can_draw", return_value=False):
+    with patch("shared_core.reports.page.can_draw", return_value=False):
         return build_page(*page_of([read_run(folder) for folder in folders]))[1]
 
 

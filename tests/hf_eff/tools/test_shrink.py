@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from shared_core.channel_graph import find_groups
-from shared_core.cli.shrink import REPORT_FILE, made_up_inputs
+from shared_core.cli.loading import made_up_inputs
+from shared_core.cli.smaller_models import SHRINK_FILE
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.tools.shrink import shrink
 
@@ -205,9 +206,9 @@ def test_the_command_writes_a_folder_that_loads(run, tmp_path):
     assert loaded.config.num_key_value_heads == 1
     assert torch.allclose(logits(model), logits(loaded), atol=1e-5)
     assert {file.name for file in (tmp_path / "small").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", REPORT_FILE,
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", SHRINK_FILE,
     }  # fmt: skip
-    report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "small" / SHRINK_FILE).read_text())
     assert report["config"]["num_attention_heads"] == [4, 2]
     small, large = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("small", "pruned"))
     assert small < large

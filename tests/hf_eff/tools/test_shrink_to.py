@@ -10,7 +10,7 @@ from commands import eff
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared_core.channel_graph import find_groups
-from shared_core.cli.shrink import REPORT_FILE
+from shared_core.cli.smaller_models import SHRINK_FILE
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.tools.shrink import shrink_to
 from shared_core.tools.shrink import sizes as by_sizes
@@ -322,7 +322,7 @@ def test_the_command_cuts_a_folder_and_reports(tmp_path, monkeypatch):
     told = run(*given)
     assert told.exit_code == 0
     assert "loss on the calibration batches" in told.stdout
-    report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "small" / SHRINK_FILE).read_text())
     expected = cut(model, {"layers": 2, **WIDTHS})
     assert report["chosen"] == expected.chosen
     assert report["parameters"] == {"before": model.num_parameters(), "after": expected.model.num_parameters()}

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from shared_core.cli.arguments import CommandOptions, takes
-from shared_core.cli.lottery import LotteryOptions
+from shared_core.cli.trainings import LotteryOptions
 from shared_core.config.options import Options, option
 from shared_core.errors import ConfigError
 

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from shared_core.cli import app, main
 from shared_core.printing import markdown_text, printable
-from shared_core.reports.console import Console
-from shared_core.reports.page import Section, build_page
+from shared_core.reports.page import Console, Section, build_page
 from shared_core.reports.page import Table as PageTable
 
 OBEYED = "\x1b]0;title\x07\x1b[2J\x9b31m\r\b\x7f\u202e\u2066\u200f\u2028"

@@ -9,7 +9,7 @@ from commands import eff
 from reports import report_of, row
 from torch import nn
 
-from shared_core.cli.low_rank import REPORT_FILE
+from shared_core.cli.smaller_models import LOW_RANK_FILE
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.low_rank import LowRankLayer, load
@@ -53,7 +53,7 @@ def test_the_folder_loads_and_its_report_is_true(run, tmp_path):
 
     result = run("--rank", "budget:0.5", "--decomposition", "whitened", "--calibration", "low_rank_task:batches",
                  "--eval", "low_rank_task:quality", "--out", "small", "--repeats", "1", "--json")  # fmt: skip
-    report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "small" / LOW_RANK_FILE).read_text())
     assert json.loads(result.stdout) == report
     small = load(model(), tmp_path / "small")
     numel = sum(parameter.numel() for parameter in small.parameters())
@@ -67,7 +67,7 @@ def test_the_folder_loads_and_its_report_is_true(run, tmp_path):
     assert isinstance(small[4], nn.Linear)  # the head
     # its ranks are those of a run that is given it
     fresh = model()
-    Session({"low_rank": {"rank": str(tmp_path / "small" / REPORT_FILE)}}).attach(fresh)
+    Session({"low_rank": {"rank": str(tmp_path / "small" / LOW_RANK_FILE)}}).attach(fresh)
     ranks = [each.rank for each in fresh if isinstance(each, LowRankLayer)]
     assert ranks == [layer["rank"] for layer in report["layers"]]
 

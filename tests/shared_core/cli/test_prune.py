@@ -20,7 +20,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from shared_core.cli.prune import REPORT_FILE
+from shared_core.cli.smaller_models import PRUNING_FILE
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.pruning import PruneConfig
 from shared_core.pruning.config import DURING_TRAINING
@@ -117,7 +117,7 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
         "first,last", "--eval", "prune_task:quality", "--json",
     )  # fmt: skip
     assert result.exit_code == 0
-    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "out" / PRUNING_FILE).read_text())
     assert json.loads(result.stdout) == report
     assert (report["batches"], report["examples"], report["shrink"]) == (4, 20, None)
     assert report["config"]["skip"] == ["first", "last"]
@@ -153,7 +153,7 @@ def test_units_are_removed_from_a_plain_model(run, tmp_path):
     assert result.exit_code == 0
     assert "7 of 14 units; l1_norm, scope local" in " ".join(result.stdout.split())
     assert "shrunk: 7 units removed" in result.stdout
-    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "out" / PRUNING_FILE).read_text())
     assert report["shrink"]["bytes"][1] < report["shrink"]["bytes"][0]
     assert report["quality"]["shrunk"] == pytest.approx(report["quality"]["pruned"], rel=1e-5)
     small = nn.Sequential(
@@ -185,9 +185,9 @@ def test_a_folder_comes_out_as_a_folder(run, folder, tmp_path):
         "--skip", "last", "--eval", "prune_task:zeros",
     )  # fmt: skip
     assert result.exit_code == 0
-    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "out" / PRUNING_FILE).read_text())
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer_config.json", REPORT_FILE,
+        "config.json", "model.safetensors", "tokenizer_config.json", PRUNING_FILE,
     }  # fmt: skip
     expected = AutoModelForSequenceClassification.from_pretrained(folder)
     prune(expected, {"sparsity": 0.5, "criterion": "wanda", "skip": ("last",)}, run.task.text())
@@ -210,7 +210,7 @@ def test_a_decoder_is_pruned_by_sparsegpt_block_by_block(run, tmp_path, pattern)
         "--calibration", "prune_task:tokens", "--skip", "lm_head", "--eval", "prune_task:zeros",
     )  # fmt: skip
     assert result.exit_code == 0
-    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "out" / PRUNING_FILE).read_text())
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert report["criterion"] == "sparsegpt"
     assert report["sparsity"] == 0.5
@@ -296,7 +296,7 @@ def test_refusals_write_nothing(run, tmp_path, args, error, message):
 def test_a_list_may_be_given_twice_or_with_commas(run, tmp_path):
     for out, skip in (("a", ["--skip", "0", "--skip", "9"]), ("b", ["--skip", "0,9"])):
         assert run("prune_task:model", "--out", out, "--sparsity", "0.5", *skip).exit_code == 0
-        left_out = json.loads((tmp_path / out / REPORT_FILE).read_text())["left_out"]
+        left_out = json.loads((tmp_path / out / PRUNING_FILE).read_text())["left_out"]
         assert list(left_out) == ["0.weight", "9.weight"]
 
 

@@ -54,7 +54,7 @@ def test_quiet_holds_while_a_command_runs(monkeypatch):
         seen.append(os.environ.get(QUIET))
         raise ConfigError("noted")
 
-    monkeypatch.setattr(sys.modules["shared_core.cli.prune"], "check_new", note)
+    monkeypatch.setattr(sys.modules["shared_core.cli.smaller_models"], "check_new", note)
     for given, expected in ((["--quiet"], "1"), ([], None)):
         with pytest.raises(ConfigError, match="noted"):
             eff("prune", "m:build", "--sparsity", "0.5", "--out", "o", *given)

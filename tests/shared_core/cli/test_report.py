@@ -106,7 +106,7 @@ def test_a_run_is_watched_until_its_end(tmp_path, monkeypatch):
             write(run / "checkpoint-42", None, trainer_state={"log_history": [{"step": 42, "loss": 1.0}]})
             write(run)
 
-    monkeypatch.setattr(sys.modules["shared_core.cli.report"].time, "sleep", later)
+    monkeypatch.setattr(sys.modules["shared_core.cli.trainings"].time, "sleep", later)
     told = eff(run, "--watch", "--seconds", "7").output
     assert told.startswith(f"nothing is logged yet; waiting for {run}, not there")
     assert told.index("nothing is logged yet") < told.index("step 20:") < told.index("40 steps applied")

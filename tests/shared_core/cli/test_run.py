@@ -38,7 +38,7 @@ class Taken:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     front_end = Taken()
-    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [front_end])
+    monkeypatch.setattr(sys.modules["shared_core.cli.trainings"], "front_ends", lambda: [front_end])
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
 

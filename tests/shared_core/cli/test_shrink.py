@@ -10,7 +10,7 @@ from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shared_core.cli.shrink import REPORT_FILE
+from shared_core.cli.smaller_models import SHRINK_FILE
 from shared_core.errors import CheckpointError, ConfigError
 
 TASK = """
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch):
 def test_the_weights_load_into_a_smaller_model(run, tmp_path):
     result = run("shrink_task:model_and_inputs", "--weights", "pruned.safetensors", "--out", "small", "--json")
     assert result.exit_code == 0
-    report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "small" / SHRINK_FILE).read_text())
     assert json.loads(result.stdout) == report
     assert report["removed"] == {"0": 2}
     assert report["tensors"]["2.weight"] == [[3, 6], [3, 4]]

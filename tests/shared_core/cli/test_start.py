@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core import Recipe, Session
-from shared_core.cli.explain import ExplainOptions
 from shared_core.cli.init import GOALS, commented_recipe
+from shared_core.cli.planning import ExplainOptions
 from shared_core.contrib.planning import PlannedRun
 from shared_core.contrib.planning.plan import counted_costs, saved_bytes
 from shared_core.engine.registry import REGISTRY

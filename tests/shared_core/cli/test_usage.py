@@ -44,7 +44,7 @@ def test_interrupted_is_told(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["shared_core.cli.prune"], "check_new", interrupt)
+    monkeypatch.setattr(sys.modules["shared_core.cli.smaller_models"], "check_new", interrupt)
     monkeypatch.setattr(sys, "argv", ["eff", "prune", "m:build", "--sparsity", "0.5", "--out", "out"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -3,7 +3,7 @@
 import pytest
 
 from shared_core import Recipe
-from shared_core.cli.flags import describe_flags
+from shared_core.cli.arguments import describe_flags
 from shared_core.errors import ConfigError
 
 

@@ -11,10 +11,9 @@ from torch import ones
 from shared_core.cli.compress import _files
 from shared_core.engine.receipt import Receipt
 from shared_core.files.atomic import atomic_folder, atomic_write
-from shared_core.files.journal import write_object
+from shared_core.files.journal import Journal, write_object
 from shared_core.files.json_yaml import parse_yaml
 from shared_core.runs.command import without_secrets
-from shared_core.runs.journal import Journal
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import eff, told_by
 
-from shared_core.cli.formats import markdown
+from shared_core.cli.reference import formats_markdown
 from shared_core.errors import ConfigError
 from shared_core.numerics import FORMATS, decode, encode, lookup, round_to
 
@@ -262,10 +262,10 @@ def test_command_prints_the_table():
         "smallest normal": 2.0**-6, "smallest subnormal": 2.0**-9, "largest": 448.0, "relative error": 0.0625,
         "decades": pytest.approx(math.log10(448 * 512)), "NaN/Inf share": 2 / 256,
     }  # fmt: skip
-    assert eff("formats", "--markdown").output == markdown()
+    assert eff("formats", "--markdown").output == formats_markdown()
 
 
 def test_the_document_holds_the_printed_table_and_every_source():
     document = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
-    assert markdown() in document, "paste the output of `eff formats --markdown`"
+    assert formats_markdown() in document, "paste the output of `eff formats --markdown`"
     assert all(f"`{name}`" in document for name in FORMATS)

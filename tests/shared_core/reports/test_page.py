@@ -10,8 +10,17 @@ import pytest
 from reports import Outline
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.reports.page import Plot, Section, Table, build_page, check_place, show, write_page
-from shared_core.reports.plots import bar_plot, line_plot
+from shared_core.reports.page import (
+    Plot,
+    Section,
+    Table,
+    bar_plot,
+    build_page,
+    check_place,
+    line_plot,
+    show,
+    write_page,
+)
 
 HOSTILE = '<script>alert("x & y")</script>|`a`*b*_c_[d](e)~'
 

@@ -13,8 +13,7 @@ from reports import part, report_of
 from shared_core import Recipe
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.runs import LotterySearch
-from shared_core.runs.lottery import parse_round
-from shared_core.runs.ticket_curve import curve_of
+from shared_core.runs.lottery import curve_of, parse_round
 
 
 def result(history, **more):

@@ -1,0 +1,425 @@
+"""`eff plan`, `explain` and `privacy`: what a run needs, does and spends, before it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import typer
+
+from shared_core.cli.arguments import CommandOptions, print_report, takes
+from shared_core.config.options import option
+from shared_core.errors import ConfigError, EffError
+from shared_core.printing import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn  # `eff --help` must not wait for torch
+
+    from shared_core.contrib.planning import Plan, PlannedRun
+    from shared_core.engine.recipe import Recipe
+
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CommandOptions):
+    """Settings of a run that its memory depends on."""
+
+    precision: str = option("mixed", "fp32, mixed (weights in fp32) or 16-true.")
+    optimizer: str = option("adamw", "adamw, adamw_8bit, sgd_momentum or sgd.")
+    micro_batch: int = option(1, "Examples a device and forward.")
+    seq_len: int = option(2048, "Tokens an example, of a language model.")
+    teacher_params: float = option(0.0, "Parameters of distillation's teacher.", low=0)
+
+    def run(self, **others: Any) -> PlannedRun:
+        """Return the run with these settings and others."""
+        from shared_core.contrib.planning import PlannedRun
+
+        own: dict[str, Any] = {"precision": self.precision, "optimizer": self.optimizer}
+        teacher = round(self.teacher_params)
+        return PlannedRun(micro_batch=self.micro_batch, seq_len=self.seq_len, teacher_params=teacher, **own, **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """Options of `eff plan`."""
+
+    key: ClassVar[str] = "eff plan"
+
+    params: float | None = option(None, "Parameters of the model, such as 70e9.")
+    config: Path | None = option(None, "A model's config.json, or its folder, in place.")
+    layers: int | None = option(None, "With --params: blocks; else the usual number.")
+    hidden: int | None = option(None, "With --params: width; else the usual one.")
+    vocab: int = option(32_000, "With --params: tokens of the vocabulary.")
+    gpus: int = option(1, "Devices, one process each.")
+    strategy: str | None = option(None, "single, ddp or fsdp2; by default fsdp2 with several.")
+    accumulate: int = option(1, "Micro-batches an optimizer step.")
+    recipe: Path | None = option(None, "A YAML file with the techniques that are on.")
+    attention: str | None = option(
+        None, "fused, or eager: scores are kept. By default the class's own with --config, else fused."
+    )
+    memory: float | None = option(None, "GiB a device has: exit code 1 if it is not enough.", above=0)
+    bandwidth: float | None = option(None, "GB/s a device sends: tells the least time for it.", above=0)
+    as_json: bool = option(False, "Print JSON, in bytes, instead of a table.", flag="--json")
+
+    def validate(self) -> None:
+        """Refuse a model that is told twice, or not at all."""
+        if (self.params is None) == (self.config is None):
+            got = "neither" if self.params is None else "both"
+            raise ConfigError(self.key, f"either --params or --config must be given, got {got}")
+
+
+@takes(PlanOptions)
+def plan(asked: PlanOptions) -> None:
+    """Tell the memory and traffic of a run on each device, by formula, for every technique of a recipe.
+
+    Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
+    """
+    from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.contrib.planning import ModelShape
+    from shared_core.contrib.planning import plan as plan_run
+    from shared_core.engine import compatibility
+    from shared_core.engine.recipe import Recipe
+
+    config, memory, bandwidth = asked.config, asked.memory, asked.bandwidth
+    shape = (
+        ModelShape.of_config(config)
+        if config is not None
+        else ModelShape.of_params(asked.params or 0, layers=asked.layers, hidden=asked.hidden, vocab=asked.vocab)
+    )
+    counted, own_attention = (None, "fused") if config is None else _counted(config)
+    if counted is not None:
+        shape = dataclasses.replace(shape, params=counted)
+    run = asked.run(
+        ranks=asked.gpus, strategy=asked.strategy or ("fsdp2" if asked.gpus > 1 else "single"),
+        accumulate=asked.accumulate, attention=asked.attention or own_attention,
+    )  # fmt: skip
+    techniques = Recipe({}) if asked.recipe is None else Recipe.from_yaml(asked.recipe)
+    if asked.recipe is not None and not techniques:
+        told = f"{asked.recipe} must switch on at least one technique"
+        raise ConfigError(asked.key, told, "leave --recipe out for a run without any")
+    compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
+    needs = plan_run(shape, run, techniques)
+    fits = memory is None or needs.peak <= memory * _GIB
+    figures = {name: getattr(needs, name) for name in ("held", "peak", "host", "sent")}
+    figures["fits"] = None if memory is None else fits
+    parts = {"shape": dataclasses.asdict(shape), "run": dataclasses.asdict(run)}
+    how = "" if config is None else " (by formula)" if counted is None else " (counted)"
+    head = f"{shape.params:,} parameters{how}, {shape.layers} blocks of width {shape.hidden}"
+    shown: list[str | Table] = [_table(needs, f"{head}; {run.ranks} x {run.strategy}")]
+    if bandwidth is not None:
+        shown.append(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
+    if memory is not None:
+        shown.append(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
+    costs = [dataclasses.asdict(cost) for cost in needs.costs]
+    print_report({**parts, **figures, "costs": costs}, shown, as_json=asked.as_json, width=120)
+    if not fits:
+        raise typer.Exit(1)
+
+
+def _counted(config: Path) -> tuple[int | None, str]:
+    """Return the parameters of the model that a config describes and its attention, or None where nothing builds it."""
+    from shared_core.cli.loading import empty_folder
+    from shared_core.contrib.planning.plan import attention_of
+
+    folder = config if config.is_dir() else config.parent
+    if not config.is_dir() and config.name != "config.json":
+        return None, "fused"
+    try:
+        model = empty_folder(folder, "eff plan")
+        return sum(parameter.numel() for parameter in model.parameters()), attention_of(model)
+    except Exception:  # a class that transformers has not, or a config of sizes alone: the formula holds
+        return None, "fused"
+
+
+def _table(needs: Plan, head: str) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for cost in needs.costs:
+        figures = (cost.held / _GIB, cost.during / _GIB, cost.host / _GIB, cost.sent / 1e9)
+        rows.append((cost.what, *(f"{value:,.2f}" if value else "" for value in figures), cost.why))
+    headings = ("", "held GiB", "in a step GiB", "host GiB", "sent GB a step", "why")
+    made = table(f"each device: {head}", ("", "why"), headings, rows)
+    made.add_section()
+    held, peak, host = (f"{size / _GIB:,.2f}" for size in (needs.held, needs.peak, needs.host))
+    made.add_row("all", held, f"peak {peak}", host, f"{needs.sent / 1e9:,.2f}", "the peak is a bound")
+    return made
+
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(RunOptions):
+    """Options of `eff explain`."""
+
+    key: ClassVar[str] = "eff explain"
+    needs: ClassVar = {
+        "epochs": ("examples", "batch_size"), "examples": ("batch_size",), "batch_size": ("examples",)
+    }  # fmt: skip
+    without: ClassVar = {"epochs": ("steps",)}
+
+    recipe: Path = option(help="A recipe, YAML.", argument=True)
+    model: str | None = option(
+        None, "A Hugging Face folder, or module:function that returns the model or (model, inputs)."
+    )
+    steps: int | None = option(None, "Optimizer steps of the run.", above=0)
+    epochs: float | None = option(None, "In place of --steps, with the next two: epochs.", above=0)
+    examples: int | None = option(None, "Examples of an epoch.", above=0)
+    batch_size: int | None = option(None, "Examples of an optimizer step, over all devices.", above=0)
+    trainer: Literal["hf", "lightning"] = option("hf", "The trainer of the run.")
+    surrounding: tuple[str, ...] = option(
+        (), "What else holds, such as fp16 or fsdp2 (eff compat lists all); repeat it."
+    )
+    as_json: bool = option(False, "Print JSON, in bytes, instead of tables.", flag="--json")
+
+    def validate(self) -> None:
+        """Refuse run environments that do not exist."""
+        from shared_core.config.conflicts import RUN_ENVIRONMENTS
+        from shared_core.errors import nearest
+
+        for key in self.surrounding:
+            if key not in RUN_ENVIRONMENTS:
+                told = f"--surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
+                raise ConfigError(self.key, told)
+
+    def length(self) -> tuple[int | None, float | None]:
+        """Return the optimizer steps of the run and of an epoch, None where they are unknown.
+
+        Example:
+            >>> [ExplainOptions(recipe="r", **given).length()
+            ...  for given in ({"epochs": 3, "examples": 1000, "batch_size": 64}, {"steps": 100})]
+            [(48, 16), (100, None)]
+        """
+        if self.examples is None or self.batch_size is None:
+            return self.steps, None
+        per_epoch = math.ceil(self.examples / self.batch_size)
+        return self.steps if self.epochs is None else math.ceil(self.epochs * per_epoch), per_epoch
+
+
+@takes(ExplainOptions)
+def explain(asked: ExplainOptions) -> None:
+    """Tell what a recipe will do: when, to which modules, conflicts, memory, what is saved. Nothing is trained.
+
+    Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
+    """
+    from shared_core.engine.recipe import Recipe
+
+    total, per_epoch = asked.length()
+    run = asked.run()
+    read = Recipe.from_yaml(asked.recipe)
+    if not read:
+        told = f"{asked.recipe} must switch on at least one technique"
+        raise ConfigError(asked.key, told, "eff init writes a recipe")
+    options = {
+        "trainer": asked.trainer, "run_environment": asked.surrounding, "total_steps": total,
+        "steps_per_epoch": per_epoch,
+    }  # fmt: skip
+    shown = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
+    shown |= _explained(read, asked.model, run, options)
+    print_report(shown, _lines(shown), as_json=asked.as_json, width=110)
+    if shown["conflicts"]:
+        raise typer.Exit(1)
+
+
+def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
+    from shared_core.contrib.planning.plan import counted_costs
+    from shared_core.tools.planning import explain as explanation
+
+    model = inputs = None
+    if name is not None:
+        model, inputs = build(name, values=any(config.needs_values for config in recipe.values()))
+    try:
+        explained = explanation.explain(recipe, model, **options)
+    except RuntimeError:  # a technique looked at values
+        if name is None or not _is_empty(model):
+            raise
+        model, inputs = build(name, values=True)
+        explained = explanation.explain(recipe, model, **options)
+    techniques, measured = {}, explanation.measured_costs()
+    for key in recipe:
+        touched, ability = explained.touched.get(key), explained.abilities[key]
+        matched = {} if touched is None else dataclasses.asdict(touched) | {"elements": sum(touched.tensors.values())}
+        reach = explained.coverage.get(key)
+        techniques[key] = {
+            **matched,
+            "coverage": reach and reach.to_dict(),
+            "here": dataclasses.asdict(ability),
+            "checkpoint": explained.checkpoint[key],
+            "measured": measured.get(key, []),
+        }
+    told: dict[str, Any] = {
+        "conflicts": explained.conflicts, "remarks": explained.remarks, "timeline": explained.timeline,
+        "techniques": techniques, "model": None, "memory": None,
+    }  # fmt: skip
+    if model is not None and name is not None:
+        sizes = {key: sum(touched.tensors.values()) for key, touched in explained.touched.items()}
+        saved, shape = _activations(model, inputs, name)
+        costs = counted_costs(model, run, recipe, touched=sizes, shape=shape, activations=saved)
+        told["memory"] = [dataclasses.asdict(cost) for cost in costs]
+        learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        number = sum(parameter.numel() for parameter in model.parameters())
+        told["model"] = {"name": name, "parameters": number, "trained": learned, "without_values": _is_empty(model)}
+    return told
+
+
+def build(name: str, *, values: bool = False, where: str = "eff explain") -> tuple[nn.Module, Any]:
+    """Return the model in a folder or from ``module:function``, with its example inputs if it has any."""
+    if not values:
+        try:
+            return _build(name, "meta", where)
+        except EffError:
+            raise
+        except Exception:  # the user's code wants values: what is wrong beside that shows again below
+            return _build(name, "cpu", where)
+    return _build(name, "cpu", where)
+
+
+def _build(name: str, device: str, where: str) -> tuple[nn.Module, Any]:
+    import torch
+
+    from shared_core.cli.loading import build_model, empty_folder, load_folder
+
+    if Path(name).is_dir():
+        return (empty_folder if device == "meta" else load_folder)(Path(name), where).train(), None
+    with torch.device(device):
+        return build_model(name, where)
+
+
+def _is_empty(model: nn.Module | None) -> bool:
+    return model is not None and any(parameter.is_meta for parameter in model.parameters())
+
+
+def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
+    """Return the bytes that autograd keeps of example inputs (or why not), and the shape that a config tells."""
+    from shared_core.contrib.planning import ModelShape
+    from shared_core.contrib.planning.plan import saved_bytes
+
+    if inputs is not None:
+        try:
+            return saved_bytes(model, inputs), None
+        except Exception as error:  # the user's forward or a technique's layer, which may need values
+            return f"forward raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]:.100}", None
+    try:
+        return None, ModelShape.of_config(Path(name)) if Path(name).is_dir() else None
+    except ConfigError:  # no language model
+        return None, None
+
+
+def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
+    def drawn(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> Table:
+        return table(title, [heading for heading in headings if not heading.endswith("iB")], headings, rows)
+
+    total = told["steps"]["total"]
+    title = "when" if total is None else f"when, of {total:,} optimizer steps"
+    told_of = [(event["at"], event["technique"], event["what"]) for event in told["timeline"]]
+    yield drawn(title, told_of, "at", "technique", "what")
+    rows = []
+    for key, entry in told["techniques"].items():
+        here = f"{entry['here']['level']} {entry['here']['why']}".strip()
+        rows.append((key, _matched(entry), here, "; ".join(entry["checkpoint"])))
+    yield drawn("what", rows, "technique", "on", "here", "saved")
+    costs = [(key, line) for key, entry in told["techniques"].items() for line in entry["measured"]]
+    if costs:
+        yield drawn("measured on one thread of a CPU (docs/cost.md)", costs, "technique", "cost")
+    if told["memory"] is not None:
+        held, during = (sum(cost[name] for cost in told["memory"]) for name in ("held", "during"))
+        unit, size = ("GiB", 2**30) if held + during > 2**30 else ("MiB", 2**20)
+        figures = [
+            (cost["what"], f"{cost['held'] / size:,.2f}", f"{cost['during'] / size:,.2f}", cost["why"])
+            for cost in told["memory"]
+        ]
+        figures.append(("all", f"{held / size:,.2f}", f"peak {(held + during) / size:,.2f}", "the peak is a bound"))
+        model = told["model"]
+        title = f"memory of one device: {model['parameters']:,} parameters, {model['trained']:,} of them trained"
+        yield drawn(title, figures, "", f"held {unit}", f"in a step {unit}", "why")
+    yield from (f"note: {line}" for line in told["remarks"])
+    yield from (f"conflict: {line}" for line in told["conflicts"])
+
+
+def _matched(entry: dict[str, Any]) -> str:
+    if "what" not in entry:
+        return ""
+    if not entry["tensors"]:
+        return str(entry["what"])
+    names = list(entry["tensors"])
+    more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
+    if entry["coverage"] is not None:
+        from shared_core.engine.coverage import percent
+
+        text = (
+            f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"
+        )
+    for reason, count in Counter(entry["left_out"].values()).most_common():
+        text += f"\nleft out: {count}, {reason}"
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyOptions(CommandOptions):
+    """Options of `eff privacy`."""
+
+    key: ClassVar[str] = "eff privacy"
+
+    delta: float = option(1e-5, "Delta, below one over the number of examples.")
+    noise_multiplier: float | None = option(None, "Print the epsilon of this noise multiplier.", above=0)
+    target_epsilon: float | None = option(None, "Print the noise multiplier of this epsilon.", above=0)
+    sample_rate: float | None = option(None, "Share of the examples that a step expects.")
+    examples: int | None = option(None, "With --batch-size, in place of --sample-rate.")
+    batch_size: int | None = option(None, "Examples of a step, over all processes.")
+    steps: int | None = option(None, "Optimizer steps.")
+    epochs: float | None = option(None, "In place of --steps: passes over the data.")
+    as_json: bool = option(False, "Print JSON instead of a table.", flag="--json")
+
+    def validate(self) -> None:
+        """Refuse a delta that promises nothing, and a question that is none."""
+        if not 0 < self.delta < 1 / (self.examples or 1):
+            told = f"--delta must be in (0, 1 / {self.examples or 'examples'}), got {self.delta}"
+            raise ConfigError(self.key, told, "take less")
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            got = f"got {self.noise_multiplier} and {self.target_epsilon}"
+            raise ConfigError(self.key, f"one of --noise-multiplier and --target-epsilon must be given, {got}")
+
+    def sampling(self) -> tuple[float, int]:
+        """Return the share of the examples that a step expects, and the number of steps."""
+        rate, steps = self.sample_rate, self.steps
+        if self.examples and self.batch_size is not None and rate is None:
+            rate = self.batch_size / self.examples
+        if rate is None or not 0 < rate <= 1:
+            how = "give --sample-rate, or --examples and --batch-size"
+            raise ConfigError(self.key, f"--sample-rate must be in (0, 1], got {rate}", how)
+        if steps is None and self.epochs is not None:
+            steps = math.ceil(self.epochs * math.ceil(1 / rate - 1e-9))
+        if steps is None or steps < 1:
+            raise ConfigError(self.key, f"--steps must be at least 1, got {steps}", "give --steps or --epochs")
+        return rate, steps
+
+
+@takes(PrivacyOptions)
+def privacy(asked: PrivacyOptions) -> None:
+    """Count the epsilon of DP-SGD with Poisson sampling by every accountant, or solve for the noise multiplier."""
+    from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
+
+    sample_rate, steps = asked.sampling()
+    delta, noise_multiplier = asked.delta, asked.noise_multiplier
+    rows = []
+    for accountant in ("rdp", "prv"):
+        noise = noise_multiplier
+        if noise is None:
+            noise = noise_multiplier_for(asked.target_epsilon or 0.0, sample_rate, steps, delta, accountant=accountant)
+        rows.append((accountant, noise, epsilon([(noise, sample_rate, steps)], delta, accountant)))
+    if noise_multiplier is not None:
+        rows.append(("classic", noise_multiplier, classic_epsilon(noise_multiplier, sample_rate, steps, delta)))
+    told = {"sampling": "poisson", "sample_rate": sample_rate, "steps": steps, "delta": delta}
+    found = {name: {"noise_multiplier": noise, "epsilon": spent} for name, noise, spent in rows}
+    title = f"{steps} steps, poisson sampling with rate {sample_rate:.4g}, delta {delta:g}"
+    figures = [(name, f"{noise:.4g}", f"{spent:.4g}") for name, noise, spent in rows]
+    shown = table(title, ("accountant",), ("accountant", "noise multiplier", "epsilon"), figures)
+    print_report({**told, "accountants": found}, [shown], as_json=asked.as_json)

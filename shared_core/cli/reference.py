@@ -1,0 +1,249 @@
+"""`eff flags`, `formats`, `compat` and `doctor`: what there is, and what of it this machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared_core.cli.arguments import describe_flags, print_report
+from shared_core.errors import ConfigError, nearest
+from shared_core.front_ends.finding import front_ends
+from shared_core.printing import echo, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def flags_markdown() -> str:
+    """Return the table of flags as Markdown."""
+    lines = ["| flag | type | default | |", "|---|---|---|---|"]
+    for row in describe_flags():
+        cells = (text.replace("|", "\\|") for text in (row["type"], row["default"], row["help"]))
+        lines.append(f"| `{row['flag']}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def flags(
+    techniques: Annotated[
+        list[str] | None, typer.Argument(help="Keys of techniques, such as prune; all if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/flags.md.")] = False,
+) -> None:
+    """List the flags of techniques with type, default and meaning."""
+    from shared_core.engine.registry import registration
+
+    keys = [registration(key).key for key in techniques or ()]
+    rows = [row for row in describe_flags() if not keys or row["flag"].startswith(tuple(f"--{key}_" for key in keys))]
+    if as_markdown:
+        echo(flags_markdown(), nl=False)
+        return
+    from rich import box
+
+    headings = ("flag", "type", "default", "meaning")
+    made = table("", headings, headings, [[*row.values()] for row in rows])
+    made.box, made.pad_edge, made.columns[0].no_wrap = box.SIMPLE, False, True
+    print_report(rows, [made], as_json=as_json)
+
+
+Cell = str | int | float | None
+
+
+def format_rows() -> list[dict[str, Cell]]:
+    """Return the figures of every format, one row a format."""
+    from shared_core.numerics import FORMATS
+
+    return [row.row() for row in FORMATS.values()]
+
+
+def formats_markdown() -> str:
+    """Return the table of number formats as Markdown."""
+    table = format_rows()
+    lines = ["| " + " | ".join(table[0]) + " |", "|---" * len(table[0]) + "|"]
+    lines += ["| " + " | ".join(_text(column, cell) for column, cell in row.items()) + " |" for row in table]
+    return "\n".join(lines) + "\n"
+
+
+def _text(column: str, cell: Cell) -> str:
+    if cell is None:
+        return ""
+    if column in ("relative error", "NaN/Inf share"):
+        return f"{100 * float(cell):.3g} %"
+    if column == "decades":
+        return f"{cell:.1f}"
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def formats(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every digit, instead of a table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/formats.md.")] = False,
+) -> None:
+    """Show every number format: bits, bias, range, error, and what its codes are spent on."""
+    if as_markdown:
+        echo(formats_markdown(), nl=False)
+        return
+    found = format_rows()
+    shown = [[_text(column, cell) for column, cell in row.items()] for row in found]
+    print_report(found, [table("", ("format",), [*found[0]], shown)], as_json=as_json, width=150)
+
+
+def compat(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Techniques or run environments: one for all of its refusals, several for their pairs."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show which techniques combine with which, and with which run environments; with names, the reasons."""
+    from shared_core.engine.compatibility import matrix
+    from shared_core.reports.page import Console
+
+    rows = matrix()
+    if as_json:
+        echo(json.dumps(rows, indent=2))
+    elif names:
+        for line in _reasons(rows, names):
+            echo(line)
+    else:
+        for table in _tables(rows):
+            Console().print(table)
+        echo("why: eff compat prune, or eff compat prune fsdp1")
+
+
+def _tables(rows: list[dict[str, str]]) -> list[Any]:
+    """Return the techniques with each other, and by run environment those that it refuses."""
+    from rich import box
+    from rich.table import Table
+
+    from shared_core.config.conflicts import RUN_ENVIRONMENTS
+
+    keys = [row["technique"] for row in rows]
+    marks = {"yes": "·", "-": ""}
+    among = Table(box=None, title="techniques: x = refused together", title_justify="left", padding=(0, 1, 0, 0))
+    among.add_column("", no_wrap=True)
+    for number in range(1, len(keys) + 1):
+        among.add_column(str(number), justify="right", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        among.add_row(f"{number} {row['technique']}", *(marks.get(row[key], "x") for key in keys))
+    around = Table(box=box.SIMPLE, title="run environments", title_justify="left", pad_edge=False)
+    for heading in ("name", "what it is", "refused by"):
+        around.add_column(heading, overflow="fold", no_wrap=heading == "name")
+    for name, what in RUN_ENVIRONMENTS.items():
+        by = [row["technique"] for row in rows if row[name] != "yes"]
+        around.add_row(name, what, "all" if len(by) == len(rows) else ", ".join(by) or "none")
+    return [among, around]
+
+
+def _reasons(rows: list[dict[str, str]], names: list[str]) -> list[str]:
+    """Return a line for each refusal of one name, or for each pair of several."""
+    known = [*rows[0]][1:]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                "eff compat", f"{name} must be a technique or a run environment, got none{nearest(name, known)}"
+            )
+    pairs = [(row["technique"], other, row[other]) for row in rows for other in known if row[other] != "-"]
+    if len(names) == 1:
+        found = [pair for pair in pairs if names[0] in pair[:2] and pair[2] != "yes"]
+    else:
+        found = [pair for pair in pairs if {*pair[:2]} <= {*names}]
+    lines = {frozenset(pair[:2]): f"{pair[0]} + {pair[1]}: {pair[2]}" for pair in reversed(found)}
+    return [*reversed(lines.values())] or [f"{' + '.join(names)}: nothing is refused"]
+
+
+def pairs_markdown() -> str:
+    """Return the table of techniques that are refused together, and why, as Markdown."""
+    from shared_core.engine.compatibility import matrix
+
+    rows, refused = matrix(), {}
+    for row in rows:
+        for other in (other["technique"] for other in rows):
+            pair = frozenset((row["technique"], other))
+            if row[other] not in ("yes", "-") and pair not in refused:
+                refused[pair] = f"| `{row['technique']}` + `{other}` | {row[other]} |"
+    return "\n".join(["| together | why not |", "|---|---|", *refused.values()]) + "\n"
+
+
+def distributed_markdown() -> str:
+    """Return the table of techniques and ways to spread a run over processes, as Markdown."""
+    from shared_core.engine.compatibility import matrix
+
+    ways = {
+        "fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",
+        "data_parallel": "DataParallel", "tensor_parallel": "tensor parallel",
+    }  # fmt: skip
+    lines = [f"| technique | DDP | {' | '.join(ways.values())} |", "|---" * (len(ways) + 2) + "|"]
+    for row in matrix():
+        yes = {way: row[way] == "yes" for way in ways}
+        yes["zero3"] &= yes["deepspeed"]
+        lines.append(
+            f"| `{row['technique']}` | yes | " + " | ".join("yes" if it else "–" for it in yes.values()) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_UNUSABLE = ("out of range", "known bad")
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show devices, formats, kernels, libraries, how each technique runs here; exit code 1 if a version is wrong."""
+    from shared_core.hardware import default_device
+    from shared_core.libraries import libraries
+    from shared_core.tools.machine import abilities, devices, formats, tools
+
+    found = libraries()
+    device = default_device()
+    told = {
+        "python": sys.version.split()[0],
+        "devices": devices(),
+        "trains_on": device.type,
+        "formats": formats(device),
+        "tools": tools(),
+        "libraries": [
+            {**dataclasses.asdict(library), "state": library.state, "install": library.install} for library in found
+        ],
+        "trainers": [front_end.name for front_end in front_ends()],
+        "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
+        "usable": not any(library.state in _UNUSABLE for library in found),
+    }
+    print_report(told, _lines(told), as_json=as_json, width=100)
+    if not told["usable"]:
+        raise typer.Exit(1)
+
+
+def _lines(told: dict[str, Any]) -> Iterator[str | Table]:
+    rows = []
+    for device in told["devices"]:
+        if device["device"] == "cpu":
+            about = f"{device['cores']} cores, torch uses {device['threads']}; {', '.join(device['instructions'])}"
+        else:
+            about = f"compute capability {device['capability']}, {device['memory'] / 2**30:.1f} GiB"
+        rows.append((device["device"], device["name"], about))
+    yield _table(f"devices (Python {told['python']}; trains on {told['trains_on']})", rows)
+    yield _table(f"formats on {told['trains_on']}", list(told["formats"].items()))
+    yield _table("tools", [*told["tools"].items(), ("trainers", ", ".join(told["trainers"]) or "none")])
+    columns = ("name", "found", "wanted", "state", "install")
+    yield _table(
+        "libraries", [tuple(each[name] or "none" * (name == "found") for name in columns) for each in told["libraries"]]
+    )
+    abilities = [(key, each["level"], each["why"]) for key, each in told["techniques"].items()]
+    yield _table(f"techniques on {told['trains_on']}", abilities)
+    if not told["trainers"]:
+        yield 'no trainer: pip install "efftrain[hf]" or pip install "efftrain[lightning]"'
+    for each in told["libraries"]:
+        if each["state"] in _UNUSABLE:
+            yield f"{each['name']} {each['found']} is {each['state']} ({each['wanted']}): {each['install']}"
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    columns = [str(number) for number in range(len(rows[0]))]
+    made = table(title, columns, columns, rows)
+    made.show_header = False
+    return made

@@ -1,0 +1,356 @@
+"""`eff prune`, `low-rank` and `shrink`: a trained model made smaller without training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shared_core.cli.arguments import JudgedOptions, LossOptions, alone, bar, command_with_options, print_report, takes
+from shared_core.cli.loading import check_new, copy_beside, function, made_up_inputs, save_folder
+from shared_core.config.options import option
+from shared_core.errors import ConfigError
+from shared_core.files.json_yaml import json_text
+from shared_core.printing import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn  # `eff --help` must not wait for torch
+
+    from shared_core.pruning import PruneConfig
+    from shared_core.tools.shrink import ShrinkResult
+
+
+PRUNING_FILE = "eff_pruning.json"
+_SHRINKABLE = ("neuron", "channel", "head")
+
+
+def _during_training() -> tuple[str, ...]:
+    from shared_core.pruning.config import DURING_TRAINING
+
+    return DURING_TRAINING
+
+
+PruneCommand = command_with_options("prune", _during_training)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(JudgedOptions, LossOptions):
+    """Options of `eff prune` beside those of the technique."""
+
+    key: ClassVar[str] = "eff prune"
+
+    batches: int = option(100, "Calibration batches to run, at most.", low=1)
+    seed: int = option(0, "Of the draws of random and shapley.")
+    shrink: bool = option(False, "Also remove the pruned neurons, channels or heads: a smaller model.")
+
+
+@takes(PruneOptions)
+def prune(asked: PruneOptions, technique: Mapping[str, str]) -> None:
+    """Prune a trained model at once and save plain weights, which load without this library, and a report.
+
+    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; another model as
+    model.safetensors. With --shrink units are gone from tensors and configuration. eff_pruning.json tells what was
+    pruned, what was left dense, and how quality changed.
+    """
+    from shared_core.pruning.config import GATHERED
+    from shared_core.pruning.post_training import as_config
+    from shared_core.pruning.post_training import prune as prune_model
+
+    check_new(asked.out, asked.key)
+    config = as_config(technique)
+    if asked.shrink and config.granularity not in _SHRINKABLE:
+        raise ConfigError(
+            asked.key, f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+        )
+    if asked.calibration is None and config.criterion in GATHERED:
+        what = f"--calibration must be given with {config.needs_batches}, got none"
+        raise ConfigError(asked.key, what, "name a function that returns batches")
+    judge, run_batch = asked.judge(), asked.batch_loss()
+    network, example, folder = asked.open()
+    data = asked.data(asked.batches)
+    needs_example = asked.shrink or (data is None and config.needs_batches)
+    if example is None and needs_example:
+        if data and run_batch is None:
+            example = data[0]
+        elif folder is None:
+            raise alone(asked, "--shrink and for units or costs without --calibration")
+        else:
+            example = made_up_inputs(network, asked.key)
+    quality: dict[str, float] = {}
+    _judge(quality, "dense", network, judge)
+    with bar("calibration") as advance:
+        done = prune_model(
+            network, config, [example] if data is None and needs_example else data,
+            loss=None if data is None else run_batch, num_batches=asked.batches, seed=asked.seed,
+            allow_partial=asked.allow_partial, progress=advance,
+        )  # fmt: skip
+    _judge(quality, "pruned", network, judge)
+    result = _shrunk(network, example) if asked.shrink else None
+    if result is not None:
+        _judge(quality, "shrunk", result.model, judge)
+    values = {
+        "asked": {name: value for name, value in asked.asked().items() if name != "allow_partial"},
+        "config": _applied(config),
+        **done.to_dict(),
+        "quality": quality,
+        "shrink": _values(result) if result else None,
+    }
+    saved = result.model if result else network
+    # a shrunk folder must load with the same outputs
+    save_folder(asked.out, saved, folder, {PRUNING_FILE: values}, asked.key, example if result else None)
+    print_report(values, _pruning_lines(asked.out, values), as_json=asked.as_json)
+
+
+def _judge(
+    quality: dict[str, float], name: str, network: nn.Module, judge: Callable[[nn.Module], float] | None
+) -> None:
+    if judge is not None:
+        quality[name] = judge(network)
+
+
+def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
+    from shared_core.tools.shrink import shrink as remove
+
+    with bar("shrink"):
+        return remove(network, example)
+
+
+def _applied(config: PruneConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in _during_training()}
+
+
+def _values(result: ShrinkResult) -> dict[str, Any]:
+    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
+
+
+def _pruning_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+    from shared_core.engine import coverage
+    from shared_core.pruning.config import UNITS
+
+    rows = [(entry["name"], entry["numel"], entry["pruned"], f"{entry['sparsity']:.1%}") for entry in values["tensors"]]
+    yield table(f"pruned: {out}", ("tensor",), ("tensor", "weights", "zero", "sparsity"), rows)
+    lost, units = (sum(entry[key] for entry in values["units"]) for key in ("pruned", "units"))
+    of_units = f"; {lost} of {units} units" if units else ""
+    seen = f", from {values['examples']} examples" if values["examples"] else ""
+    yield (
+        f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
+        f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
+    )
+    share, granularity = coverage.percent(values["coverage"]["share"]), values["granularity"]
+    of = f" of granularity {granularity}" if granularity in UNITS else ""
+    yield f"{share} of the weights that multiply activations are within reach{of}"
+    yield from (f"note: {note}" for note in values["notes"])
+    yield from (f"left dense: {name}: {reason}" for name, reason in values["left_out"].items())
+    if values["shrink"]:
+        removed, bytes_ = values["shrink"]["removed"], values["shrink"]["bytes"]
+        yield f"shrunk: {sum(removed.values())} units removed, {bytes_[0]} -> {bytes_[1]} bytes"
+        yield from (f"kept: {name}: {reason}" for name, reason in values["shrink"]["kept"].items())
+    else:
+        yield values["note"]
+    if values["quality"]:
+        yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
+
+
+LOW_RANK_FILE = "eff_low_rank.json"
+
+LowRankCommand = command_with_options("low_rank", lambda: ("merge",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankOptions(JudgedOptions, LossOptions):
+    """Options of `eff low-rank` beside those of the technique."""
+
+    key: ClassVar[str] = "eff low-rank"
+
+    merged: bool = option(False, "Write whole weights of low rank, which load as before, and save nothing.")
+    repeats: int = option(10, "Forwards that are timed, before and after.", low=1)
+
+
+@takes(LowRankOptions)
+def low_rank(asked: LowRankOptions, technique: Mapping[str, str]) -> None:
+    """Factorise a trained model and save it, with a report of what that saves and loses.
+
+    The folder holds low_rank.safetensors, which shared_core.low_rank.load puts into a model of the same class and
+    configuration, and eff_low_rank.json, which a training run takes for its rank: --low_rank_rank eff_low_rank.json.
+    """
+    from shared_core.low_rank import LowRankConfig, factorize, merge
+    from shared_core.low_rank.config import MEASURED
+    from shared_core.tools.measuring import difference, forward_flops, latency, outputs, state_bytes
+
+    check_new(asked.out, asked.key)
+    config = LowRankConfig.from_dict(technique)
+    needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
+    if needs and asked.calibration is None:
+        raise ConfigError(asked.key, f"--calibration must be given with {needs[0]}, got none")
+    judge, run_batch = asked.judge(), asked.batch_loss()
+    network, example, folder = asked.open()
+    data = asked.data(config.calibration_batches)
+    if example is None and data and run_batch is None:
+        example = data[0]
+    if example is None and folder:
+        with contextlib.suppress(ConfigError):  # sounds: the run is not measured, as without a folder
+            example = made_up_inputs(network, asked.key)
+    dense = copy.deepcopy(network)
+    quality = {"dense": judge(dense)} if judge else {}  # first: what it returns is found out
+    with bar("factorising") as advance:
+        done = factorize(network, config, data, loss=run_batch, allow_partial=asked.allow_partial, progress=advance)
+    values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": asked.merged}
+    if asked.merged:
+        merge(network)
+    values["bytes"] = {"before": state_bytes(dense), "after": state_bytes(network)}
+    if example is not None:
+        before, after = (forward_flops(each, example) for each in (dense, network))
+        values["flops"] = {"before": before, "after": after}
+        before_ms, after_ms = latency(dense, network, example, asked.repeats)
+        values["milliseconds"] = {"before": round(before_ms, 4), "after": round(after_ms, 4)}
+        values["output_difference"] = difference(outputs(dense, example), outputs(network, example))
+    if judge is not None:
+        values["quality"] = {**quality, "low_rank": judge(network)}
+    _write(asked.out, network, values, folder, merged=asked.merged)
+    print_report(values, _low_rank_lines(asked.out, values), as_json=asked.as_json)
+
+
+def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, *, merged: bool) -> None:
+    from safetensors.torch import save_model
+
+    from shared_core.files.atomic import atomic_folder
+    from shared_core.low_rank.saving import WEIGHTS_FILE
+
+    saved: Any = network
+    with atomic_folder(out) as temporary:
+        if folder is not None and merged:
+            saved.save_pretrained(temporary)
+        else:
+            save_model(network, str(temporary / ("model.safetensors" if merged else WEIGHTS_FILE)))
+            if folder is not None:
+                saved.config.save_pretrained(temporary)
+        if folder is not None:
+            copy_beside(folder, temporary)
+        (temporary / LOW_RANK_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
+
+
+def _low_rank_lines(out: Path, values: dict[str, Any]) -> Iterator[str | Table]:
+    from shared_core.engine import coverage
+
+    headings = ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error")
+    yield table(f"factorised: {out}", headings[:2], headings, map(_row, values["layers"]))
+    share = coverage.percent(values["coverage"]["share"])
+    yield f"{share} of the weights that multiply activations are within reach"
+    yield from (f"left alone: {name}: {reason}" for name, reason in values["left_out"].items())
+    for name, unit in (("parameters", ""), ("bytes", ""), ("flops", ""), ("milliseconds", " (median of a forward)")):
+        if name in values:
+            before, after = values[name]["before"], values[name]["after"]
+            yield f"{name}: {before:,} -> {after:,} ({after / before:.2f}x){unit}"
+    if "output_difference" in values:
+        yield f"largest difference of the outputs: {values['output_difference']:.1e}"
+    if "quality" in values:
+        yield "quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items())
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    output = entry.get("output_error")
+    return (
+        entry["name"], entry["scheme"], f"{entry['rank']} of {entry['full_rank']}",
+        f"{entry['parameters_before']:,} -> {entry['parameters_after']:,}", f"{entry['energy']:.1%}",
+        f"{entry['weight_error']:.3g}", "–" if output is None else f"{output:.3g}",
+    )  # fmt: skip
+
+
+SHRINK_FILE = "eff_shrink.json"
+
+
+_SIZES = ("layers", "hidden_size", "intermediate_size", "attention_heads", "key_value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkOptions(LossOptions):
+    """Options of `eff shrink`."""
+
+    key: ClassVar[str] = "eff shrink"
+    needs: ClassVar = dict.fromkeys(_SIZES, ("calibration",))
+    without: ClassVar = {"multiple_of": _SIZES, "allow_inexact": _SIZES}
+
+    model: str = option(
+        help="A Hugging Face folder, or module:function that returns (model, example_inputs).", argument=True
+    )
+    inputs: str | None = option(None, "module:function that returns example inputs; without it a folder's are made up.")
+    multiple_of: int = option(1, "Leave a multiple of this many neurons or channels.")
+    allow_inexact: bool = option(False, "Also narrow what layer norms normalise, which is not exact.")
+    layers: int | None = option(None, "Layers, of a model cut to sizes.")
+    hidden_size: int | None = option(None, "Channels of the residual stream, of a model cut to sizes.")
+    intermediate_size: int | None = option(None, "Neurons of each MLP, of a model cut to sizes.")
+    attention_heads: int | None = option(None, "Query heads of each layer, of a model cut to sizes.")
+    key_value_heads: int | None = option(None, "Key-value heads of each layer, of a model cut to sizes.")
+    batches: int = option(100, "Calibration batches to run, at most.", low=1)
+    criterion: str = option("activations", "What units of given sizes are kept by: activations, magnitude or random.")
+    layer_criterion: str = option("block_influence", "What layers are kept by: block_influence, loss or random.")
+    seed: int = option(0, "Of random choices.")
+
+    def sizes(self) -> dict[str, int]:
+        """Return those that the model is to be cut to."""
+        return {name: getattr(self, name) for name in _SIZES if self.is_given(name)}
+
+    def validate(self) -> None:
+        """Refuse batches that nothing is measured on."""
+        if self.calibration is not None and not self.sizes():
+            raise ConfigError(self.key, "--calibration must come with sizes, as --layers 8, got none")
+
+
+@takes(ShrinkOptions)
+def shrink(asked: ShrinkOptions) -> None:
+    """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
+
+    With sizes, such as --layers 8 --hidden-size 512, and --calibration: cut a trained decoder to them, the layers,
+    channels, neurons and heads gone that do least on the batches (Minitron); then train it, with --distill_teacher.
+
+    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
+    same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
+    """
+    from shared_core.tools.shrink import shrink as remove
+    from shared_core.tools.shrink import shrink_to
+
+    check_new(asked.out, asked.key)
+    run_batch = asked.batch_loss()
+    network, example, folder = asked.open()
+    example = function(asked.inputs, "eff shrink: --inputs")() if asked.inputs else example
+    if example is None:
+        if folder is None:
+            raise alone(asked)
+        example = made_up_inputs(network, asked.key)
+    result: ShrinkResult
+    if (data := asked.data(asked.batches)) is None:
+        with bar("shrinking"):
+            result = remove(network, example, multiple_of=asked.multiple_of, allow_inexact=asked.allow_inexact)
+    else:
+        with bar("cutting"):
+            result = shrink_to(
+                network, asked.sizes(), data, example, criterion=asked.criterion,
+                layer_criterion=asked.layer_criterion, loss=run_batch, seed=asked.seed,
+            )  # fmt: skip
+    report = _report(result)
+    save_folder(asked.out, result.model, folder, {SHRINK_FILE: report}, asked.key, example)
+    print_report(report, _shrink_lines(asked.out, result), as_json=asked.as_json)
+
+
+def _report(result: ShrinkResult) -> dict[str, Any]:
+    values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
+    for name in ("bytes", "flops", "milliseconds", "parameters", "loss"):
+        if values.get(name) is not None:
+            values[name] = dict(zip(("before", "after"), values[name], strict=True))
+    return values
+
+
+def _shrink_lines(out: Path, result: ShrinkResult) -> Iterator[str | Table]:
+    if result.removed:
+        rows = [(name, result.units[name], count) for name, count in result.removed.items()]
+        yield table(f"shrunk: {out}", ("group",), ("group", "units", "removed"), rows)
+    yield from (f"kept: {name}: {reason}" for name, reason in result.kept.items())
+    yield from (f"config: {name}: {before} -> {after}" for name, (before, after) in result.config.items())
+    yield from (f"note: {note}" for note in result.notes)
+    yield str(result)
+    yield f"largest difference of the outputs: {result.largest_difference:.1e}"

@@ -1,0 +1,490 @@
+"""`eff run`, `try`, `lottery`, `chain` and `report`: training scripts that nobody edits, and what they left."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+from typer.core import TyperCommand
+
+from shared_core.cli.arguments import BESIDE, RunnerOptions, takes, training_command
+from shared_core.config.options import option
+from shared_core.errors import ConfigError, EffError
+from shared_core.front_ends.finding import front_ends
+from shared_core.front_ends.flags import STEPS_FLAG, STEPS_VARIABLE, _nearest_flag, asked_steps, recipe_of, take_flags
+from shared_core.front_ends.unseen_steps import UnseenSteps, unseen
+from shared_core.printing import echo
+from shared_core.runs.child_processes import handed_on
+
+if TYPE_CHECKING:
+    from shared_core.runs import ChainTable, Stage, TicketCurve
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
+    ],
+) -> None:
+    """Run a script of a trainer, or a loop of accelerate, with techniques switched on by flags; it is not edited.
+
+    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE,
+    --eff_allow_partial, and --eff_total_steps N for a loop whose scheduler does not tell them; `eff flags` lists the
+    techniques') may stand anywhere after the script, which never sees them. All others are the script's, --help too,
+    and so is what follows `--`. A script that starts others, as $(which trl) and accelerate.commands.launch do, hands
+    the techniques on to them.
+    """
+    from shared_core.runs.command import is_launcher
+
+    if script.startswith("-"):
+        raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
+    if is_launcher(script) and "." not in script and not Path(script).is_file():
+        raise ConfigError(
+            "eff run",
+            f"script must be a file or a module, got {script!r}",
+            "put the launcher first: torchrun --nproc-per-node 2 $(which eff) run train.py ...",
+        )
+    ours, rest = take_flags(context.args)
+    if (steps := ours.pop(STEPS_FLAG, None)) is not None:
+        os.environ[STEPS_VARIABLE] = steps
+        asked_steps()
+    recipe = recipe_of(ours)
+    asks_for_help = any(argument in ("--help", "-h") for argument in rest)
+    if not recipe and not asks_for_help:
+        raise ConfigError(
+            "eff run",
+            "at least one technique must be switched on",
+            f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
+        )
+    # a console script such as bin/trl is one of Python too
+    is_file = script.endswith(".py") or Path(script).is_file()
+    if is_file and not Path(script).is_file():
+        raise ConfigError("eff run", f"script must be a file, got {script!r}", "check the path")
+    installed = front_ends()
+    if not installed:
+        raise ConfigError("eff run", "needs a trainer", "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
+    for front_end in installed:
+        front_end.install(recipe)
+    if asks_for_help:
+        echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
+
+    sys.argv = [script, *rest]
+    ended_well: list[bool] = []
+    atexit.register(_leave_group, ended_well)  # before the script's own, which then come first
+    with handed_on(recipe, script, installed) if recipe else contextlib.nullcontext() as was_taken:
+        guard = UnseenSteps(lambda: installed, script) if recipe else None
+        try:
+            ended = _run(script, is_file)
+            ended_well.append(True)
+        finally:
+            if guard is not None:
+                guard.remove()
+        taken = any(front_end.used() for front_end in installed) or (was_taken is not None and was_taken())
+        if not taken and not asks_for_help:
+            raise unseen(script, "no training by any of them was seen")
+    if ended is not None:
+        raise ended
+
+
+def _leave_group(ended_well: list[bool]) -> None:
+    """Destroy a process group that the script has left: threads of gloo may abort a process that exits (torch 2.13)."""
+    import torch.distributed
+
+    from shared_core.distributed.collectives import has_group
+
+    if ended_well and has_group():
+        torch.distributed.destroy_process_group()
+
+
+def _run(script: str, is_file: bool) -> SystemExit | None:
+    """Run a script or module, and return what it ended with if it called ``sys.exit`` without an error."""
+    try:
+        if is_file:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            sys.path.insert(0, "")
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except EffError:
+        raise
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return end
+        raise
+    except Exception as error:
+        traceback = _from_script(error)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        raise SystemExit(1) from error
+    return None
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """Return the traceback as the script alone would have it."""
+    entry = error.__traceback__
+    for is_runpy in (False, True):
+        while entry is not None and (entry.tb_frame.f_globals.get("__name__") == "runpy") is is_runpy:
+            entry = entry.tb_next
+    return entry
+
+
+TRY_PAGE, TRY_RESULT = "eff_try.html", "eff_try.json"
+
+
+def try_out(
+    context: typer.Context,
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
+    ],
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
+    repeats: Annotated[int, typer.Option(help="Runs of each technique, each beside a plain one.")] = 1,
+    eval_batches: Annotated[
+        int,
+        typer.Option("--eval-batches", help="Batches of a trainer's validation at most; 0: all."),
+    ] = 100,
+    metric: Annotated[
+        str | None, typer.Option(help="What quality is compared by, by the trainer's name; default: a loss.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="Whether it is better when larger (max) or smaller (min).")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the page, its JSON and the runs' logs.")] = Path("eff_try"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Try the techniques of a recipe on your own script: a few hundred steps with and without each of them.
+
+    Our flags (--prune_sparsity, --qat_scheme, …, or --eff_recipe FILE) stand behind the script as in eff run, options
+    of eff try before it. Runs take turns two by two, each in a process of its own. What the trainer writes goes into a
+    folder that is removed ({out} in the script's arguments names it), and what follows the training is not run.
+    """
+    from shared_core.cli.arguments import bar
+    from shared_core.files.atomic import atomic_write, make_folder
+    from shared_core.files.json_yaml import json_text
+    from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
+    from shared_core.reports.page import write_page
+    from shared_core.reports.try_page import print_findings, try_page
+    from shared_core.runs import TryOut, chosen_metric, findings
+
+    if script.startswith("-"):
+        raise ConfigError("eff try", f"script must come before its flags, got {script!r}")
+    flags, rest = take_flags(context.args)
+    recipe = recipe_of(flags)
+    if not recipe:
+        raise ConfigError(
+            "eff try",
+            "at least one technique must be switched on",
+            f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
+        )
+    if mode not in ("auto", "min", "max"):
+        raise ConfigError("eff try", f"--mode must be auto, min or max, got {mode!r}")
+    work = TryOut(script, rest, recipe, out, steps=steps, repeats=repeats, eval_batches=eval_batches)
+    make_folder(out)
+    with bar(f"trying, {len(work.pairs)} pairs of runs") as advance:
+        pairs = work.run(advance, lambda plain: chosen_metric(plain, metric, mode))
+    found = findings(pairs, metric=metric, mode=mode)
+    told = {"script": script, "steps": steps, "recipe": recipe.to_dict(), **found.as_dict()}
+    text = json_text(told)
+    with atomic_write(out / TRY_RESULT) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+    write_page(out / TRY_PAGE, *try_page(found, script, steps, work.block))
+    if as_json:
+        echo(text)
+        return
+    print_findings(found)
+    echo(f"how it was judged, and all figures: {out / TRY_PAGE}, and .md and .json beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LotteryOptions(RunnerOptions):
+    """Options of `eff lottery`."""
+
+    key: ClassVar[str] = "eff lottery"
+
+    command: tuple[Any, ...] = training_command(
+        "the training, `python my_train.py ARGS`; {round} stands for the run's name."
+    )
+    out: Path | None = option(None, "Folder of the search; one that was stopped goes on from it.")
+    rounds: int = option(10, "Runs after the dense one.")
+    rate: float = option(0.2, "Share of the weights left that each round prunes.")
+    output_rate: float | None = option(None, "The same in the output layer; half of --rate.")
+    conv_rate: float | None = option(None, "The same in convolutions; --rate.")
+    rewind_to: str | None = option(None, "Step k: 500, 0.05 of the run, or 2ep; 0 by default.")
+    rewind: str = option("weights", "weights, learning_rate (weights kept), or none (fine-tuning).")
+    scope: str = option("local", "local: every tensor by itself; global: one threshold.")
+    max_layer_sparsity: float | None = option(
+        None,
+        "With --scope global: largest share of one tensor that may go; 0.98, or what a round asks if more.",
+    )
+    control: tuple[str, ...] = option((), "Also train random_reinit or random_mask; may be given twice.")
+    control_rounds: str | None = option(None, "Controls in these rounds only, as 5,10.")
+    include: tuple[str, ...] = option((), "Only these modules (glob, type, first, last).")
+    skip: tuple[str, ...] = option((), "Not these modules.")
+    min_size: int = option(0, "Leave tensors with fewer weights dense.")
+    metric: str | None = option(None, "Validation metric of the curve, by the trainer's name.")
+    mode: str = option("auto", "Whether it is better when larger (max) or smaller (min).")
+    quality: str = option("last", "Of a run: its last validation, or its best.")
+    seed: int = option(0, "Seed of the controls' draws.")
+    plot: Path | None = option(None, "Draw the curve into this file as well (.png, .svg, .pdf).")
+
+
+_SEARCH = (
+    "rewind", "output_rate", "conv_rate", "scope", "max_layer_sparsity", "seed", "include", "skip", "min_size",
+    "metric", "mode", "quality",
+)  # fmt: skip
+
+
+@takes(LotteryOptions)
+def lottery(asked: LotteryOptions) -> None:
+    """Search winning lottery tickets: your training, run again and again, each time with fewer of its weights.
+
+    Every run starts in a fresh process with its own seeds and data order. OUT holds a folder for each, tickets
+    (safetensors), curve.json, curve.csv and curve.png.
+    """
+    from shared_core.engine.receipt import is_quiet
+    from shared_core.reports.page import Console, check_plot
+    from shared_core.runs import LotterySearch, executor_of
+
+    command, out, as_json, plot = asked.command, asked.out, asked.as_json, asked.plot
+    executor, executor_set = asked.executor, asked.executor_set
+    if out is None:
+        raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
+    if plot is not None:
+        check_plot(plot, "eff lottery")
+    options: dict[str, Any] = {name: getattr(asked, name) for name in _SEARCH}
+    options |= {"controls": asked.control, "control_rounds": _numbers(asked.control_rounds)}
+    search = LotterySearch(asked.rounds, asked.rate, asked.rewind_to, **options)
+    errors = Console(stderr=True, quiet=is_quiet())
+
+    def progress(curve: TicketCurve) -> None:
+        row = curve.rows[-1]
+        reached = "" if row.quality is None else f", {curve.metric} {row.quality:.6g}"
+        errors.print(f"{row.folder}: {100 * row.left:.2f} % of the weights{reached}", markup=False, highlight=False)
+
+    curve = search.run_command(
+        command or [], out, output=(sys.stderr if as_json else sys.stdout).buffer, progress=progress,
+        executor=executor_of(executor, executor_set or [], out, "eff lottery"),
+    )  # fmt: skip
+    if plot is not None:
+        curve.plot(plot)
+    if as_json:
+        echo(curve.json())
+        return
+    Console().print(curve.table())
+    best = curve.smallest_winning
+    if best is not None:
+        ticket = out / f"round-{best.round - 1:02d}" / "ticket.safetensors"
+        echo(f"sparsest ticket as good as the dense run: {100 * best.left:.2f} % of the weights, {ticket}")
+    echo(f"wrote {out / 'curve.json'}, .csv and, with matplotlib, .png")
+
+
+def _numbers(text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError("eff lottery", f"--control_rounds must be numbers such as 5,10, got {text!r}") from None
+
+
+_DISTILL = "distill_"
+
+
+class ChainCommand(TyperCommand):
+    """Takes several values after --students and --distill_*, up to the next option; what follows -- is the training."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return what is left of the arguments, after taking out the options that have several values."""
+        end = args.index("--") if "--" in args else len(args)
+        several: dict[str, list[str]] = {}
+        rest: list[str] = []
+        values: list[str] | None = None
+        for argument in args[:end]:
+            name, equals, value = argument.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            if argument.startswith("--"):
+                takes_several = name == "students" or name.startswith(_DISTILL)
+                values = several.setdefault(name, []) if takes_several else None
+                if values is not None:
+                    values += [value] if equals else []
+                    continue
+            (rest if values is None else values).append(argument)
+        ctx.meta[BESIDE] = several
+        return super().parse_args(ctx, [*rest, *args[end:]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainOptions(RunnerOptions):
+    """Options of `eff chain`."""
+
+    key: ClassVar[str] = "eff chain"
+
+    command: tuple[Any, ...] = training_command(
+        "the training, `python my_train.py ARGS`, with {out}, {student}, {stage} in it."
+    )
+    out: Path | None = option(None, "Folder of the chain; one that was stopped goes on from it.")
+    teacher: str | None = option(None, "Of the first stage: folder, file or Hub name. None: from the labels alone.")
+    # for --help; `ChainCommand` takes the values
+    students: tuple[str, ...] = option((), "What {student} stands for, one a stage: --students medium small.")
+    generations: int | None = option(None, "Instead of students: how many times the same one is trained.")
+    model: str | None = option(None, "Where under {out} the script writes its model (glob), if it is not found.")
+    metric: str | None = option(None, "Shown of each stage, by the trainer's name.")
+    resume: bool = option(False, "Leave a half-run stage's folder to the script, which resumes by itself.")
+
+
+@takes(ChainOptions)
+def chain(asked: ChainOptions, given: Mapping[str, list[str]]) -> None:
+    """Train students one after the other, each taught by the model of the one before, with your own script.
+
+    Options of distillation (--distill_temperature 4 2, one value or one a stage) stand before --, or after it with one
+    value. OUT holds a folder, log, recipe and receipt for each stage, and chain.json.
+    """
+    from shared_core.engine.receipt import is_quiet
+    from shared_core.engine.registry import flags
+    from shared_core.reports.page import Console
+    from shared_core.runs import RunError, TeacherChain, executor_of
+
+    out, as_json = asked.out, asked.as_json
+    if out is None:
+        raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
+    several = {name: list(values) for name, values in given.items()}
+    names = several.pop("students", [])
+    for name, values in several.items():
+        if not values and (name not in flags() or flags()[name][1].type not in ("bool", bool)):
+            raise ConfigError("eff chain", f"--{name} must have a value", f"write --{name} VALUE")
+    options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
+    work = TeacherChain(
+        asked.command, out, teacher=asked.teacher, students=names, generations=asked.generations, options=options,
+        model=asked.model, metric=asked.metric,
+        executor=executor_of(asked.executor, asked.executor_set, out, "eff chain"),
+    )  # fmt: skip
+    errors = Console(stderr=True, quiet=is_quiet())
+
+    def say(text: str) -> None:
+        errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(stage: Stage) -> None:
+        student = "the student" if stage.student is None else stage.student
+        learns = "trains from the labels alone" if stage.teacher is None else f"learns from {stage.teacher}"
+        say(f"{stage.name}: {student} {learns}")
+
+    def end(table: ChainTable) -> None:
+        row = table.rows[-1]
+        figure = table.figure(row)
+        reached = "" if figure is None else f", {table.metric} {figure:.6g}"
+        say(f"stage-{row.stage}: {row.parameters:,} parameters{reached}, {row.seconds:.0f} s, {out / row.model}")
+        for warning in row.warnings:
+            say(f"warning: {warning}")
+
+    try:
+        stream = (sys.stderr if as_json else sys.stdout).buffer
+        table = work.run(resume=asked.resume, output=stream, begin=begin, end=end)
+    except RunError as error:
+        echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from error
+    if as_json:
+        echo(table.json())
+        return
+    Console().print(table.table())
+    echo(f"the last student: {out / table.rows[-1].model}; all figures: {out / 'chain.json'}")
+
+
+PAGE = "eff_report.html"
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Output folders of runs, loggers or commands, or files that commands wrote; several: a comparison."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"The .html page to write, and .md beside it; default {PAGE} in the folder, or here for several."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="While the run goes on: write the page again and again, until its end.")
+    ] = False,
+    seconds: Annotated[int, typer.Option(help="With --watch: between two pages.", min=1)] = 10,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; the page is then written only where --out says.")
+    ] = False,
+) -> None:
+    """Show what runs were asked, what happened, quality and size before and after, and their curves.
+
+    The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
+    """
+    from shared_core.engine.receipt import Receipt
+    from shared_core.errors import ConfigError
+    from shared_core.files.json_yaml import json_text
+    from shared_core.reports.page import check_place, write_page
+    from shared_core.reports.run_folder import of_ours, read_run
+    from shared_core.reports.run_page import as_values, page_of
+
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError("eff report", f"runs must differ, got {' '.join(map(str, runs))}", "name each once")
+    if out is not None:
+        check_place(out, "eff report: --out")
+    if watch:
+        if as_json:
+            raise ConfigError("eff report", "--watch must come without --json, got both", "leave one out")
+        _watch(runs, out, seconds)
+    found = [read_run(run) for run in runs]
+    if out is None and not as_json:
+        home = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
+        out = home / PAGE
+        check_place(out, "eff report: the page")
+    with of_ours(*found):
+        receipts = [Receipt(run.receipt).text() for run in found if run.receipt is not None]
+    if out is not None:
+        write_page(out, *page_of(found))
+    if as_json:
+        values = [{**(run.receipt or {}), "report": as_values(run)} for run in found]
+        echo(json_text(values[0] if len(values) == 1 else {"runs": values}))
+        return
+    for text in receipts:
+        echo(text)
+    echo(f"wrote {out!s}, and .md with the same words beside it")
+
+
+def _watch(runs: list[Path], out: Path | None, seconds: int) -> None:
+    """Write the page until all runs say that they are finished, or somebody interrupts."""
+    from shared_core.errors import CheckpointError
+    from shared_core.reports.page import write_page
+    from shared_core.reports.run_folder import read_run
+    from shared_core.reports.run_page import page_of
+
+    target = out or (Path() if len(runs) > 1 else runs[0]) / PAGE
+    seen = ""
+    while True:
+        try:
+            found = [read_run(run) for run in runs]
+        except CheckpointError:  # nothing is there yet, or a log is just being written
+            found = []
+        if found and all(run.receipt is not None and run.receipt.get("finished") for run in found):
+            return
+        steps = [max((curve[-1][0] for curve in run.curves.values()), default=0) for run in found]
+        told = f"step {', '.join(f'{step:,}' for step in steps)}" if found else "nothing is logged yet"
+        if absent := [str(run) for run in runs if not run.exists()]:
+            told += f"; waiting for {', '.join(absent)}, not there so far"
+        if found:
+            write_page(target, *page_of(found), refresh=seconds)
+            told += f": {target!s}"
+        if told != seen:
+            echo(told)
+            seen = told
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            if found:
+                return
+            raise
