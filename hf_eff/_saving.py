@@ -23,7 +23,7 @@ from shared_core.engine.session_state import fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write
-from shared_core.reports.receipt_page import card_section
+from shared_core.reports.run_page import card_section
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -107,10 +107,8 @@ def _kind(model: str) -> tuple[Kind, str | None]:
 
 
 def _check(recipe: Recipe, name: str, trainer: str) -> None:
-    from shared_core.cli.explain import build
-    from shared_core.tools.explain import explain
     from shared_core.cli.planning import build
-    from shared_core.tools.planning.explain import explain
+    from shared_core.tools.explain import explain
 
     conflicts = explain(recipe, build(name, where="eff init")[0], trainer=trainer).conflicts
     if conflicts:

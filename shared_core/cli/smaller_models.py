@@ -219,7 +219,7 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
     from safetensors.torch import save_model
 
     from shared_core.files.atomic import atomic_folder
-    from shared_core.low_rank.saving import WEIGHTS_FILE
+    from shared_core.low_rank.factorize import WEIGHTS_FILE
 
     saved: Any = network
     with atomic_folder(out) as temporary:

@@ -353,11 +353,8 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 
 def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path, job: Job) -> None:
     """Make a greedy soup, write it and tell its path."""
-    from shared_core.reports.console import Console
-    from shared_core.soup.greedy import greedy_soup, noise_of, path_json, path_plot, path_table
     from shared_core.reports.page import Console
-    from shared_core.soup.greedy import greedy_soup
-    from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
+    from shared_core.soup.greedy import greedy_soup, noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
 
     usable, order = checkpoints.usable, options.order
@@ -467,11 +464,8 @@ def _merged(checkpoints: Checkpoints, options: SoupOptions) -> tuple[Any, dict[s
 
 def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, job: Job) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
-    from shared_core.reports.console import Console
-    from shared_core.soup.diagnosis import diagnose, diagnosis_plot, diagnosis_table
     from shared_core.reports.page import Console
-    from shared_core.soup.diagnosis import diagnose
-    from shared_core.soup.reports import diagnosis_plot, diagnosis_table
+    from shared_core.soup.diagnosis import diagnose, diagnosis_plot, diagnosis_table
 
     with _progress(4 * len(checkpoints.usable) - 2) as advance:
         found = diagnose(

@@ -9,11 +9,8 @@ from fault_writers import IN_PLACE, WRITERS, Simple
 from shared_core.engine.recipe import Recipe
 from shared_core.reports.page import Section, write_page
 from shared_core.runs.command import TrainingCommand
-from shared_core.runs.ticket_curve import CurveRow, TicketCurve
-from shared_core.soup.diagnosis import Diagnosis, diagnosis_plot
 from shared_core.runs.lottery import CurveRow, TicketCurve
-from shared_core.soup.diagnosis import Diagnosis
-from shared_core.soup.reports import diagnosis_plot
+from shared_core.soup.diagnosis import Diagnosis, diagnosis_plot
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors have no paths elsewhere")
 
