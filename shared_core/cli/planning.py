@@ -230,6 +230,7 @@ def explain(asked: ExplainOptions) -> None:
 
 def _explained(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
     from shared_core.contrib.planning.plan import counted_costs
+    from shared_core.tools import explain as explanation
 
     model = inputs = None
     if name is not None:
