@@ -17,13 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import ForwardHook
-from shared_core.distillation.losses.features import (
-    RELATIONS,
-    attention_kl,
-    hidden_cosine,
-    hidden_mse,
-    relation_sum,
-)
+from shared_core.distillation.losses.features import RELATIONS, attention_kl, hidden_cosine, hidden_mse, relation_sum
 from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest

@@ -333,11 +333,7 @@ RELATIONS: dict[str, Relation] = {
 
 
 def relation_sum(
-    student_features: Tensor,
-    teacher_features: Tensor,
-    *,
-    relation: str = "rkd",
-    mask: Tensor | None = None,
+    student_features: Tensor, teacher_features: Tensor, *, relation: str = "rkd", mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a relation over the examples of all processes times those of this one, and their number.
 
