@@ -346,19 +346,10 @@ def kd_topk_sum(
     nothing, one that gives it another size does. With ``k = C`` this is `kd_loss`; merging classes can only make the
     divergence smaller, so for ``k < C`` it is a lower bound.
 
-    Args:
-        student_logits: ``(..., C)``, any float dtype.
-        topk_indices: ``(..., k)`` integers, the teacher's classes, none twice in a row.
-        topk_log_probs: ``(..., k)`` floats, its log-probabilities at this temperature: of all C classes.
-        temperature: ``T``, finite and > 0, the one of `topk_log_probs`.
-        mask: ``(...)`` bool, True = the row counts; other rows may hold anything. None counts all.
-        tail_mass: ``(...)``, the probability outside the top k. None: what is left to 1, for log-probabilities of
-            float32 or float64; a rest below their rounding is 0.
-        divergence: ``forward_kl``, ``reverse_kl``, ``jsd`` (beta 0.5) or ``soft_cross_entropy`` of the k + 1 classes.
-        scale_by_temperature: Multiply by ``T²``.
-
-    Returns:
-        The sum, float32 (float64 for float64 logits), with zero gradients if no row counts, and the count (int64).
+    Options are those of `divergence_sum`, with beta 0.5. The teacher's k classes ``(..., k)`` are given with their
+    log-probabilities among all C at this temperature; none may come twice in a row. `tail_mass` ``(...)`` is the
+    probability of the others. None: what is left to 1, for log-probabilities of float32 or float64; a rest below their
+    rounding is 0. Rows that do not count may hold anything.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, of coarser classes; why the tail must stay: Anshumann et al., 2025,
     arXiv:2503.16870.

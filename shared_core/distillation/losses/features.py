@@ -112,12 +112,9 @@ def hidden_cosine_sum(
 def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, average_heads: bool = False) -> Tensor:
     """Return ``KL(teacher || student)`` of attention maps, averaged over heads: ``(B, Q)``, one a query.
 
-    Args:
-        student_attentions: ``(B, H, Q, K)`` probabilities over K, any float dtype. Those below 1e-8 (float16: 6e-5)
-            count as that. A hidden key has probability 0 on both sides and adds nothing.
-        teacher_attentions: ``(B, H, Q, K)``, any float dtype.
-        average_heads: Average both maps over their heads first, so that the numbers of heads may differ. Otherwise
-            head h is compared with head h and different numbers are refused.
+    Both are ``(B, H, Q, K)`` probabilities over K, any float dtype. The student's below 1e-8 (float16: 6e-5) count as
+    that. A hidden key has probability 0 on both sides and adds nothing. `average_heads` averages both maps over their
+    heads first, so that the numbers of heads may differ; otherwise head h is compared with head h.
 
     Source: Wang et al. (MiniLM), 2020, arXiv:2002.10957, equation 5.
 
