@@ -9,9 +9,9 @@ gradient, and give the sum and the count 0 with zero gradients if no row counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, Unpack, get_args
+from typing import Literal, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -206,25 +206,7 @@ def jsd(
     return mean_of(*divergence_sum("jsd", student_logits, teacher_logits, beta=beta, **options))
 
 
-class Divergence(Protocol):
-    """The signature that all of `DIVERGENCES` share; what one needs beyond it has a default."""
-
-    def __call__(
-        self,
-        student: Tensor,
-        teacher: Tensor | None = None,
-        /,
-        *,
-        temperature: float = 2.0,
-        mask: Tensor | None = None,
-        teacher_log_probs: Tensor | None = None,
-        scale_by_temperature: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum over the rows that count, and their number."""
-        ...
-
-
-DIVERGENCES: dict[str, Divergence] = {
+DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "forward_kl": partial(divergence_sum, "forward_kl"),
     "reverse_kl": partial(divergence_sum, "reverse_kl"),
     "jsd": partial(divergence_sum, "jsd"),
@@ -235,7 +217,8 @@ DIVERGENCES: dict[str, Divergence] = {
     "huber": huber_sum,
     "teacher_bounded_mse": teacher_bounded_mse_sum,
 }
-"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""
+"""By name, as the option `divergence` takes it: functions of both logits and of `Options`, which return the sum over
+the rows that count, and their number. What one needs beyond these has a default."""
 
 
 def mean_teacher(

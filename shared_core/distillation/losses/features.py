@@ -10,7 +10,8 @@ ones, give finite gradients.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,14 +161,6 @@ def _unlike_attentions(student: Tensor, teacher: Tensor, average_heads: bool) ->
         return f"{must} student's {ours[1]} heads, got {theirs[1]}; set average_heads to compare the means over heads"
     dtypes = {"student_attentions": student.dtype, "teacher_attentions": teacher.dtype}
     return next((f"{x} must be floating point, got {dtypes[x]}" for x in dtypes if not dtypes[x].is_floating_point), "")
-
-
-class Relation(Protocol):
-    """The signature that all of `RELATIONS` share."""
-
-    def __call__(self, student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Return the loss of a batch."""
-        ...
 
 
 def rkd_loss(
@@ -320,7 +313,7 @@ def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tens
     return similarity + ((size == 0) & (other == 0)).to(similarity.dtype)
 
 
-RELATIONS: dict[str, Relation] = {
+RELATIONS: dict[str, Callable[..., Tensor]] = {
     "rkd": rkd_loss,
     "rkd_distance": rkd_distance,
     "rkd_angle": rkd_angle,
