@@ -98,10 +98,7 @@ class ChunkedDistillation(torch.autograd.Function):
         if not kept:
             ctx.grads = None
         pairs = zip(grads, ctx.dtypes, strict=True)
-        return (
-            *(None if grad is None else multiplied(grad, scale, dtype, kept) for grad, dtype in pairs),
-            *[None] * 7,
-        )
+        return (*(None if grad is None else multiplied(grad, scale, dtype, kept) for grad, dtype in pairs), *[None] * 7)
 
 
 def check_first_backward(where: str, kept: object) -> None:

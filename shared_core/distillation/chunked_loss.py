@@ -45,13 +45,7 @@ _WHERE = "chunked_kd_loss"
 
 
 def checked_terms(
-    temperature: float,
-    alpha: float,
-    labels: Tensor | None,
-    *,
-    divergence: Any,
-    beta: Any,
-    scale_by_temperature: Any,
+    temperature: float, alpha: float, labels: Tensor | None, *, divergence: Any, beta: Any, scale_by_temperature: Any
 ) -> Terms:
     """Return what is computed of each row; β at its ends is one of the other divergences."""
     check_temperature(_WHERE, temperature)

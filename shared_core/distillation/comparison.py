@@ -32,9 +32,9 @@ from shared_core.distillation.task_gradient import (
     HardTerm,
     TaskLoss,
     cross_entropy_of,
-    divergence_sum,
     fits_fused_sum,
     hard_term,
+    soft_sum,
 )
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
@@ -251,7 +251,7 @@ def difference(
         return hidden_cosine_sum(student, teacher, mask=mask)
     options: dict[str, Any] = {"beta": config.beta} if divergence == "jsd" else {}
     options |= {"temperature": temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-    return divergence_sum(divergence, student, teacher, softened=softened, hard=hard, **options)
+    return soft_sum(divergence, student, teacher, softened=softened, hard=hard, **options)
 
 
 def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:

@@ -175,9 +175,7 @@ class DistillConfig(TechniqueConfig):
     )
     attention_weight: float = option(1.0, above=0, help="weight of the attention term, beside the mixed loss")
     init_layers: str | None = option(
-        None,
-        help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4",
-        only_with=_ONE,
+        None, help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4", only_with=_ONE
     )
     student: str | None = option(None, help="submodule whose forward is distilled; none: the model itself")
     logits: str = option(

@@ -17,13 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import ForwardHook
-from shared_core.distillation.losses.features import (
-    RELATIONS,
-    attention_kl,
-    hidden_cosine,
-    hidden_mse,
-    relation_sum,
-)
+from shared_core.distillation.losses.features import RELATIONS, attention_kl, hidden_cosine, hidden_mse, relation_sum
 from shared_core.distributed.collectives import has_group
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
@@ -347,29 +341,21 @@ class HiddenPairs(WatchedPairs):
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
         """Return the sum over pairs for the latest forward; relations are means over the micro-batch."""
-        terms = [
-            self._term(index, names, _tensor(ours, names[0]), _tensor(theirs, names[1]), mask, inputs, normalise)
-            for index, (names, ours, theirs) in enumerate(self.outputs())
-        ]
-        return torch.stack(terms).sum()
+        found = enumerate(self.outputs())
+        terms = [self._term(index, *pair, mask, inputs) for index, pair in found]
+        return torch.stack([normalise(*term) for term in terms]).sum()
 
     def _term(
-        self,
-        index: int,
-        names: tuple[str, str],
-        features: Tensor,
-        targets: Tensor,
-        mask: Tensor | None,
-        inputs: Mapping[str, Any],
-        normalise: Normalise,
-    ) -> Tensor:
+        self, index: int, names: tuple[str, str], ours: Any, theirs: Any, mask: Tensor | None, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        features, targets = _tensor(ours, names[0]), _tensor(theirs, names[1])
         targets = targets.detach().to(features.device)
         if self._kind in RELATIONS:
             flat = [_flat(each, mask, inputs) for each in (features, targets)]
             total, count = relation_sum(*flat, relation=self._kind)
             # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
             positions = count if mask is None else mask.sum()
-            return normalise(total / count.clamp(min=1) * positions, positions)
+            return total / count.clamp(min=1) * positions, positions
         wrong = remedy = ""
         if index in self._projections:
             # W: (teacher's width, student's width), FitNets' regressor without a bias.
@@ -387,7 +373,7 @@ class HiddenPairs(WatchedPairs):
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
         distance = hidden_mse if self._kind == "mse" else hidden_cosine
-        return normalise(*summed_over_positions(distance(features, targets), real, mask))
+        return summed_over_positions(distance(features, targets), real, mask)
 
     def detach(self) -> None:
         """Take hooks and projections off both models."""

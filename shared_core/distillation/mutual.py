@@ -158,12 +158,7 @@ class Peers(Teachers):
         return found
 
     def note_losses(self, losses: Sequence[Tensor], share: Tensor) -> None:
-        """Let the averages follow the task losses of one micro-batch of all processes.
-
-        Args:
-            losses: The student's, then each peer's, as the trainer scales them.
-            share: What the trainer scales a mean of 1 to; 0 where no position counts.
-        """
+        """Let the averages follow the task losses of one micro-batch of all processes, as the trainer scales them."""
         self._micro_batches += 1
         # `share` is what a loss of 1 counts in this micro-batch: divided out, windows of any size are comparable.
         now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share

@@ -117,13 +117,6 @@ def common_vocabulary(
     The tokenizers are compared where both are known: the student's from the trainer or from the folder that it was
     loaded from, the teacher's from its folder. A vocabulary may lack tokens of the other, and a hundredth may be
     renamed, as reserved ones are. Otherwise the sizes tell.
-
-    Args:
-        student: The model that learns.
-        teacher: The model that teaches, loaded.
-        name: Of the teacher's folder, None where a module was given.
-        tokenizer: The student's, or the processor that holds it; None where nobody has it.
-        vocab_size: The option: how many classes count; None for all.
     """
     ours, theirs = _text_model(student), _text_model(teacher)
     if ours is None or theirs is None:

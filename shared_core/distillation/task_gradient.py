@@ -268,7 +268,7 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
     )
 
 
-def divergence_sum(
+def soft_sum(
     divergence: str,
     student: Tensor,
     teacher: Tensor,

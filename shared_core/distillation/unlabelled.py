@@ -76,11 +76,8 @@ def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, 
     """Return a batch without `field`, the labels of unlabelled examples taken out, and which examples those are.
 
     A label taken out is -100, NaN among float labels: a loss that does not leave it out turns NaN at once. All examples
-    of a batch without ``labels`` are unlabelled. Without a field nothing is told of a batch with labels (None).
-
-    Args:
-        batch: Mapping with ``labels`` (and ``shift_labels``), examples first.
-        field: Key of one bool, or 0 or 1, for each example; True = unlabelled.
+    of a batch without ``labels`` are unlabelled. Without a field nothing is told of a batch with labels (None). The
+    field holds one bool, or 0 or 1, for each example; True = unlabelled.
 
     Example:
         >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")

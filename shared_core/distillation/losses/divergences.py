@@ -1,6 +1,6 @@
 """Divergences between a student's and a teacher's softened class probabilities.
 
-`divergence` computes each of them; `DIVERGENCES` holds the sums by name. All leave out rows whose `mask` is False,
+`divergence_sum` computes each of them; `DIVERGENCES` holds the sums by name. All leave out rows whose `mask` is False,
 compute in float32 whatever the logits' dtype (float64 for T > 10 or T < 0.01, or float64 logits), give the teacher no
 gradient, and give the sum and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit
 -inf) change nothing. Several teachers are averaged first.
@@ -9,9 +9,9 @@ gradient, and give the sum and the count 0 with zero gradients if no row counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, Unpack, get_args, overload
+from typing import Literal, Unpack, get_args
 
 import torch
 import torch.nn.functional as F
@@ -68,36 +68,15 @@ def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
 
 
-@overload
-def divergence(
+def divergence_sum(
     kind: Softened,
     student_logits: Tensor,
     teacher_logits: Tensor | None = None,
     *,
-    reduction: Literal["sum"],
     beta: float = 0.5,
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def divergence(
-    kind: Softened,
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    reduction: Literal["mean"] = "mean",
-    beta: float = 0.5,
-    **options: Unpack[Options],
-) -> Tensor: ...
-def divergence(
-    kind: Softened,
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    reduction: Literal["mean", "sum"] = "mean",
-    beta: float = 0.5,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Return ``T²`` times a divergence of ``softmax(student / T)`` and ``softmax(teacher / T)``.
+) -> tuple[Tensor, Tensor]:
+    r"""Return ``T²`` times a divergence of ``softmax(student / T)`` and ``softmax(teacher / T)``, summed over rows.
 
     ``forward_kl`` is :math:`KL(p_t \,\|\, p_s)`, ``reverse_kl`` :math:`KL(p_s \,\|\, p_t)`, ``jsd`` the generalised
     Jensen-Shannon divergence of `jsd`. ``soft_cross_entropy`` is :math:`-\sum p_t \log p_s`: the forward KL plus the
@@ -107,7 +86,6 @@ def divergence(
         kind: Which of the four.
         student_logits: ``(..., C)``, any float dtype.
         teacher_logits: ``(..., C)``, any float dtype and device.
-        reduction: ``mean`` over the rows that count, or ``sum``: the sum and the number of those rows.
         beta: Of ``jsd``: the teacher's share of the mixture, in [0, 1].
         options: ``temperature`` T, finite and > 0 (2.0). ``mask`` ``(...)`` bool, True = the row counts; None counts
             all. ``teacher_log_probs`` ``(..., C)``: the teacher's log-probabilities at this temperature in place of its
@@ -115,14 +93,14 @@ def divergence(
             multiply by ``T²``, which keeps the size of the gradient about the same for all T (True).
 
     Returns:
-        The mean, or the sum and the count (int64), scalars; float32, or float64 for float64 logits.
+        The sum over the rows that count and their number (int64), scalars; float32, or float64 for float64 logits.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, section 2; see `reverse_kl` and `jsd` for the others.
 
     Example:
         >>> logits = torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3)
         >>> for kind in ("forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"):
-        ...     total, count = divergence(kind, *logits, temperature=1.0, reduction="sum")
+        ...     total, count = divergence_sum(kind, *logits, temperature=1.0)
         ...     round(total.item(), 4), count.item()
         (0.9834, 3)
         (1.3013, 3)
@@ -131,8 +109,7 @@ def divergence(
     """
     check_fraction(kind, "beta", beta)
     pair = soften("kd_loss" if kind == "forward_kl" else kind, student_logits, teacher_logits, **options)
-    sums = pair.total(softened_rows(kind, pair.student, pair.teacher, beta))
-    return sums if reduction == "sum" else mean_of(*sums)
+    return pair.total(softened_rows(kind, pair.student, pair.teacher, beta))
 
 
 def kd_loss(
@@ -167,7 +144,7 @@ def kd_loss(
         >>> round(kd_loss(logits, -logits, temperature=1.0).item(), 4)
         1.5232
     """
-    return divergence("forward_kl", student_logits, teacher_logits, temperature=temperature, mask=mask)
+    return mean_of(*kd_sum(student_logits, teacher_logits, temperature=temperature, mask=mask))
 
 
 def kd_sum(
@@ -183,7 +160,7 @@ def kd_sum(
         >>> round(total.item(), 4), count.item()
         (0.9834, 3)
     """
-    return divergence("forward_kl", student_logits, teacher_logits, temperature=temperature, mask=mask, reduction="sum")
+    return divergence_sum("forward_kl", student_logits, teacher_logits, temperature=temperature, mask=mask)
 
 
 def reverse_kl(student_logits: Tensor, teacher_logits: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
@@ -193,7 +170,7 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor | None = None, **o
     most. Infinite, with a gradient that is NaN, if the teacher rules out (logit -inf) a class that the student does
     not; `jsd` stays finite there.
 
-    Args, Returns, Raises: As of `divergence`.
+    Args, Returns, Raises: As of `divergence_sum`.
 
     Source: Gu et al. (MiniLLM), 2023, arXiv:2306.08543, section 2; Agarwal et al. (GKD), 2023, arXiv:2306.13649.
 
@@ -202,7 +179,7 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor | None = None, **o
         >>> round(reverse_kl(student, teacher, temperature=1.0).item(), 4)
         0.4338
     """
-    return divergence("reverse_kl", student_logits, teacher_logits, **options)
+    return mean_of(*divergence_sum("reverse_kl", student_logits, teacher_logits, **options))
 
 
 def jsd(
@@ -217,7 +194,7 @@ def jsd(
     (reverse) KL. At beta = 0.5 it is symmetric and at most ``T² ln 2``. It is finite for 0 < beta < 1 whatever either
     side rules out.
 
-    Args, Returns, Raises: As of `divergence`.
+    Args, Returns, Raises: As of `divergence_sum`.
 
     Source: Agarwal et al. (GKD), 2023, arXiv:2306.13649, equation 1.
 
@@ -226,39 +203,22 @@ def jsd(
         >>> [round(jsd(student, teacher, beta=beta, temperature=1.0).item(), 4) for beta in (0, 0.5, 1)]
         [0.3278, 0.0895, 0.4338]
     """
-    return divergence("jsd", student_logits, teacher_logits, beta=beta, **options)
+    return mean_of(*divergence_sum("jsd", student_logits, teacher_logits, beta=beta, **options))
 
 
-class Divergence(Protocol):
-    """The signature that all of `DIVERGENCES` share; what one needs beyond it has a default."""
-
-    def __call__(
-        self,
-        student: Tensor,
-        teacher: Tensor | None = None,
-        /,
-        *,
-        temperature: float = 2.0,
-        mask: Tensor | None = None,
-        teacher_log_probs: Tensor | None = None,
-        scale_by_temperature: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum over the rows that count, and their number."""
-        ...
-
-
-DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": partial(divergence, "forward_kl", reduction="sum"),
-    "reverse_kl": partial(divergence, "reverse_kl", reduction="sum"),
-    "jsd": partial(divergence, "jsd", reduction="sum"),
-    "soft_cross_entropy": partial(divergence, "soft_cross_entropy", reduction="sum"),
+DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "forward_kl": partial(divergence_sum, "forward_kl"),
+    "reverse_kl": partial(divergence_sum, "reverse_kl"),
+    "jsd": partial(divergence_sum, "jsd"),
+    "soft_cross_entropy": partial(divergence_sum, "soft_cross_entropy"),
     "hard_label": hard_label_sum,
     "logit_mse": logit_mse_sum,
     "bernoulli_kl": bernoulli_kl_sum,
     "huber": huber_sum,
     "teacher_bounded_mse": teacher_bounded_mse_sum,
 }
-"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""
+"""By name, as the option `divergence` takes it: functions of both logits and of `Options`, which return the sum over
+the rows that count, and their number. What one needs beyond these has a default."""
 
 
 def mean_teacher(
@@ -369,19 +329,10 @@ def kd_topk_sum(
     nothing, one that gives it another size does. With ``k = C`` this is `kd_loss`; merging classes can only make the
     divergence smaller, so for ``k < C`` it is a lower bound.
 
-    Args:
-        student_logits: ``(..., C)``, any float dtype.
-        topk_indices: ``(..., k)`` integers, the teacher's classes, none twice in a row.
-        topk_log_probs: ``(..., k)`` floats, its log-probabilities at this temperature: of all C classes.
-        temperature: ``T``, finite and > 0, the one of `topk_log_probs`.
-        mask: ``(...)`` bool, True = the row counts; other rows may hold anything. None counts all.
-        tail_mass: ``(...)``, the probability outside the top k. None: what is left to 1, for log-probabilities of
-            float32 or float64; a rest below their rounding is 0.
-        divergence: ``forward_kl``, ``reverse_kl``, ``jsd`` (beta 0.5) or ``soft_cross_entropy`` of the k + 1 classes.
-        scale_by_temperature: Multiply by ``T²``.
-
-    Returns:
-        The sum, float32 (float64 for float64 logits), with zero gradients if no row counts, and the count (int64).
+    Options are those of `divergence_sum`, with beta 0.5. The teacher's k classes ``(..., k)`` are given with their
+    log-probabilities among all C at this temperature; none may come twice in a row. `tail_mass` ``(...)`` is the
+    probability of the others. None: what is left to 1, for log-probabilities of float32 or float64; a rest below their
+    rounding is 0. Rows that do not count may hold anything.
 
     Source: Hinton et al., 2015, arXiv:1503.02531, of coarser classes; why the tail must stay: Anshumann et al., 2025,
     arXiv:2503.16870.

@@ -10,7 +10,8 @@ ones, give finite gradients.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,12 +113,9 @@ def hidden_cosine_sum(
 def attention_kl(student_attentions: Tensor, teacher_attentions: Tensor, *, average_heads: bool = False) -> Tensor:
     """Return ``KL(teacher || student)`` of attention maps, averaged over heads: ``(B, Q)``, one a query.
 
-    Args:
-        student_attentions: ``(B, H, Q, K)`` probabilities over K, any float dtype. Those below 1e-8 (float16: 6e-5)
-            count as that. A hidden key has probability 0 on both sides and adds nothing.
-        teacher_attentions: ``(B, H, Q, K)``, any float dtype.
-        average_heads: Average both maps over their heads first, so that the numbers of heads may differ. Otherwise
-            head h is compared with head h and different numbers are refused.
+    Both are ``(B, H, Q, K)`` probabilities over K, any float dtype. The student's below 1e-8 (float16: 6e-5) count as
+    that. A hidden key has probability 0 on both sides and adds nothing. `average_heads` averages both maps over their
+    heads first, so that the numbers of heads may differ; otherwise head h is compared with head h.
 
     Source: Wang et al. (MiniLM), 2020, arXiv:2002.10957, equation 5.
 
@@ -163,14 +161,6 @@ def _unlike_attentions(student: Tensor, teacher: Tensor, average_heads: bool) ->
         return f"{must} student's {ours[1]} heads, got {theirs[1]}; set average_heads to compare the means over heads"
     dtypes = {"student_attentions": student.dtype, "teacher_attentions": teacher.dtype}
     return next((f"{x} must be floating point, got {dtypes[x]}" for x in dtypes if not dtypes[x].is_floating_point), "")
-
-
-class Relation(Protocol):
-    """The signature that all of `RELATIONS` share."""
-
-    def __call__(self, student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Return the loss of a batch."""
-        ...
 
 
 def rkd_loss(
@@ -323,7 +313,7 @@ def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tens
     return similarity + ((size == 0) & (other == 0)).to(similarity.dtype)
 
 
-RELATIONS: dict[str, Relation] = {
+RELATIONS: dict[str, Callable[..., Tensor]] = {
     "rkd": rkd_loss,
     "rkd_distance": rkd_distance,
     "rkd_angle": rkd_angle,
@@ -333,11 +323,7 @@ RELATIONS: dict[str, Relation] = {
 
 
 def relation_sum(
-    student_features: Tensor,
-    teacher_features: Tensor,
-    *,
-    relation: str = "rkd",
-    mask: Tensor | None = None,
+    student_features: Tensor, teacher_features: Tensor, *, relation: str = "rkd", mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a relation over the examples of all processes times those of this one, and their number.
 

@@ -15,7 +15,7 @@ from shared_core.errors import ConfigError
 
 
 class Options(TypedDict, total=False):
-    """The options that all divergences take, as `divergence` describes them."""
+    """The options that all divergences take, as `divergence_sum` describes them."""
 
     temperature: float
     mask: Tensor | None

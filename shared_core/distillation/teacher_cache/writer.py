@@ -561,7 +561,9 @@ def write_teacher_cache(
     total = len(batches) if isinstance(batches, Sized) else None
     was_training = teacher.training
     try:
-        with _alone(folder) if job.is_main else contextlib.nullcontext():
+        # Keeps other writers out of the folder; the lock goes with the process, killed or not.
+        rule = f"{WHERE}: {folder} must be free, but another process writes it; wait for it, or stop it"
+        with exclusive(os.open(folder, os.O_RDONLY), rule) if job.is_main else contextlib.nullcontext():
             writer = StoreWriter(teacher, folder, settings, shard_bytes, job)
             for number, batch in enumerate(batches, 1):
                 writer.add(batch, number)
@@ -580,14 +582,6 @@ def _make_folder(folder: Path, *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(WHERE, f"{folder} must be writable, got {error}") from error
-
-
-def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Keep other writers out of the folder; the lock goes with the process, killed or not."""
-    return exclusive(
-        os.open(folder, os.O_RDONLY),
-        f"cached teacher: {folder} must be free, but another process writes it; wait for it, or stop it",
-    )
 
 
 def _wrong(

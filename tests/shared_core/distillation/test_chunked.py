@@ -18,6 +18,13 @@ from shared_core.errors import ConfigError
 INF, NAN = float("inf"), float("nan")
 
 
+def assert_same(loss, expected, ours, theirs):
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 30.0])
 @pytest.mark.parametrize("bias", [False, True])
@@ -31,10 +38,7 @@ def test_equal_to_whole_logits_in_float64(kind, temperature, bias, softcap, chun
     ours, theirs = leaves(student), leaves(student)
     loss = chunked(ours, teacher, divergence=kind, chunk_rows=chunk_rows, **options)
     expected = whole(theirs, teacher, kind=kind, **options)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
-    (3 * loss).backward()
-    (3 * expected).backward()
-    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-13)
+    assert_same(3 * loss, 3 * expected, ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
@@ -60,10 +64,7 @@ def test_mask_lets_unlabelled_rows_count_in_the_soft_term_alone():
     soft = whole(some, (teacher[0][mask], *teacher[1:]))
     hard = F.cross_entropy((theirs[0] @ theirs[1].t())[mask], labels[mask])
     expected = 0.3 * hard + 0.7 * soft
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    loss.backward()
-    expected.backward()
-    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-13)
+    assert_same(loss, expected, ours, theirs)
 
 
 def test_sums_of_parts_add_up_and_tell_what_they_hold():

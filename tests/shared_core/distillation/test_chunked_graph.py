@@ -31,10 +31,7 @@ class LiveLogits(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == self.classes:
                 storage = value.untyped_storage()
                 if storage._cdata not in self.weights:
-                    self.live[storage._cdata] = (
-                        StorageWeakRef(storage),
-                        storage.nbytes(),
-                    )
+                    self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
         sizes = [nbytes // 4 for _, nbytes in self.live.values()]
         self.peak, self.largest = max(self.peak, sum(sizes)), max([self.largest, *sizes])

@@ -128,34 +128,32 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+def assert_alike(student, teacher, inputs, forward=None, **options):
+    """One step with logits and one without give the same."""
+    expected = step(student, teacher, inputs, forward, **options)
+    assert_same(step(student, teacher, inputs, forward, chunked=True, **SMALL, **options), expected)
+
+
 class TestSameAsWithLogits:
     @pytest.mark.parametrize("kind", MAKE)
     @pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": torch.tensor(50)}], ids=["mean", "items"])
     def test_on_models(self, kind, extra):
         if extra and kind in ("t5", "bart", "bert"):
             extra = {}
-        student, teacher = make(kind), make(kind, 1, hidden_size=16)
-        inputs = batch() | extra
-        options = {"alpha": 0.3, "temperature": 3.0}
-        expected = step(student, teacher, inputs, **options)
-        assert_same(step(student, teacher, inputs, chunked=True, **SMALL, **options), expected)
-
-    @pytest.mark.parametrize("alpha", [0.0, 1.0])
-    @pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
-    def test_divergences_and_ends_of_alpha(self, alpha, divergence):
-        student, teacher = make("llama"), make("llama", 1)
-        options = {"alpha": alpha, "divergence": divergence, "beta": 0.3, "scale_by_temperature": False}
-        expected = step(student, teacher, batch(), **options)
-        assert_same(step(student, teacher, batch(), chunked=True, **SMALL, **options), expected)
+        assert_alike(make(kind), make(kind, 1, hidden_size=16), batch() | extra, alpha=0.3, temperature=3.0)
 
     @pytest.mark.parametrize(
-        "options", [{"teacher": "ema"}, {"hidden": ["model.norm=model.norm"]}], ids=["ema", "hidden"]
-    )
-    def test_own_average_and_hidden_pairs(self, options):
-        student = make("llama")
-        teacher = options.pop("teacher", None) or make("llama", 1)
-        expected = step(student, teacher, batch(), **options)
-        assert_same(step(student, teacher, batch(), chunked=True, **SMALL, **options), expected)
+        "options",
+        [
+            *({"alpha": a, "divergence": d, "beta": 0.3, "scale_by_temperature": False}
+              for a in (0.0, 1.0) for d in ("reverse_kl", "jsd")),
+            {"teacher": "ema"},
+            {"hidden": ["model.norm=model.norm"]},
+        ],
+    )  # fmt: skip
+    def test_options(self, options):
+        options = dict(options)
+        assert_alike(make("llama"), options.pop("teacher", None) or make("llama", 1), batch(), **options)
 
     def test_cut_batches_add_up(self):
         student, teacher, whole = make("gpt2"), make("gpt2", 1), batch()
@@ -184,11 +182,9 @@ class TestSameAsWithLogits:
 
     @pytest.mark.parametrize("logits_to_keep", [3, torch.tensor([1, 4, 6])], ids=["last", "chosen"])
     def test_some_positions(self, logits_to_keep):
-        student, teacher = make("llama"), make("llama", 1)
         inputs = batch() | {"logits_to_keep": logits_to_keep}
         inputs["labels"] = inputs["labels"][:, -3:]
-        expected = step(student, teacher, inputs)
-        assert_same(step(student, teacher, inputs, chunked=True, **SMALL), expected)
+        assert_alike(make("llama"), make("llama", 1), inputs)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_under_autocast(self, dtype):
@@ -231,13 +227,10 @@ class TestSameAsWithLogits:
         ids=["transposed", "rows", "selected", "smoothed", "weighted", "capped", "in_place"],
     )  # fmt: skip
     def test_losses_of_ones_own(self, of_logits):
-        student, teacher = make("bert"), make("bert", 1)
-
         def forward(model, inputs):
             return of_logits(model(**inputs).logits, inputs["labels"])
 
-        expected = step(student, teacher, batch(), forward, alpha=0.7)
-        assert_same(step(student, teacher, batch(), forward, chunked=True, alpha=0.7, **SMALL), expected)
+        assert_alike(make("bert"), make("bert", 1), batch(), forward, alpha=0.7)
 
 
 class TestWithoutLogits:

@@ -143,7 +143,6 @@ def test_keys_tell_fields_dtypes_and_shapes_apart():
 
 
 def test_images_of_a_classifier_keep_all_classes_in_their_order(tmp_path):
-    torch.manual_seed(0)
     teacher, images = nn.Sequential(nn.Flatten(), nn.Linear(12, 10)), torch.randn(9, 3, 2, 2)
     teacher.train()
     manifest = write_teacher_cache(teacher, images.split(4), tmp_path / "c", temperature=3.0, dtype="float32")
@@ -187,7 +186,6 @@ def test_the_loss_of_the_top_k_is_that_of_the_full_distribution_with_merged_tail
 
 
 def test_outputs_that_follow_no_field_are_kept_whole(tmp_path):
-    torch.manual_seed(0)
     teacher, images = nn.Sequential(nn.Linear(6, 24), nn.Unflatten(1, (4, 6))), torch.randn(5, 6)
     manifest = write_teacher_cache(teacher, [images], tmp_path / "c", dtype="float32", top_k=2)
     assert manifest.positions is None

@@ -12,7 +12,7 @@ from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.distillation.teachers import change_dtype_
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.errors import CheckpointError, MatchError, MissingExtraError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, MatchError, MissingExtraError, TrainingError
 
 STEPS = 6
 
@@ -269,3 +269,22 @@ def test_what_cannot_be_quantised_is_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match=r"efftrain\[bnb\]"):
         change_dtype_(make_net(), "nf4")
+
+
+class ActivationLast(nn.Module):
+    """Its activation is registered after a layer of another width."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.activation = nn.Linear(5, 8), nn.Linear(8, 3), nn.Tanh()
+
+    def forward(self, x):
+        return self.head(self.activation(self.first(x)))
+
+
+def test_features_of_another_width_than_that_of_the_layer_before_are_refused():
+    session = Session({"distill": {"teacher": make(16, 1), "hidden": ["activation=2"]}})
+    session.attach(model := ActivationLast())
+    session.begin([torch.optim.SGD(model.parameters())], total_steps=1)
+    with pytest.raises(ConfigError, match="the layer registered last before them, 3, got 8; name the layer or"):
+        session.loss(model(torch.randn(8, 5)).square().mean())
