@@ -32,10 +32,8 @@ MOST_EMPTY = 10
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the storages that operations make while it is entered, and when they are released.
 
-    Each storage counts once, whole, however many tensors see it. What a kernel takes for the moment does not count.
-
-    Args:
-        device_type: Where they are, such as ``cuda``; what lies elsewhere does not count.
+    Each storage of a device type counts once, whole, however many tensors see it. What a kernel takes for the moment
+    does not count.
     """
 
     def __init__(self, device_type: str) -> None:

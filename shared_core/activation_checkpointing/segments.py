@@ -33,10 +33,8 @@ _UNCOUNTED = ("running_mean", "running_var")  # the kernels of norms write them 
 class Snapshot:
     """The buffers that a block is about to change, as they are now.
 
-    Args:
-        block: About to run forward.
-        moving: What it was seen to change so far; None if it never ran, and then all buffers are copied once. One that
-            begins to move later is kept from moving twice, but not rewound.
+    Those that it was seen to change are copied, all of them if it never ran. One that begins to move later is kept from
+    moving twice, but not rewound.
     """
 
     def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:

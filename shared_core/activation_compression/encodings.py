@@ -94,12 +94,8 @@ def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] |
     - floats of two values, such as a dropout's noise: one bit each, and the two;
     - floats with zeros: bits that tell where the others are, or their indices, and the others.
 
-    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload.
-
-    Args:
-        flat: (n,) of any dtype, contiguous, not empty.
-        sparse: Whether floats are looked at.
-        values: Stores the values that are not zero; as they are if None.
+    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload. Floats are looked at if `sparse`; `values`
+    stores those that are not zero.
     """
     form = _candidate(flat, sparse, values or as_is)
     # Of integers of the same width, of narrow rows or few zeros: what saves little would only cost its passes.
@@ -203,12 +199,8 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     """Return values as 8-bit codes, each group of consecutive ones with a scale and zero point of its own.
 
     ``code = ⌊(x - min) / s + u⌋`` with ``s = (max - min) / 255`` and u uniform on [0, 1), so the mean over draws of
-    ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN.
-
-    Args:
-        flat: (n,) of any floating type up to 32 bits.
-        group_size: Values in a group; the last one may have fewer.
-        generator: Source of u, on the device of `flat`.
+    ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN; the last one may
+    have fewer values.
 
     Source: Chen et al. 2021, ActNN, arXiv:2104.14294.
     """

@@ -135,10 +135,7 @@ def launched() -> int:
 def check_alone(where: str, why: str = "", size: int | None = None) -> None:
     """Refuse to be one of several processes, each of which would do all the work and write over the others' files.
 
-    Args:
-        where: What cannot share its work.
-        why: With what options, as ``" with --jobs"``.
-        size: How many processes there are; None: as many as a launcher started.
+    `why` names the options, as ``" with --jobs"``; `size` is by default what a launcher started.
     """
     size = launched() if size is None else size
     if size > 1:

@@ -1,7 +1,4 @@
-"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates really use.
-
-Collects log2|x| histograms of one training step: weights, activations, gradients and updates, layer by layer.
-"""
+"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates of a step really use."""
 
 from __future__ import annotations
 

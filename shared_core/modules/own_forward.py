@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,7 +68,8 @@ def why_computed(module: nn.Module, *, keeps_zeros: bool = False) -> str | None:
     if not is_own or stock_kind(kind) is not None or not isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         return None
     stored = module.weight.detach()
-    with _as_found(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with modes_restored(module), buffers_restored(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module.eval()
         try:
             seen = _products(module, stored)
             if seen.stored or not keeps_zeros or stored.is_meta:
@@ -109,14 +108,6 @@ def _input(module: Any) -> Tensor:
         return torch.ones(rows, module.in_features, **like)
     sides = [step * (size - 1) + 3 for size, step in zip(module.kernel_size, module.dilation, strict=True)]
     return torch.ones(rows, module.in_channels, *sides, **like)
-
-
-@contextlib.contextmanager
-def _as_found(module: nn.Module) -> Iterator[None]:
-    """Run a layer in evaluation mode, and leave its mode and buffers as they were."""
-    with modes_restored(module), buffers_restored(module):
-        module.eval()
-        yield
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

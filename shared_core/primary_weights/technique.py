@@ -63,9 +63,6 @@ class PrimaryWeights(Technique):
     ``stochastic_rounding``, and an optimizer that updates each parameter by itself, only within the step, a few
     parameters at a time.
 
-    Args:
-        config: The options.
-
     Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.1; the rounding: Gupta et al., 2015,
     arXiv:1502.02551.
 
