@@ -139,16 +139,10 @@ def profile_blocks(
     step: Callable[[], object] | None = None,
     names: Sequence[str] | None = None,
 ) -> StepCost:
-    """Return what the blocks of a model cost in a step of training.
+    """Return what the blocks of a model cost in a step of training, of which two are run that leave no trace.
 
-    Runs two steps, in training mode, and leaves no trace of them: gradients, buffers and random state are as before.
-
-    Args:
-        model: Nothing of it is checkpointed yet.
-        example_inputs: What its forward takes: a tensor, a sequence of arguments, a mapping of keyword arguments, or
-            ``(args, kwargs)``. The loss is the one that it returns, or the sum of what it returns.
-        step: Instead of inputs: runs one forward and backward of the model.
-        names: Of the blocks, in the order in which they run; by default what `find_blocks` finds.
+    `example_inputs` are a tensor, a sequence of arguments, a mapping of keyword arguments, or ``(args, kwargs)``; the
+    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``; the
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(

@@ -88,10 +88,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {number: i for i, (size, number) in enumerate(self.events) if size > 0 and number in there}
 
     def held(self, without: Collection[int] = ()) -> list[int]:
-        """Return the bytes held after each event, some storages left out.
-
-        A storage is held from its first event to its last: `keep_until_now` can come after its release.
-        """
+        """Return the bytes held after each event, each storage from its first to its last, some left out."""
         last = {number: i for i, (_, number) in enumerate(self.events)}
         changes, released = [0] * (len(self.events) + 1), set()
         # An address may be used again, so storages have numbers; the last event may be `keep_until_now`.
@@ -116,10 +113,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Run what is compiled eagerly: a function that torch.compile meets under `LiveBytes` is never compiled again.
-
-    So it is in torch 2.13.
-    """
+    """Run what is compiled eagerly: what torch.compile meets under `LiveBytes` stays eager for good (torch 2.13)."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
 

@@ -77,10 +77,7 @@ def as_is(flat: Tensor) -> Form:
 
 
 def sign_form(flat: Tensor) -> Form:
-    """Return of a ReLU's result what its backward needs: where it is not ``<= 0``, so 1 or 0 for each value.
-
-    NaN counts as positive, as it does in ``threshold_backward``. One bit a value (Jain et al. 2018, Gist).
-    """
+    """Return where a ReLU's result is not ``<= 0``, one bit a value (Jain et al. 2018, Gist); NaN is positive."""
     count, dtype = flat.numel(), flat.dtype
     # NaN stays NaN in relu, and is true. On a CPU a comparison takes longer than both passes (torch 2.13).
     return Form("sign", (pack_bits(flat.relu().bool()),), lambda parts: unpack_bits(parts[0], (count,)).to(dtype))
@@ -179,10 +176,7 @@ LEVELS = 255
 
 
 def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
-    """Return values rounded to a 16-bit format, to nearest; relative error at most 2^-8 (bf16) or 2^-11 (fp16).
-
-    Values beyond float16's range become its largest; NaN and infinity stay.
-    """
+    """Return values rounded to nearest in 16 bits; beyond float16's range to its largest; NaN and infinity stay."""
     # To the largest number, not to infinity, which would make NaN of whole gradients.
     if dtype is torch.float16:
         bound = torch.finfo(dtype).max

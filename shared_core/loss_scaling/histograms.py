@@ -60,11 +60,7 @@ class Log2Histogram:
         return None
 
     def summary(self, format: str) -> dict[str, Any]:
-        """Return element count, shares below the smallest normal and subnormal number of a format, and the range.
-
-        Args:
-            format: ``"fp16"`` or ``"fp8_e5m2"``.
-        """
+        """Return element count, shares below a format's smallest normal and subnormal number, and the range."""
         normal, subnormal = smallest_exponents(format)
         return {
             "elements": self.elements,

@@ -133,11 +133,7 @@ Undo = list[tuple[nn.Module, str, Any]]
 
 
 def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Undo:
-    """Switch off the fused evaluation of `nn.TransformerEncoder` where it would bypass a swapped layer.
-
-    In evaluation the fused path reads ``linear1.weight`` itself, so what is evaluated would be the float
-    model.
-    """
+    """Switch off the fused evaluation of `nn.TransformerEncoder`, which reads weights itself, past swapped layers."""
     undo: Undo = []
     for parent in model.modules():
         if not any(isinstance(child, layers) for child in parent.modules()):

@@ -98,10 +98,7 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
 
 
 def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that hold a layer's weights, by name.
-
-    A recurrent layer has several, all 2-D, and so have stacked experts, 3-D.
-    """
+    """Return the parameters that hold a layer's weights, by name: several of recurrent layers and stacked experts."""
     found = {
         name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
     }
@@ -114,10 +111,7 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
-
-    Of stacked experts the rows of one follow those of another.
-    """
+    """Return a weight with a row for each output channel or embedding vector, experts one after the other."""
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
     if (axis := output_axis_of_experts(module)) is not None:

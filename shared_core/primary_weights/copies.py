@@ -241,10 +241,7 @@ class WideGradients:
         return gradient
 
     def restore(self) -> None:
-        """Put the reduced tensors back after the step, with the values of the wide ones.
-
-        The very tensors: with ``gradient_as_bucket_view`` they are windows into DDP's buckets.
-        """
+        """Put the very tensors that were reduced, DDP's buckets, back with the values of the wide ones."""
         for parameter, gradient in self._reduced.items():
             wide, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
@@ -302,10 +299,7 @@ class CopiesOfShards:
 
 @torch.no_grad()
 def restore_(kept: Tensor, parameter: Tensor, saved: Tensor, name: str) -> None:
-    """Put back what was saved of a parameter, whole: its float32 copy, or in bf16 what rounding lost of it.
-
-    Either is made from the other where a run goes on with another kind.
-    """
+    """Put back a parameter's saved float32 copy, or what rounding lost of it; either is made from the other."""
     if saved.shape != kept.shape or saved.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(
             "primary_weights",
