@@ -141,8 +141,8 @@ def profile_blocks(
 ) -> StepCost:
     """Return what the blocks of a model cost in a step of training, of which two are run that leave no trace.
 
-    `example_inputs` are a tensor, a sequence of arguments, a mapping of keyword arguments, or ``(args, kwargs)``; the
-    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``; the
+    `example_inputs` are a tensor, a sequence or mapping of arguments, or ``(args, kwargs)``; the loss is the one that
+    the model returns, or the sum of what it returns. Instead, `step` runs one forward and backward of the model.
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(

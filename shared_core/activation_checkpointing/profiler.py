@@ -217,7 +217,8 @@ class StepProfile:
         elif step.again is not None:
             rule = f"{step.again} must run once in a step to keep a budget, got a second call"
         elif not any(call.saved for call in step.calls.values()):
-            rule, remedy = "blocks must save something for backward, got nothing", "name others than frozen ones"
+            rule = "blocks must save something for backward, got nothing: they are frozen, or checkpointed elsewhere"
+            remedy = "name others with include, or drop it"
         elif self._costs and [block.name for block in self._costs[0].blocks] != list(step.calls):
             rule = "blocks must run in one order in every step to keep a budget, got another"
         else:

@@ -138,10 +138,9 @@ def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> Und
     for parent in model.modules():
         if not any(isinstance(child, layers) for child in parent.modules()):
             continue
-        name = {
-            nn.TransformerEncoderLayer: "activation_relu_or_gelu",
-            nn.TransformerEncoder: "use_nested_tensor",
-        }.get(type(parent))
+        name = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}.get(
+            type(parent)
+        )
         if name is not None and hasattr(parent, name):
             undo.append((parent, name, getattr(parent, name)))
             setattr(parent, name, 0)

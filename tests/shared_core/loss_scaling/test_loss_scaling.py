@@ -159,9 +159,7 @@ def test_one_host_read_a_step(kind, fused, bad, monkeypatch):
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "cpu"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda self, *a, _n=name, _o=original, **k: reads.append(_n) or _o(self, *a, **k),
+            torch.Tensor, name, lambda self, *a, _n=name, _o=original, **k: reads.append(_n) or _o(self, *a, **k)
         )
     scaler.step(optimizer)
     scaler.update()
